@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 CACHE_VARIABLE = "MXPERT_CACHE_DIR"
+SHARED_GPUS_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 def cache_directory() -> Path | None:
@@ -21,3 +22,8 @@ def cache_directory() -> Path | None:
         return Path.home() / ".cache" / "mxpert"
     except RuntimeError:  # a container's user without an entry in the password database
         return None
+
+
+def ranks_may_share_gpus() -> bool:
+    """Whether torch's symmetric memory accepts several ranks on one GPU."""
+    return os.environ.get(SHARED_GPUS_VARIABLE) == "1"

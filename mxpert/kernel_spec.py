@@ -9,7 +9,17 @@ from .errors import UnsupportedError, message
 from .problem import Op, Problem
 
 
-class KernelSpec(Protocol):
+class Launchable(Protocol):
+    """What can be started, and replayed (`mxpert.runtime.replay`).
+
+    It may have ``resident``: tensors that it uses in every call, beside the arguments.
+    """
+
+    def launch(self, problem: Any, config: Any, *_: Any, **arguments: Any) -> Any:
+        """Run it: allocates outputs, enqueues work on the current stream, returns the result."""
+
+
+class KernelSpec(Launchable, Protocol):
     """One kernel of one backend: what it can do, how it would do it, and how to start it.
 
     Arguments of `launch` after (problem, config), all keyword-only, by operation:
@@ -43,9 +53,6 @@ class KernelSpec(Protocol):
 
     def heuristic(self, problem: Any) -> Any:
         """The configuration used where no tuned row answers."""
-
-    def launch(self, problem: Any, config: Any, *_: Any, **arguments: Any) -> Any:
-        """Run it: allocates outputs, enqueues work on the current stream, returns the result."""
 
     # A kernel of MoE stages may have ``stage_config``, the type of their configs if it is not
     # GemmConfig. A kernel may also have ``slower(problem) -> str``: why it serves this problem more

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from .distributed import ExpertParallel
 from .errors import UnsupportedError, message, require, require_device, require_tensor
 from .formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
 from .formats.tensor import Layout, MXTensor
+from .ops.local_weights import check_local_weights, local_weights
 from .ops.moe import fused_moe
 from .ops.quantize import FLOAT_DTYPES, quantize
 from .ops.route import LOGIT_DTYPES, check_route_topk, route_topk
@@ -17,9 +19,6 @@ from .problem import Activation, SiLU, TopKOptions, parse_activation_format, req
 from .published import expert_weights_from, published_expert_tensors, published_shapes
 from .weights import GateUpOrder, MoEWeights
 from .weights_state import PROJECTIONS
-
-if TYPE_CHECKING:
-    from .distributed import ExpertParallel
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Weights quantised at a time: temporaries that stay in a CPU's cache; few launches on a GPU."""
@@ -42,6 +41,10 @@ class PreparedExperts(torch.nn.Module):
         expert_parallel: mxpert.distributed.ExpertParallel, where `weights` are the local experts of
             this rank. All ranks then call the module at the same time. ``state_dict`` has the local
             experts; ``load_state_dict`` takes these, or all experts, of which it takes its part.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type or value; `weights` that are not the
+            rank's experts; a rank that has all experts, but not in the order of their ids.
     """
 
     weights: MoEWeights
@@ -58,10 +61,18 @@ class PreparedExperts(torch.nn.Module):
         expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
+        op = type(self).__name__
         self.activation, self.dtype = activation, dtype
         self.expert_parallel = expert_parallel
-        self.activation_format = parse_activation_format(activation_format, type(self).__name__)
+        self.activation_format = parse_activation_format(activation_format, op)
+        if expert_parallel is not None:
+            check_local_weights(op, expert_parallel, weights, self.activation_format)
         self._hold(weights)
+
+    @property
+    def group_ids(self) -> tuple[int, ...] | None:
+        """The global ids of this rank's experts; None without `expert_parallel`."""
+        return None if self.expert_parallel is None else self.expert_parallel.local_experts
 
     def _hold(self, weights: MoEWeights) -> None:
         """Keep `weights`, and register them as buffers so that memory footprints count them."""
@@ -205,8 +216,15 @@ class MoE(torch.nn.Module):
     ``experts.``, the published MXFP4 tensors: the names of gpt-oss's layers. ``.to(device)``
     prepares the experts for the new device.
 
+    With `expert_parallel` the experts lie on several ranks, and the router is whole on each. Every
+    rank calls the module at the same time with its own tokens, also with none, and gets their
+    results. ``state_dict`` has the rank's experts; ``load_state_dict`` takes these, or all experts,
+    of which it takes its part. `mxpert.training.full_state_dict` collects all of them.
+
     Args:
-        weights: MoEWeights, from a checkpoint or from `quantize_weights`; prepared or not.
+        weights: MoEWeights, from a checkpoint or from `quantize_weights`; prepared or not. With
+            `expert_parallel`: this rank's experts in the order of ``ep.local_experts``, or all E of
+            the layer, of which the module keeps a copy of this rank's.
         router_weight: bfloat16, float16 or float32 [E, H], on the device of `weights`.
         top_k: experts per token.
         activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2().
@@ -215,13 +233,18 @@ class MoE(torch.nn.Module):
         router_bias: [E] in the dtype of `router_weight`, added to the logits, or None.
         correction_bias: float32 [E], added to the scores for the choice only, or None.
         routing: mxpert.TopKOptions: scoring, groups and scaling, as for `route_topk`.
+        expert_parallel: a mxpert.distributed.ExpertParallel with the layer's sizes, on the device
+            of `weights`; None for all experts in this process.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a call with
+            more tokens than ``ep.max_tokens``, before anything is sent.
         UnsupportedError: a call in training mode whose input requires a gradient.
+        PeerLostError: a rank of `expert_parallel` died or did not arrive in time.
 
     Example:
         >>> import torch, mxpert
+        >>> from mxpert.distributed import ExpertParallel
         >>> from mxpert.modules import quantize_weights
         >>> weights = quantize_weights(torch.randn(4, 64, 32), torch.randn(4, 32, 32),
         ...                            gate_up_order=mxpert.GateUpOrder.CONCATENATED)
@@ -230,6 +253,10 @@ class MoE(torch.nn.Module):
         torch.Size([2, 5, 32])
         >>> sorted(moe.state_dict())[-2:]
         ['experts.gate_up_proj_scales', 'router.weight']
+        >>> ep = ExpertParallel(num_experts=4, top_k=2, hidden_size=32, max_tokens=16)
+        >>> ranks = mxpert.MoE(weights, torch.randn(4, 32), top_k=2, expert_parallel=ep).eval()
+        >>> ranks.load_state_dict(moe.state_dict())  # under torchrun: this rank's part
+        <All keys matched successfully>
     """
 
     def __init__(
@@ -243,18 +270,24 @@ class MoE(torch.nn.Module):
         router_bias: torch.Tensor | None = None,
         correction_bias: torch.Tensor | None = None,
         routing: TopKOptions = TopKOptions(),
+        expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         op = "MoE"
         activation_format = parse_activation_format(activation_format, op)
+        ranks = expert_parallel
         for name, value, kind in (
             ("weights", weights, MoEWeights),
             ("routing", routing, TopKOptions),
+            *([] if ranks is None else [("expert_parallel", ranks, ExpertParallel)]),
         ):
             if not isinstance(value, kind):
                 raise TypeError(message(op, name, kind.__name__, repr(value)))
         require_activation(activation, op)
-        experts = weights.num_experts
+        if ranks is not None:
+            require(ranks.top_k == top_k, op, "top_k", need=ranks.top_k, got=top_k)
+            weights = local_weights(op, ranks, weights)
+        experts = weights.num_experts if ranks is None else ranks.placement.num_experts
         require_tensor(
             router_weight,
             op,
@@ -283,7 +316,9 @@ class MoE(torch.nn.Module):
         self.register_buffer("correction_bias", correction_bias)
         if weights.layout is Layout.ROW_MAJOR and weights.fold_certificates is None:
             weights = weights.prepare(device=weights.device)
-        self.experts = PreparedExperts(weights, activation, activation_format=activation_format)
+        self.experts = PreparedExperts(
+            weights, activation, activation_format=activation_format, expert_parallel=ranks
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """X [..., H], bfloat16, float16 or float32 → the shape and dtype of x."""

@@ -7,6 +7,7 @@ tuned tables and caches. Every number in them is known on the host without a syn
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -239,8 +240,14 @@ class RoutingProblem:
 class MoEProblem:
     """One stage of an MoE layer, or the whole layer (op FUSED_MOE).
 
-    `routing_block_m` is the plan's unit for a stage on its own (each stage's block_m must divide
-    it) and 0 for the whole layer, which chooses its own.
+    Args:
+        num_tokens: T.
+        top_k: ids of a token.
+        num_experts: experts of `weights`: those of this rank.
+        routing_block_m: the plan's unit for a stage on its own (each stage's block_m must divide
+            it), and 0 for the whole layer, which chooses its own.
+        local_top_k: how many ids of a token name an expert of this rank, on average over tokens
+            that spread evenly over all experts; None if all of them do.
     """
 
     op: Op
@@ -253,11 +260,27 @@ class MoEProblem:
     options: MoEOptions = field(hash=False)
     weight_layout: Layout = field(hash=False)
     routing_block_m: int = 0
+    local_top_k: float | None = None
 
     @property
     def formats(self) -> str:
         """Short name of the operand formats, as tuned tables key them: "bf16xmxfp4"."""
         return f"{self.options.activation_format}xmxfp4"
+
+    @property
+    def routed_rows(self) -> float:
+        """Rows of all experts of this rank if tokens spread evenly; configs follow them."""
+        return self.num_tokens * (self.top_k if self.local_top_k is None else self.local_top_k)
+
+    @property
+    def hit_experts(self) -> int:
+        """Number of experts that have rows if tokens spread evenly, at least 1."""
+        return max(1, min(self.num_experts, math.ceil(self.routed_rows)))
+
+    @property
+    def rows_per_expert(self) -> float:
+        """Average number of rows of an expert that has rows."""
+        return self.routed_rows / self.hit_experts
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def stage_seconds(
     layer: MoEProblem, op: Op, config: Cdna4GemmConfig, rate_of: RateOf = executed_rate
 ) -> float:
     """Modelled seconds of a stage, as the module describes."""
-    row_blocks = cdna4.hit_experts(layer)
+    row_blocks = layer.hit_experts
     row_units, depth_units = cdna4.units(layer, op)
     tiles = row_blocks * -(-row_units * UNIT_ROWS // config.block_n) * config.k_splits
     shares = config.k_splits * config.k_slices
@@ -177,7 +177,7 @@ class Choice:
 
 def is_modelled(layer: MoEProblem) -> bool:
     """Whether the rows of an average expert fit into one block of 16."""
-    return cdna4.rows_per_expert(layer) <= BLOCK_M
+    return layer.rows_per_expert <= BLOCK_M
 
 
 def best_config(layer: MoEProblem, rate_of: RateOf = executed_rate) -> Choice:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..kernel_spec import KernelSpec
+from ..kernel_spec import Launchable
 from ..problem import Problem
 from ..runtime.geometry import CachedCall, Described
 
@@ -77,7 +77,7 @@ class CallCache:
 
 
 def launch(
-    kernel: KernelSpec,
+    kernel: Launchable,
     config: Any,
     cached: CachedCall,
     geometry: Described | None,
@@ -93,5 +93,5 @@ def launch(
 
 
 @without_grad
-def _launch(kernel: KernelSpec, config: Any, problem: Problem, inputs: dict[str, Any]) -> Any:
+def _launch(kernel: Launchable, config: Any, problem: Problem, inputs: dict[str, Any]) -> Any:
     return kernel.launch(problem, config, **inputs)

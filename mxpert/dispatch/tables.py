@@ -260,11 +260,14 @@ def tuned_row(problem: MoEProblem, backend: str) -> TunedRow | None:
     """The backend's row for these dimensions whose token count is T or a little above.
 
     A row answers from its own count down to three quarters of it (`ROW_REACH`). Further off the
-    rows per expert are others, and the heuristic, which follows them, is the better guide.
+    rows per expert are others, and the heuristic, which follows them, is the better guide. Where
+    other ranks have a part of the experts, T is the number of tokens that would route as many rows
+    to this rank's experts alone.
     """
     if problem.op not in (Op.FUSED_MOE, Op.MOE_GATE_UP, Op.MOE_DOWN):
         return None
+    num_tokens = problem.routed_rows / problem.top_k
     for row in _rows_by_shape(problem.target).get(problem_key(problem, backend), []):
-        if row.num_tokens * ROW_REACH < problem.num_tokens <= row.num_tokens:
+        if row.num_tokens * ROW_REACH < num_tokens <= row.num_tokens:
             return row
     return None

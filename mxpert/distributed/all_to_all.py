@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..formats.spec import ScaleRule
+from ..kernel_spec import KernelSpec
 from ..ops.schema import rebuild
 from .groups import Ranks
 from .transport import DispatchedTokens, ExchangeSpec, Rows
@@ -123,6 +124,9 @@ class AllToAllExchange:
         """Rows [T, W] → [R, W]."""
         way: _Way = dispatched.state
         return self._exchange(rows[way.tokens], way)
+
+    def layer_kernel(self, kernel: KernelSpec, *, bound: int, out_dtype: torch.dtype) -> None:
+        """None: a local layer is a kernel of its own."""
 
     def wait(self, dispatched: DispatchedTokens) -> DispatchedTokens:
         """Return `dispatched`: collectives are in stream order."""

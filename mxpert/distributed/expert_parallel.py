@@ -13,6 +13,7 @@ import torch
 from ..errors import message, require, require_device, require_dtype, require_int, require_tensor
 from ..formats.spec import ScaleRule
 from ..formats.tensor import Layout, MXTensor
+from ..kernel_spec import KernelSpec, Launchable
 from ..problem import MoEOptions
 from ..routing import require_topk
 from .choice import choose, make_exchange
@@ -186,6 +187,16 @@ class ExpertParallel:
         return self.placement.local_experts(self.rank)
 
     @functools.cached_property
+    def local_top_k(self) -> float:
+        """Expected number of this rank's experts among the ids of a row that it receives.
+
+        Tokens spread evenly over ranks and experts. ALL_TO_ALL sends only rows that have one.
+        """
+        share = self.placement.share(self.rank)
+        sent = 1 - (1 - share) ** self.top_k if self.transport is Transport.ALL_TO_ALL else 1.0
+        return self.top_k * share / sent
+
+    @functools.cached_property
     def expert_map(self) -> torch.Tensor:
         """int32 [E] on the object's device: the local id of each global expert, or −1."""
         return self.placement.expert_map(self.rank).to(self.device)
@@ -340,6 +351,18 @@ class ExpertParallel:
             x, topk_weights, topk_ids, bound=bound, scale_rule=scale_rule, out_dtype=out_dtype
         )
 
+    def layer_kernel(self, kernel: KernelSpec, out_dtype: torch.dtype) -> Launchable | None:
+        """The whole layer as one kernel; None if the transport has none for `kernel`.
+
+        Args:
+            kernel: of the local layer. out_dtype: of the result.
+
+        Raises:
+            What `dispatch` raises.
+        """
+        self._guard.check(_OP)
+        return self._exchange.layer_kernel(kernel, bound=self.max_tokens, out_dtype=out_dtype)
+
     def combine_unchecked(
         self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor | None
     ) -> torch.Tensor:
@@ -385,6 +408,10 @@ class ExpertParallel:
                     "split the batch, or make ExpertParallel with a larger max_tokens",
                 )
             )
+
+    def agree(self, arguments: dict[str, object] | Exception) -> None:
+        """Wait for all ranks; raise where they give different values, or where one has an error."""
+        agree(self.group, arguments)
 
     def explain(self) -> str:
         """The transport, the reason for it, and why not the others; one line each."""

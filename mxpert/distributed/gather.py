@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..formats.spec import ScaleRule
+from ..kernel_spec import KernelSpec
 from ..ops.schema import rebuild
 from .groups import Ranks
 from .transport import DispatchedTokens, ExchangeSpec, Rows
@@ -78,6 +79,9 @@ class GatherExchange:
         """Rows [T, W] → [R, W]: the slots of all ranks."""
         sent = _padded(rows.contiguous(), dispatched.state)
         return self._gather(sent.view(torch.uint8)).view(rows.dtype)
+
+    def layer_kernel(self, kernel: KernelSpec, *, bound: int, out_dtype: torch.dtype) -> None:
+        """None: a local layer is a kernel of its own."""
 
     def wait(self, dispatched: DispatchedTokens) -> DispatchedTokens:
         """Return `dispatched`: collectives are in stream order."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..dispatch import resolve_cached, without_grad
+from ..dispatch import launch, resolve_cached, without_grad
 from ..errors import message
 from ..ops.library import OpSpec
 from ..ops.moe import fused_moe_received, received_problem
@@ -37,28 +37,28 @@ class LayerOp(OpSpec[torch.Tensor]):
     ) -> Any:
         """Check → describe → resolve → exchange and launch; nothing is sent before the launch."""
         call = self._checked(options, geometry, inputs)
-        kernel, _ = resolve_cached(call)  # an error here comes before the others wait for this rank
-        can_wait = kernel.backend != "reference"
-        return _exchange(OBJECTS[options[1]], options[0], call, inputs, can_wait)
+        # An error here comes before the others wait for this rank.
+        kernel, config = resolve_cached(call)
+        ranks, out_dtype = OBJECTS[options[1]], options[0].out_dtype
+        whole = ranks.layer_kernel(kernel, out_dtype)
+        if whole is not None:
+            return launch(whole, config, call, geometry, inputs)
+        return _exchange(ranks, out_dtype, call, inputs)
 
 
 @without_grad
 def _exchange(
-    ranks: ExpertParallel,
-    options: MoEOptions,
-    call: CachedCall,
-    inputs: dict[str, Any],
-    can_wait: bool,
+    ranks: ExpertParallel, out_dtype: torch.dtype, call: CachedCall, inputs: dict[str, Any]
 ) -> torch.Tensor:
-    """Dispatch, the local layer, combine. can_wait: whether the layer's sort takes `arrivals`."""
+    """Dispatch, the local layer as an op of its own, combine."""
+    local: Any = call.problem
     routed = inputs["x"], inputs["topk_weights"], inputs["topk_ids"]
     dispatched = ranks.dispatch_unchecked(
-        *routed, scale_rule=options.scale_rule, out_dtype=options.out_dtype
+        *routed, scale_rule=local.options.scale_rule, out_dtype=out_dtype
     )
-    if dispatched.arrivals is not None and not can_wait:
+    if dispatched.arrivals is not None:
         dispatched = ranks.exchange.wait(dispatched)
-    local: Any = call.problem
-    rows = fused_moe_received(dispatched, inputs["weights"], local.options, call)
+    rows = fused_moe_received(dispatched, inputs["weights"], local.options, ranks.local_top_k, call)
     return ranks.combine_unchecked(rows, dispatched, inputs.get("out"))
 
 
@@ -135,7 +135,10 @@ def _describe(
         options.combine,
         ranks.combine_dtype,
     )
-    return received_problem(local, weights, ranks.size * ranks.max_tokens, topk_ids.shape[1])
+    num_rows = ranks.size * ranks.max_tokens
+    return received_problem(
+        local, ranks.local_top_k, weights=weights, num_rows=num_rows, top_k=topk_ids.shape[1]
+    )
 
 
 def _fake(

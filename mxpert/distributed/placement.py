@@ -133,6 +133,11 @@ class Placement:
         """int32 [N, E]: the id of expert e on rank ``owners[s, e]``, at ``[s, e]``."""
         return self.expert_maps.gather(0, self.owners.long())
 
+    def share(self, rank: int) -> float:
+        """Part of all ids that `rank` computes if tokens spread evenly over ranks and experts."""
+        self._check_rank(rank)
+        return float((self.owners == rank).double().mean())
+
     def expert_map(self, rank: int) -> torch.Tensor:
         """int32 [E]: the local id of each global expert on `rank`, or −1."""
         self._check_rank(rank)

@@ -6,6 +6,7 @@ rank, the launches, and what a lost rank looks like on the host. Nothing waits o
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from ..dispatch import detect_target
 from ..errors import PeerLostError, message
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
+from ..kernel_spec import KernelSpec, Launchable
 from ..ops.schema import rebuild
-from ..runtime.launch import BoundLaunch
+from ..runtime.replay import replayed
+from ..weights import MoEWeights
 from .transport import DispatchedTokens, ExchangeSpec, Rows
 from .wire import rows_from_wire
 from .workspace import Workspace, make_workspace, plain_workspaces, refuse_group
@@ -54,7 +57,7 @@ class SymmetricExchange:
         self._sections = layout.views(self._workspace.own)
         self._words = host.new_words(spec.timeout_s, target, device)
         self._arrivals = host.new_arrivals(self._sections["arrived"], self._words)
-        self._state: dict[str, torch.Tensor | None] = {
+        self._state = {
             "state": self._words,
             "table": torch.tensor(self._workspace.addresses, dtype=torch.int64, device=device),
             "destinations": torch.zeros(spec.max_tokens, dtype=torch.int64, device=device),
@@ -64,8 +67,7 @@ class SymmetricExchange:
             "local_ids": spec.placement.local_ids[spec.rank].to(device),
         }
         self._received: dict[int, dict[str, Any]] = {}
-        self._dispatches: dict[tuple[Any, ...], BoundLaunch] = {}
-        self._combines: dict[tuple[int, int], BoundLaunch] = {}
+        self._layers: dict[tuple[KernelSpec, int, torch.dtype], Launchable] = {}
         self._is_dispatched = False
         self._lost: Exception | None = None
 
@@ -105,39 +107,19 @@ class SymmetricExchange:
         rows, scale = (x.qdata, x.scale) if isinstance(x, MXTensor) else (x, None)
         quantises = self._own.layout.mx_rows and scale is None
         num_tokens = topk_ids.shape[0]
-        key = num_tokens, bound, scale_rule if quantises else None, scale is None
-        launch = self._dispatches.get(key) or self._bind_dispatch(*key)
-        parts = (rows,) if scale is None else (rows, scale)
-        launch(*[part.contiguous() for part in (*parts, topk_weights, topk_ids)])
+        host.dispatch_launch(self._own, num_tokens, bound, scale_rule if quantises else None)(
+            x=rows.contiguous(),
+            scale=None if scale is None else scale.contiguous(),
+            topk_weights=topk_weights.contiguous(),
+            topk_ids=topk_ids.contiguous(),
+            **self._state,
+            **self._experts,
+        )
         self._is_dispatched = True
         received = self._received.get(bound) or self._view(bound)
         return rebuild(
             DispatchedTokens, **received, num_tokens=num_tokens, out_dtype=out_dtype, state=bound
         )
-
-    def _bind_dispatch(
-        self, num_tokens: int, bound: int, rule: ScaleRule | None, is_plain: bool
-    ) -> BoundLaunch:
-        """The launch of dispatch for these sizes. is_plain: rows come without scales."""
-        launch = host.dispatch_launch(self._own, num_tokens, bound, rule)
-        bound_tensors = {**self._state, **self._experts}
-        names: tuple[str, ...] = ("x", "topk_weights", "topk_ids")
-        if is_plain:
-            bound_tensors["scale"] = None
-        else:
-            names = ("x", "scale", "topk_weights", "topk_ids")
-        made = BoundLaunch(launch, bound_tensors, names)
-        self._dispatches[num_tokens, bound, rule, is_plain] = made
-        return made
-
-    def _bind_combine(self, num_tokens: int, bound: int) -> BoundLaunch:
-        """The launch of combine for these sizes."""
-        sections = {name: self._sections[name] for name in ("partials", "returned")}
-        sections["topk_ids"] = self._received[bound]["topk_ids"]
-        launch = host.combine_launch(self._own, num_tokens, bound)
-        made = BoundLaunch(launch, {**self._state, **sections}, ("out", "rows"))
-        self._combines[num_tokens, bound] = made
-        return made
 
     def _view(self, bound: int) -> dict[str, Any]:
         """The received tokens of calls with `bound` slots a rank."""
@@ -172,10 +154,37 @@ class SymmetricExchange:
         bound = dispatched.state
         is_last = dispatched.topk_ids is self._received.get(bound, {}).get("topk_ids")
         self._begin("combine", self._is_dispatched and is_last)
-        key = dispatched.num_tokens, bound
-        launch = self._combines.get(key) or self._bind_combine(*key)
-        launch(out, rows)
+        host.combine_launch(self._own, dispatched.num_tokens, bound)(
+            out=out,
+            rows=rows,
+            topk_ids=dispatched.topk_ids,
+            partials=self._sections["partials"],
+            returned=self._sections["returned"],
+            **self._state,
+        )
         self._is_dispatched = False
+
+    def layer_kernel(
+        self, kernel: KernelSpec, *, bound: int, out_dtype: torch.dtype
+    ) -> Launchable | None:
+        """The whole layer as one kernel; None for the reference, whose sort does not wait.
+
+        Raises:
+            What `dispatch` raises.
+        """
+        self._begin("dispatch", not self._is_dispatched)
+        if kernel.backend == "reference":
+            return None
+        key = kernel, bound, out_dtype
+        if key not in self._layers:
+            (self._layers[key],) = replayed(_LayerKernel(self, *key))
+        return self._layers[key]
+
+    @property
+    def resident(self) -> list[torch.Tensor]:
+        """All memory that the kernels use beside their arguments."""
+        own, state, experts = self._workspace.own, self._state, self._experts
+        return [own, self._arrivals, *state.values(), *experts.values()]
 
     def _begin(self, step: str, in_order: bool) -> None:
         """Raise for a lost, closed or misused object."""
@@ -213,9 +222,65 @@ class SymmetricExchange:
                 torch.cuda.synchronize(self._device)
             text = message(_OP, "object", "an open ExpertParallel", "a closed one")
             self._lost = self._lost or ValueError(text)
-            self._sections, self._received = {}, {}
-            self._dispatches, self._combines = {}, {}
+            self._sections, self._received, self._layers = {}, {}, {}
             del self._workspace, self._arrivals
+
+
+class _LayerKernel:
+    """Dispatch, a local layer and combine, as one kernel.
+
+    It does not keep the exchange alive: recordings of its launches outlive their ExpertParallel.
+
+    Args:
+        exchange: of the ranks.
+        kernel: of the local layer; its sort waits for the tokens.
+        bound: slots of each rank.
+        out_dtype: of the result.
+    """
+
+    def __init__(
+        self, exchange: SymmetricExchange, kernel: KernelSpec, bound: int, out_dtype: torch.dtype
+    ) -> None:
+        self._exchange, self._kernel = weakref.proxy(exchange), kernel
+        self._bound, self._out_dtype = bound, out_dtype
+
+    @property
+    def resident(self) -> list[torch.Tensor]:
+        """Memory that the launches use in every call."""
+        made: list[torch.Tensor] = self._exchange.resident
+        return made
+
+    def launch(
+        self,
+        problem: Any,
+        config: Any,
+        *,
+        x: Rows,
+        weights: MoEWeights,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return this rank's tokens [T, H], or `out`. problem, config: of the local layer."""
+        scale_rule, out_dtype = problem.options.scale_rule, self._out_dtype
+        received = self._exchange.dispatch(
+            x, topk_weights, topk_ids, bound=self._bound, scale_rule=scale_rule, out_dtype=out_dtype
+        )
+        rows = self._kernel.launch(
+            problem,
+            config,
+            x=received.x,
+            weights=weights,
+            topk_weights=received.topk_weights,
+            topk_ids=received.topk_ids,
+            expert_map=None,
+            num_local_tokens=None,
+            arrivals=received.arrivals,
+        )
+        if out is None:
+            out = torch.empty(x.shape, dtype=out_dtype, device=rows.device)
+        self._exchange.combine(rows, received, out)
+        return out
 
 
 def layout_of(spec: ExchangeSpec) -> host.Layout:

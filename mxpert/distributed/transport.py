@@ -11,6 +11,7 @@ import torch
 from ..errors import message, require, require_dtype, require_int
 from ..formats.spec import MX_BLOCK_SIZE, ScaleRule
 from ..formats.tensor import MXTensor
+from ..kernel_spec import KernelSpec, Launchable
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K
 from .placement import Placement
 
@@ -176,6 +177,22 @@ class Exchange(Protocol):
         out_dtype: torch.dtype,
     ) -> DispatchedTokens:
         """Send each token to the ranks that own one of its experts, and receive theirs."""
+
+    def layer_kernel(
+        self, kernel: KernelSpec, *, bound: int, out_dtype: torch.dtype
+    ) -> Launchable | None:
+        """Dispatch, a local layer and combine, as one kernel; None if the transport has none.
+
+        Its `launch` takes the local layer's problem and config, then x, weights, topk_weights,
+        topk_ids, and `out` where the caller has one.
+
+        Args:
+            kernel: of the local layer.
+            bound, out_dtype: as for `dispatch`.
+
+        Raises:
+            What `dispatch` raises.
+        """
 
     def wait(self, dispatched: DispatchedTokens) -> DispatchedTokens:
         """Wait on the stream until all rows are there; return the tokens without `arrivals`.

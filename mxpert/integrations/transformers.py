@@ -4,14 +4,13 @@
 model (see mxpert.convert). bf16 experts are quantised layer by layer after they are loaded. MXFP4
 checkpoints (gpt-oss, or written by ``mxpert quantize`` or by a converted model) go from blocks and
 scales to prepared weights without being dequantised. With ``expert_parallel=`` (a
-mxpert.distributed.ExpertParallel) each rank gets its own experts, and reads only those of an MXFP4
-checkpoint. "mxpert" computes with bf16 activations
-(a16w4); "mxpert_mxfp8" or "mxpert_a8w4", "mxpert_mxfp4" or "mxpert_a4w4", and "mxpert_fp8_token"
-with narrower ones.
+mxpert.distributed.ExpertParallel) each rank reads its own experts alone, and quantises those of a
+bf16 checkpoint one by one. "mxpert" computes with bf16 activations (a16w4); "mxpert_mxfp8" or
+"mxpert_a8w4", "mxpert_mxfp4" or "mxpert_a4w4", and "mxpert_fp8_token" with narrower ones.
 
-The module extends three things of Transformers: the table of experts functions, the reader of MXFP4
-checkpoints, and ``PreTrainedModel.from_pretrained``. They behave as before for every other
-implementation.
+The module extends four things of Transformers: the table of experts functions, the reader of MXFP4
+checkpoints, the table of quantisers, and ``PreTrainedModel.from_pretrained``. They behave as before
+for every other implementation.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import torch
 
 from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, message, require
-from ..problem import ACTIVATION_FORMAT_ALIASES, ACTIVATION_FORMATS, parse_activation_format
 from ..published import published_shapes
 from ..weights import GateUpOrder
 from .checkpoints.load import check_experts, expert_modules_of, stored_gate_up_order
@@ -34,6 +32,7 @@ from .checkpoints.safetensors_files import CONFIG_FILE, CheckpointReader, read_j
 from .models.convert import check_ranks, convert, forbid_saving, mx_experts
 from .models.expert_modules import MXExperts, StoredExperts
 from .models.experts import find_experts
+from .models.implementations import IMPLEMENTATIONS, NAME
 from .models.saved_config import mark_quantized, without_expert_conversions
 
 try:
@@ -41,6 +40,8 @@ try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
     from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+
+    from .dense_checkpoints import LocalExpertsConfig
 except ImportError as error:
     raise UnsupportedError(
         message(
@@ -51,13 +52,6 @@ except ImportError as error:
             "pip install 'mxpert[transformers]'",
         )
     ) from error
-
-NAME = "mxpert"
-IMPLEMENTATIONS = {NAME: "bf16"} | {
-    f"{NAME}_{name}": parse_activation_format(name, "experts_implementation")
-    for name in (*ACTIVATION_FORMATS, *ACTIVATION_FORMAT_ALIASES)
-}
-"""Value of ``experts_implementation`` → activation format: "mxpert_mxfp8" and "mxpert_a8w4"."""
 
 _OP = "from_pretrained"
 _STORED_EXPERTS = r"experts\.(gate_up|down)_proj_(blocks|scales|bias)$"
@@ -245,6 +239,8 @@ def _converting(original: Any) -> Any:
             got=type(expert_parallel).__name__,
             error=TypeError,
         )
+        if expert_parallel is not None and _is_dense(cls, args, kwargs):
+            kwargs["quantization_config"] = LocalExpertsConfig(expert_parallel)
         ranks = _RANKS.set(expert_parallel)
         try:
             loaded = original(cls, *args, **kwargs)
@@ -267,6 +263,33 @@ def _converting(original: Any) -> Any:
     return from_pretrained
 
 
+_HUB_OPTIONS = (
+    "cache_dir",
+    "force_download",
+    "local_files_only",
+    "proxies",
+    "revision",
+    "subfolder",
+    "token",
+)
+
+
+def _is_dense(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments of `from_pretrained` name an unquantised checkpoint of safetensors."""
+    if any(kwargs.get(name) is not None for name in ("quantization_config", "gguf_file")):
+        return False
+    config = kwargs.get("config")
+    if config is None or isinstance(config, (str, Path)):
+        place = config or (args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        options = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
+        config, _ = cls.config_class.get_config_dict(place, **options)
+    else:
+        config = config.to_dict()
+    text = config.get("text_config")
+    parts = [config, text if isinstance(text, dict) else {}]
+    return all(part.get("quantization_config") is None for part in parts)
+
+
 def _stored_order(checkpoint_files: Any) -> GateUpOrder:
     """Gate/up order that the config beside the checkpoint's files states."""
     require(
@@ -283,4 +306,4 @@ def _stored_order(checkpoint_files: Any) -> GateUpOrder:
 
 register()
 
-__all__ = ["IMPLEMENTATIONS", "MXExperts", "MXQuantizer", "experts_forward", "register"]
+__all__ = ["IMPLEMENTATIONS", "NAME", "MXExperts", "MXQuantizer", "experts_forward", "register"]

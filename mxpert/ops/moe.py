@@ -136,6 +136,7 @@ def fused_moe_received(
     received: ReceivedTokens,
     weights: MoEWeights,
     options: MoEOptions,
+    local_top_k: float,
     caller: CachedCall | None = None,
 ) -> torch.Tensor:
     """Run `fused_moe` on the rows that other ranks sent, with this rank's experts.
@@ -145,6 +146,7 @@ def fused_moe_received(
             there are local experts, −1 for those that lie elsewhere.
         weights: MoEWeights of this rank's experts.
         options: of the local layer; `moe_options` makes them.
+        local_top_k: expected ids of a row that are not −1; configs follow it, results do not.
         caller: the call of the whole layer, if there is one. It keeps the call of the last local
             layer, so that rows of the same shape are neither checked nor looked up again.
 
@@ -161,20 +163,20 @@ def fused_moe_received(
         arrivals=received.arrivals,
     )
     if caller is None:
-        return _FUSED_MOE_RECEIVED(options, **inputs)
+        return _FUSED_MOE_RECEIVED(options, local_top_k, **inputs)
     call: Any = caller.inner
     if call is None or call.problem.num_tokens != received.topk_ids.shape[0]:
-        call = caller.inner = _FUSED_MOE_RECEIVED.checked_call(options, **inputs)
+        call = caller.inner = _FUSED_MOE_RECEIVED.checked_call(options, local_top_k, **inputs)
     kernel, config = resolve_cached(call)
     result: torch.Tensor = launch(kernel, config, call, tensors_of(inputs.values()), inputs)
     return result
 
 
 def received_problem(
-    options: MoEOptions, weights: MoEWeights, num_rows: int, top_k: int
+    options: MoEOptions, local_top_k: float, *, weights: MoEWeights, num_rows: int, top_k: int
 ) -> MoEProblem:
     """The problem of `fused_moe_received` for `num_rows` rows."""
-    return _problem(Op.FUSED_MOE, options, weights, num_rows, top_k)
+    return _problem(Op.FUSED_MOE, options, weights, num_rows, top_k, local_top_k=local_top_k)
 
 
 _REMEDY_ON_RANKS = {
@@ -314,10 +316,30 @@ def moe_down(
 
 
 def _layer_problem(
-    options: MoEOptions, *, weights: MoEWeights, topk_ids: torch.Tensor, **_: Any
+    options: MoEOptions,
+    *,
+    weights: MoEWeights,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    **_: Any,
 ) -> MoEProblem:
     num_tokens, top_k = topk_ids.shape
-    return _problem(Op.FUSED_MOE, options, weights, num_tokens, top_k)
+    local_top_k = None
+    if expert_map is not None and expert_map.shape[0] > weights.num_experts:
+        local_top_k = top_k * weights.num_experts / expert_map.shape[0]
+    return _problem(Op.FUSED_MOE, options, weights, num_tokens, top_k, local_top_k=local_top_k)
+
+
+def _received_problem(
+    options: MoEOptions,
+    local_top_k: float,
+    *,
+    weights: MoEWeights,
+    topk_ids: torch.Tensor,
+    **_: Any,
+) -> MoEProblem:
+    num_rows, top_k = topk_ids.shape
+    return received_problem(options, local_top_k, weights=weights, num_rows=num_rows, top_k=top_k)
 
 
 def _gate_up_problem(
@@ -341,6 +363,7 @@ def _problem(
     num_tokens: int,
     top_k: int,
     routing_block_m: int = 0,
+    local_top_k: float | None = None,
 ) -> MoEProblem:
     experts, hidden, intermediate = weights.down_proj.shape
     return MoEProblem(
@@ -354,6 +377,7 @@ def _problem(
         options,
         weights.layout,
         routing_block_m,
+        local_top_k,
     )
 
 
@@ -369,6 +393,10 @@ def _fake_layer(
 ) -> torch.Tensor:
     shape = topk_ids.shape[0], weights.hidden_size
     return topk_ids.new_empty(shape, dtype=options.out_dtype)
+
+
+def _fake_received(options: MoEOptions, local_top_k: float, **inputs: Any) -> torch.Tensor:
+    return _fake_layer(options, **inputs)
 
 
 def _fake_gate_up(
@@ -410,8 +438,8 @@ _FUSED_MOE_OUT: OpSpec[None] = OpSpec(
 _FUSED_MOE_RECEIVED: OpSpec[torch.Tensor] = OpSpec(
     "fused_moe_received",
     check=check_fused_moe_received,
-    describe=_layer_problem,
-    fake=_fake_layer,
+    describe=_received_problem,
+    fake=_fake_received,
     is_public=False,
 )
 _GATE_UP: OpSpec[Operand] = OpSpec(

@@ -89,6 +89,7 @@ def check_received(
 
 def check_fused_moe_received(
     options: MoEOptions,
+    local_top_k: float,
     x: Operand,
     weights: MoEWeights,
     topk_weights: torch.Tensor,

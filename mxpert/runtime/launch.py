@@ -172,7 +172,8 @@ class Launch:
         """Enqueue the kernel on the current stream of the tensors' device."""
         if self._binaries is None or has_hooks() or self.kernel.pre_run_hooks:
             with torch.cuda.device_of(_first(tensors)):  # Triton launches on the current device
-                self.kernel[self.grid](**self.arguments(tensors))
+                options = dict(grid=self.grid, warmup=_compiles_only.get())
+                self.kernel.run(**options, **self.arguments(tensors))
             _record(self, tensors, None)
             return
         active = driver.active
@@ -270,6 +271,21 @@ def record_launches() -> Iterator[list[LaunchRecord]]:
         _records.reset(token)
 
 
+_compiles_only: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "mxpert_compiles_only", default=False
+)
+
+
+@contextlib.contextmanager
+def compile_only() -> Iterator[None]:
+    """Compile the kernels of this thread's or task's launches inside the block; launch none."""
+    token = _compiles_only.set(True)
+    try:
+        yield
+    finally:
+        _compiles_only.reset(token)
+
+
 def _record(launch: Launch, tensors: dict[str, torch.Tensor | None], binary: Binary | None) -> None:
     records = _records.get()
     if records is not None:
@@ -281,22 +297,25 @@ class PreparedLaunch:
 
     Args:
         record: the launch, with its binary.
-        places: for each tensor, the index in the list of addresses and an offset in bytes.
+        places: for each tensor, the index in the list of addresses and an offset in bytes; None for
+            a tensor that stays where it is.
     """
 
-    def __init__(self, record: LaunchRecord, places: Mapping[str, tuple[int, int]]) -> None:
+    def __init__(self, record: LaunchRecord, places: Mapping[str, tuple[int, int] | None]) -> None:
         launch, binary = record.launch, record.binary
         assert binary is not None  # for the type checker; the caller has checked it
         self.kernel = launch.kernel
         self._launcher, self._template = binary.launcher, launch._template.copy()
         self._template[_FIXED:_LEADING] = binary.fixed
-        self._positions = launch._positions
-        self._pointers = tuple((launch._positions[name], *place) for name, place in places.items())
+        pointers = []
+        for name, place in places.items():
+            position, tensor = launch._positions[name], record.tensors[name]
+            if place is not None:
+                pointers.append((position, *place))
+            elif tensor is not None:
+                self._template[position] = tensor.data_ptr()
+        self._pointers = tuple(pointers)
         self._encoders = launch.encoders(binary, record.tensors)
-
-    def fix(self, name: str, address: int) -> None:
-        """Give a tensor parameter that has no place an address for all calls."""
-        self._template[self._positions[name]] = address
 
     def __call__(self, stream: int, addresses: list[int]) -> None:
         """Enqueue the kernel on `stream`."""
@@ -309,52 +328,6 @@ class PreparedLaunch:
             arguments[encoder.arguments] = encoder.encoded.get(address) or encoder.encode(address)
         self._launcher(*arguments)
 
-
-class BoundLaunch:
-    """A launch of which some tensors never change; warm calls fill in the others alone.
-
-    Args:
-        launch: the kernel, its grid and its other arguments.
-        bound: the tensors that never change; they are kept alive.
-        names: the parameters that calls give, in order. All of them get tensors.
-    """
-
-    def __init__(
-        self, launch: Launch, bound: Mapping[str, torch.Tensor | None], names: tuple[str, ...]
-    ) -> None:
-        self._launch, self._bound, self._names = launch, dict(bound), names
-        self._places = {name: (index, 0) for index, name in enumerate(names)}
-        self._prepared: dict[tuple[Any, ...], PreparedLaunch] = {}
-
-    def __call__(self, *tensors: torch.Tensor) -> None:
-        """Enqueue the kernel on the current stream of the tensors' device."""
-        launch = self._launch
-        if launch._binaries is None or Launch.__call__ is not _CALL:  # or a test patches launches
-            launch(**self._bound, **dict(zip(self._names, tensors, strict=True)))
-            return
-        active, own = driver.active, tensors[0].get_device()
-        device = active.get_current_device()
-        addresses, bits, key = [], 0, [device, knobs.runtime.debug]
-        for tensor in tensors:
-            addresses.append(address := tensor.data_ptr())
-            bits |= address
-            key.append(tensor.dtype)
-        is_usual = own in (device, -1) and not (bits % 16 or has_hooks())
-        prepared = self._prepared.get(tuple(key))
-        if prepared is not None and is_usual and not launch.kernel.pre_run_hooks:
-            prepared(active.get_current_stream(device), addresses)
-            return
-        with record_launches() as made:
-            launch(**self._bound, **dict(zip(self._names, tensors, strict=True)))
-        if is_usual and made[-1].binary is not None:
-            prepared = PreparedLaunch(made[-1], self._places)
-            for name, fixed in self._bound.items():
-                if fixed is not None:
-                    prepared.fix(name, fixed.data_ptr())
-            self._prepared[tuple(key)] = prepared
-
-
-_CALL = Launch.__call__
 
 _BINARIES: dict[tuple[Any, ...], dict[tuple[Any, ...], Binary]] = {}
 """Binaries by `_signature` and key. Launches that differ only in sizes share them."""
@@ -373,7 +346,9 @@ def is_direct() -> bool:
 
 
 def has_hooks() -> bool:
-    """Whether launch hooks are set (by a profiler or a test); only Triton's own path calls them."""
+    """Whether launches go through Triton: launch hooks are set, or kernels are only compiled."""
+    if _compiles_only.get():
+        return True
     try:
         runtime = knobs.runtime
         return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

@@ -5,6 +5,9 @@ reads data on the host, so it does the same for the same problem, config and geo
 such call is recorded: the allocated buffers, the launches, and the origin of each pointer. From the
 third call on `Replayed` repeats the recording, with one allocation for all scratch.
 
+A kernel that keeps memory of its own between calls lists it in `resident`. Pointers into it are
+the same in every call.
+
 A call is not recorded, and always runs its own code, if it uses other torch operators, if its
 launches go through Triton (in the interpreter, under hooks, on other targets), or if an argument is
 not 16-byte aligned.
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 from triton.runtime.driver import driver
 
-from ..kernel_spec import KernelSpec
+from ..kernel_spec import Launchable
 from .geometry import CachedCall, assembler
 from .launch import Launch, LaunchRecord, PreparedLaunch, has_hooks, is_direct, record_launches
 
@@ -50,9 +53,9 @@ _ALLOCATIONS = frozenset(
 
 
 class Replayed:
-    """Wraps a kernel (see KernelSpec) and can replay its `launch`."""
+    """Wraps a Launchable, for example a KernelSpec, and can replay its `launch`."""
 
-    def __init__(self, kernel: KernelSpec) -> None:
+    def __init__(self, kernel: Launchable) -> None:
         self._kernel = kernel
         self.launch = kernel.launch
 
@@ -98,7 +101,7 @@ class Replayed:
         return None
 
 
-def replayed(*kernels: KernelSpec) -> tuple[Any, ...]:
+def replayed(*kernels: Launchable) -> tuple[Any, ...]:
     """Wrap each kernel in `Replayed`, unless launches have to go through Triton."""
     return tuple(map(Replayed, kernels)) if is_direct() else kernels
 
@@ -198,13 +201,14 @@ class _Allocations(TorchDispatchMode):
 
 
 def _record(
-    kernel: KernelSpec,
+    kernel: Launchable,
     problem: Any,
     config: Any,
     inputs: Mapping[str, Any],
     tensors: list[torch.Tensor],
 ) -> tuple[Any, Recording | None]:
     """Run the kernel's `launch`; return its result, and the recording if it can be replayed."""
+    resident: Sequence[torch.Tensor] = getattr(kernel, "resident", ())
     with torch.no_grad(), record_launches() as launches, _Allocations() as allocations:
         result = kernel.launch(problem, config, **inputs)
     distinct = len({id(tensor) for tensor in tensors}) == len(tensors)
@@ -213,7 +217,8 @@ def _record(
     if allocations.foreign or not (distinct and aligned and direct and launches):
         return result, None
     try:
-        return result, _recording(config, launches, tensors, allocations.made, result)
+        made = _recording(config, launches, tensors, allocations.made, resident, result)
+        return result, made
     except _UnplacedError:
         return result, None
 
@@ -227,6 +232,7 @@ def _recording(
     launches: list[LaunchRecord],
     tensors: list[torch.Tensor],
     made: list[torch.Tensor],
+    resident: Sequence[torch.Tensor],
     result: Any,
 ) -> Recording:
     outputs: list[torch.Tensor] = []
@@ -244,7 +250,7 @@ def _recording(
         raise _UnplacedError
     first = len(tensors) + bool(scratch)
     places |= {memory: (first + number, 0) for number, memory in enumerate(memories)}
-    find = _finder(tensors, made, places)
+    find = _finder(tensors, made, resident, places)
     prepared = tuple(
         PreparedLaunch(
             record,
@@ -291,27 +297,34 @@ def _addresses(tensor: torch.Tensor) -> range:
 
 
 def _finder(
-    tensors: list[torch.Tensor], made: list[torch.Tensor], places: dict[int, tuple[int, int]]
-) -> Callable[[torch.Tensor], tuple[int, int]]:
-    """Return a function from a tensor to its (place, offset in bytes).
+    tensors: list[torch.Tensor],
+    made: list[torch.Tensor],
+    resident: Sequence[torch.Tensor],
+    places: dict[int, tuple[int, int]],
+) -> Callable[[torch.Tensor], tuple[int, int] | None]:
+    """Return a function from a tensor to its (place, offset in bytes), or None if it is resident.
 
     Args:
         tensors: the arguments. They are found by identity; views of them by storage, and by address
             if several arguments share it.
         made: the allocations.
+        resident: tensors that stay where they are.
         places: place of each allocation, by storage.
     """
+    stay = set(map(_memory, resident))
     by_identity = {id(tensor): (index, 0) for index, tensor in enumerate(tensors)}
     wholes: dict[int, list[tuple[torch.Tensor, tuple[int, int]]]] = {}
     for index, tensor in enumerate(tensors):
         wholes.setdefault(_memory(tensor), []).append((tensor, (index, 0)))
     wholes |= {_memory(buffer): [(buffer, places[_memory(buffer)])] for buffer in made}
 
-    def find(tensor: torch.Tensor) -> tuple[int, int]:
+    def find(tensor: torch.Tensor) -> tuple[int, int] | None:
         place = by_identity.get(id(tensor))
         if place is not None:
             return place
         found = wholes.get(_memory(tensor), [])
+        if not found and _memory(tensor) in stay:
+            return None
         if len(found) > 1:
             found = [whole for whole in found if tensor.data_ptr() in _addresses(whole[0])]
         if len(found) != 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,16 +12,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..distributed import ExpertParallel, Transport
 from ..distributed.autograd import combine_tokens, dispatch_tokens
-from ..errors import require
+from ..errors import message, require
 from ..formats.spec import MXFP8_E4M3, ScaleRule
-from .permute import CombineRows, PermuteRows, sort_by_expert
+from .permute import Experts, run_experts, sort_by_expert
 from .recipe import MXFP8Recipe
 
 TRANSPORTS = (Transport.GATHER, Transport.ALL_TO_ALL)
 """Transports whose rows stay what they are until backward, and which carry any dtype."""
-
-Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Rows [P, H] sorted by local expert, and group_offsets int32 [L + 1] → rows [P, H]."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -49,6 +45,7 @@ def run_on_ranks(
         [T, H].
     """
     received = dispatch_tokens(ep, tokens, topk_weights, topk_ids, scale_rule=scale_rule)
+    assert isinstance(received.x, torch.Tensor)  # for the type checker
     ids, local = received.topk_ids, ep.num_local_experts  # [R, k]
     keys = ids.masked_fill(ids < 0, local)
     order, inverse, group_offsets = sort_by_expert(keys, local)
@@ -57,10 +54,8 @@ def run_on_ranks(
         # The host has waited for the counts already; it also takes the number of local pairs, so
         # that activations have no rows for pairs that another rank computes.
         order = order[: int(group_offsets[-1])]
-    rows = PermuteRows.apply(received.x, order, inverse, ids.shape[1], float(ep.size))
-    rows = experts(rows, group_offsets)
-    row_ids = inverse.view(ids.shape)
-    partial = CombineRows.apply(rows, row_ids, received.topk_weights, 1 / ep.size)
+    pairs = order, inverse, group_offsets
+    partial = run_experts(experts, received.x, received.topk_weights, pairs, float(ep.size))
     return combine_tokens(ep, partial, received)
 
 
@@ -227,16 +222,35 @@ def clip_grad_norm_(
     return total
 
 
-def full_state_dict(model: torch.nn.Module, ep: ExpertParallel) -> dict[str, torch.Tensor]:
+@torch.no_grad()
+def full_state_dict(
+    model: torch.nn.Module, ep: ExpertParallel, *, cpu_offload: bool = False
+) -> dict[str, torch.Tensor]:
     """The state of a model with all of its experts, which one process without `ep` can load.
 
-    Every rank of `ep` calls it and gets the same. It holds all experts in memory.
+    Every process of every group calls it. Local experts are gathered over the ranks of `ep`, and
+    the shards of FSDP2 over their own mesh, one tensor at a time. To load it, give it to
+    ``load_state_dict`` of a model on one rank or on any number of ranks; each rank takes its part.
+    A model that FSDP2 has sharded takes it through
+    ``torch.distributed.checkpoint.state_dict.set_model_state_dict`` with
+    ``StateDictOptions(full_state_dict=True)``.
 
     Args:
-        model: with plain parameters; its local experts are those of `ep`.
+        model: with or without FSDP2 or DistributedDataParallel; its local experts are those of
+            `ep`. Modules for inference (mxpert.MoE, converted models) are gathered too.
+        ep: the ExpertParallel of all of its layers.
+        cpu_offload: return the state on the CPU, and only in process 0 of the default group; the
+            others return {}. Otherwise every process returns all of it, on the model's device.
 
     Returns:
-        What ``model.state_dict()`` has, the local experts' tensors with all experts.
+        What ``model.state_dict()`` has, as plain tensors, with all experts.
+
+    Raises:
+        TypeError: a wrong type.
+        ValueError: local experts that are not those of `ep`, or a wrapper that renames them.
+
+    Source:
+        torch.distributed.checkpoint.state_dict.get_model_state_dict, whose `cpu_offload` this is.
 
     Example:
         >>> import torch
@@ -250,18 +264,61 @@ def full_state_dict(model: torch.nn.Module, ep: ExpertParallel) -> dict[str, tor
     op = "full_state_dict"
     _require_type(op, "model", model, torch.nn.Module, "a Module")
     _require_type(op, "ep", ep, ExpertParallel, "an ExpertParallel")
-    local = local_expert_parameters(model)
-    state = dict(model.state_dict())
-    for name in local:
-        own = state[name]
-        whole = own.new_empty((ep.placement.num_experts, *own.shape[1:]))
-        for rank in range(ep.size):
-            experts = list(ep.placement.local_experts(rank))
-            part = (
-                own.contiguous() if rank == ep.rank else own.new_empty(len(experts), *own.shape[1:])
-            )
-            if ep.group is not None:
-                dist.broadcast(part, group=ep.group, group_src=rank)
-            whole[experts] = part
-        state[name] = whole
+    if not isinstance(cpu_offload, bool):
+        raise TypeError(message(op, "cpu_offload", "True or False", repr(cpu_offload)))
+    own = model.state_dict()
+    owners = {name: name.rpartition(".")[0] for name in own}
+    local = _local_modules(op, model, ep, set(owners.values()))
+    is_first = ep.group is None or dist.get_rank() == 0
+    state = {}
+    for name, value in own.items():
+        if hasattr(value, "full_tensor"):  # a DTensor, of FSDP2's shards
+            value = value.full_tensor()
+        if owners[name] in local:
+            value = _of_all_ranks(value, ep)
+        if is_first or not cpu_offload:
+            state[name] = value.cpu() if cpu_offload else value
     return state
+
+
+def _local_modules(
+    op: str, model: torch.nn.Module, ep: ExpertParallel, known: set[str]
+) -> set[str]:
+    """Paths of the modules whose tensors are of this rank's experts; `known` paths have tensors."""
+    found = set()
+    for path, module in model.named_modules(remove_duplicate=False):
+        held = getattr(module, "group_ids", None)
+        if held is None:
+            continue
+        require(
+            tuple(held) == ep.local_experts,
+            op,
+            f"ep: {path}",
+            need=f"an ExpertParallel with experts {list(held)} on this rank",
+            got=list(ep.local_experts),
+        )
+        require(
+            path in known,
+            op,
+            f"model: {path}",
+            need="the state dict to name its tensors so",
+            got="other names",
+            remedy="pass the model without its wrapper",
+        )
+        found.add(path)
+    return found
+
+
+def _of_all_ranks(own: torch.Tensor, ep: ExpertParallel) -> torch.Tensor:
+    """The rows [L, …] of each rank's experts → [E, …], on the device of `own`."""
+    whole = own.new_empty((ep.placement.num_experts, *own.shape[1:]), device=ep.device)
+    for rank in range(ep.size):
+        experts = list(ep.placement.local_experts(rank))
+        if rank == ep.rank:
+            part = own.to(ep.device).contiguous()
+        else:
+            part = whole.new_empty((len(experts), *own.shape[1:]))
+        if ep.group is not None:
+            dist.broadcast(part, group=ep.group, group_src=rank)
+        whole[experts] = part
+    return whole.to(own.device)

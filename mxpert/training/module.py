@@ -206,8 +206,21 @@ def take_groups(
     for name in names:
         stored = taken.get(name)
         if torch.is_tensor(stored) and stored.shape[:1] == (num_groups,):
-            taken[name] = stored[list(group_ids)]
+            taken[name] = _rows(stored, list(group_ids))
     return taken
+
+
+def _rows(stored: torch.Tensor, index: list[int]) -> torch.Tensor:
+    """``stored[index]``; of a DTensor a DTensor, sharded likewise."""
+    if not hasattr(stored, "device_mesh"):
+        return stored[index]
+    from torch.distributed.tensor import DTensor, Replicate  # not in every build of torch
+
+    sharded: Any = stored
+    mesh = sharded.device_mesh
+    everywhere = [Replicate()] * mesh.ndim
+    part = DTensor.from_local(sharded.full_tensor()[index], mesh, everywhere, run_check=False)
+    return part.redistribute(placements=sharded.placements)
 
 
 MAX_SIZE = 1 << 20

@@ -15,7 +15,7 @@ from ..problem import Activation, SiLU, require_activation
 from .activation import gated_activation
 from .expert_parallel import check_expert_parallel, run_on_ranks
 from .module import MXGroupedLinear, check_options, float_dtypes, require_size
-from .permute import CombineRows, PermuteRows, sort_by_expert
+from .permute import run_experts, sort_by_expert
 from .recipe import MXFP8Recipe
 
 
@@ -181,19 +181,15 @@ class MXMoE(torch.nn.Module):
         probabilities = _WideLinear.apply(tokens, self.router).softmax(dim=-1)  # [T, E]
         chosen, topk_ids = probabilities.topk(self.top_k, dim=-1)
         topk_weights = chosen / chosen.sum(dim=-1, keepdim=True)  # [T, k]
-        order, inverse, group_offsets = sort_by_expert(topk_ids, self.num_experts)
-        self.aux_loss = self._balance(probabilities, group_offsets)
-        if self.expert_parallel is not None:
+        pairs = sort_by_expert(topk_ids, self.num_experts)
+        self.aux_loss = self._balance(probabilities, pairs[2])
+        if self.expert_parallel is None:
+            y = run_experts(self._experts, tokens, topk_weights, pairs)
+        else:
             rule = self.gate_up_proj.recipe.scale_rule
-            y: torch.Tensor = run_on_ranks(
-                self.expert_parallel, self._experts, tokens, topk_weights, topk_ids, rule
-            )
-            return y.view(x.shape)
-        row_ids = inverse.view(topk_ids.shape)  # [T, k]
-        rows = PermuteRows.apply(tokens, order, inverse, self.top_k)  # [R, H]
-        rows = self._experts(rows, group_offsets)
-        result: torch.Tensor = CombineRows.apply(rows, row_ids, topk_weights).view(x.shape)
-        return result
+            routed = tokens, topk_weights, topk_ids
+            y = run_on_ranks(self.expert_parallel, self._experts, *routed, rule)
+        return y.view(x.shape)
 
     def _experts(self, rows: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
         """Rows [R, H] sorted by expert → the experts' outputs [R, H]."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..ops.rows import combine_rows, combine_rows_backward
 
+Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Rows [P, H] sorted by expert, and group_offsets int32 [E + 1] → rows [P, H]."""
 
-def sort_by_expert(
-    topk_ids: torch.Tensor, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+SortedPairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""order, inverse and group_offsets, as `sort_by_expert` returns them."""
+
+
+def sort_by_expert(topk_ids: torch.Tensor, num_experts: int) -> SortedPairs:
     """Sort (token, slot) pairs by expert, stable, without a host sync.
 
     Args:
@@ -31,6 +36,40 @@ def sort_by_expert(
     inverse[order] = torch.arange(order.shape[0], device=order.device)
     boundaries = torch.arange(num_experts + 1, dtype=ids.dtype, device=ids.device)
     return order, inverse, torch.searchsorted(ids, boundaries, out_int32=True)
+
+
+def run_experts(
+    experts: Experts,
+    tokens: torch.Tensor,
+    topk_weights: torch.Tensor,
+    pairs: SortedPairs,
+    gradient_factor: float = 1.0,
+) -> torch.Tensor:
+    """Permute tokens to their experts' order, run the experts, and add each token's rows.
+
+    Args:
+        tokens: [T, H].
+        topk_weights: float32 (float64 for float64) [T, top_k].
+        pairs: the sorted (token, slot) pairs. `inverse` may name rows at or beyond the length of
+            `order`; such a slot contributes nothing.
+        gradient_factor: multiplies every gradient inside of the experts, and no other one.
+
+    Returns:
+        [T, H].
+
+    Example:
+        >>> pairs = sort_by_expert(torch.tensor([[1, 0]]), 2)
+        >>> def add_expert(rows, offsets):  # expert e adds e
+        ...     return rows + torch.repeat_interleave(torch.arange(2.0), offsets.diff())[:, None]
+        >>> run_experts(add_expert, torch.zeros(1, 1), torch.tensor([[0.25, 0.75]]), pairs)
+        tensor([[0.2500]])
+    """
+    order, inverse, group_offsets = pairs
+    rows = PermuteRows.apply(tokens, order, inverse, topk_weights.shape[1], gradient_factor)
+    rows = experts(rows, group_offsets)
+    row_ids = inverse.view(topk_weights.shape)
+    result: torch.Tensor = CombineRows.apply(rows, row_ids, topk_weights, 1 / gradient_factor)
+    return result
 
 
 class PermuteRows(torch.autograd.Function):

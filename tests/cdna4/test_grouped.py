@@ -105,20 +105,21 @@ def wgrad_operands(case: str, pair: str, n: int, k: int) -> tuple[MXTensor, MXTe
 
 
 @pytest.mark.parametrize(
-    "case, pair, config, dtype, schedule",
+    "case, pair, config, k, dtype, schedule",
     [
-        pytest.param("ragged", "e4m3", HIGH, torch.int32, "lowest", id="high"),
-        pytest.param("ragged", "hybrid", LOW, torch.int64, "lowest", id="low"),
-        pytest.param("ragged", "hybrid", LOW, torch.int64, "random", id="low-random"),
-        pytest.param("all_in_last", "e4m3", HIGH, torch.int32, "random", id="one-group-random"),
-        pytest.param("empty", "e4m3", HIGH, torch.int32, "lowest", id="empty"),
+        pytest.param("ragged", "e4m3", HIGH, 416, torch.int32, "lowest", id="high"),
+        pytest.param("ragged", "hybrid", LOW, 416, torch.int64, "lowest", id="low"),
+        pytest.param("ragged", "hybrid", LOW, 544, torch.int64, "random", id="low-random"),
+        pytest.param("all_in_last", "e4m3", HIGH, 544, torch.int32, "random", id="one-random"),
+        pytest.param("empty", "e4m3", HIGH, 416, torch.int32, "lowest", id="empty"),
     ],
 )
 def test_gemm_is_exact(
-    case: str, pair: str, config: Any, dtype: torch.dtype, schedule: Any
+    case: str, pair: str, config: Any, k: int, dtype: torch.dtype, schedule: Any
 ) -> None:
+    """Four steps of the reduction, or five: two pairs and a single one, a quarter full."""
     n = 304 if config is HIGH else 300  # low tiles write any number of columns
-    a, b, offsets = gemm_operands(case, pair, n, 416, dtype)
+    a, b, offsets = gemm_operands(case, pair, n, k, dtype)
     expected = reference(mxpert.grouped_gemm, a, b, offsets)
     with emulate(schedule=schedule) as emulation, mxpert.override(backend="cdna4", config=config):
         actual = mxpert.grouped_gemm(a, b, offsets, out_dtype=torch.float32)
@@ -332,6 +333,19 @@ def test_hot_loop(config: Any, mfma: int, barriers: int, others: int, efficiency
     assert report.mfma_efficiency >= efficiency
     single_bytes = ("_ubyte", "_sbyte", "_u8", "_i8")
     assert not [name for name in emulation.last.counts if name.endswith(single_bytes)]
+
+
+@pytest.mark.parametrize("config", [HIGH, LOW], ids=["high", "low"])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_no_step_of_zeros_is_multiplied(config: Any, steps: int) -> None:
+    """Steps of 128 values come in pairs; an odd last one has no partner."""
+    k = 128 * steps - 96
+    a = mxpert.quantize(integers(config.block_m, k), "mxfp8_e4m3")
+    b = mxpert.quantize(integers(1, 256, k, seed=1), "mxfp8_e4m3")
+    with emulate(checks=False) as emulation, mxpert.override(backend="cdna4", config=config):
+        mxpert.grouped_gemm(a, b, torch.tensor([0, config.block_m]))
+    blocks = config.block_m // 16 * 256 // 16
+    assert emulation.counts["v_mfma_scale_f32_16x16x128_f8f6f4"] == steps * blocks
 
 
 @pytest.mark.parametrize("size", [2048, 2880])

@@ -183,14 +183,13 @@ def loop_report(a_format: str, block_m: int) -> tuple[LoopReport, str]:
 
 
 @pytest.mark.parametrize(
-    ("a_format", "efficiency"), [("mxfp4", 0.85), ("mxfp8", 0.90)], ids=["mxfp4", "mxfp8"]
+    ("a_format", "efficiency"), [("mxfp4", 0.94), ("mxfp8", 0.97)], ids=["mxfp4", "mxfp8"]
 )
 def test_the_loop_of_the_large_tile(a_format: str, efficiency: float) -> None:
-    """Modelled MFMA efficiency; at most four other instructions for each 16 × 16 × 128."""
+    """Modelled MFMA efficiency; at most four other instructions for each MFMA."""
     report, listing = loop_report(a_format, 256)
     assert report.mfma_efficiency >= efficiency, str(report)
-    # An MFMA of e2m1 is 32 x 32 x 64, twice the work of 16 x 16 x 128.
-    assert report.other_per_mfma <= (8 if a_format == "mxfp4" else 4), str(report)
+    assert report.other_per_mfma <= 4, str(report)
     assert report.vector_registers <= 256
     assert report.lds_bytes <= 160 * 1024
     # Every LDS access takes the cycles of its bytes: no bank conflicts.

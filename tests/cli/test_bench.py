@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from mxpert.cli import bench, measure
 from mxpert.cli.main import app
 from mxpert.testing.timing import Timing, Work, matmul_rate, read_bandwidth, time_graph
+from support.outcomes import assert_one_line
 
 runner = CliRunner()
 COLUMNS = {
@@ -157,10 +158,7 @@ def test_every_stage_is_gated_by_its_tokens(
 )
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], part: str) -> None:
     outcome = run(tmp_path, *arguments)
-    assert outcome.exit_code == 2, outcome.output
-    line = outcome.output.strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    assert part in line
+    assert_one_line(outcome, part)
     assert not list(tmp_path.iterdir())
 
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from mxpert.cli.expert_parallel.plan import parse_ranks
 from mxpert.cli.main import app
 from mxpert.distributed.planner import LINKS, ExpertLayer, plan_layer
+from support.outcomes import assert_one_line
 
 runner = CliRunner()
 
@@ -87,8 +88,5 @@ def test_ranks(text: str, counts: list[int]) -> None:
 )
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], part: str) -> None:
     outcome = run(tmp_path, *arguments)
-    assert outcome.exit_code == 2, outcome.output
-    line = outcome.output.strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    assert part in line
+    assert_one_line(outcome, part)
     assert not list(tmp_path.iterdir())

@@ -23,6 +23,7 @@ from mxpert.cli.measure import GateError
 from mxpert.distributed import DispatchedTokens, ExpertParallel, Placement
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.testing.ranks import RankFailedError, Variant, join_group, start_ranks, time_ranks
+from support.outcomes import assert_one_line
 
 runner = CliRunner()
 SHAPE = MoEShape(hidden_size=64, intermediate_size=64, num_experts=4, top_k=2, has_bias=True)
@@ -130,10 +131,7 @@ def test_a_wrong_result_has_exit_code_1(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], part: str) -> None:
     outcome = run(tmp_path, *arguments)
-    assert outcome.exit_code == 2, outcome.output
-    line = outcome.output.strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    assert part in line
+    assert_one_line(outcome, part)
     assert not list(tmp_path.iterdir())
 
 
@@ -247,6 +245,7 @@ def test_a_rank_with_fewer_experts_than_a_token_chooses() -> None:
         device=ep.device,
         combine_dtype=ep.combine_dtype,
         num_local_experts=1,
+        local_top_k=1.0,
         with_max_tokens=lambda count: alone,
     )
     one = replace(weights, local=layer.take_experts(weights.every, (0,)))

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from mxpert.cli import demo, demo_layers, measure, options, report
 from mxpert.cli.main import app
 from mxpert.problem import ACTIVATION_FORMATS
+from support.outcomes import assert_one_line
 
 pytest.importorskip("transformers")
 runner = CliRunner()
@@ -174,11 +175,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     given = [] if "--checkpoint" in arguments else ["--checkpoint", str(checkpoint)]
     outcome = runner.invoke(app, ["demo", *given, "--output", str(tmp_path), *arguments])
-    assert outcome.exit_code == 2, outcome.output
-    line = outcome.output.strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    assert " — need " in line
-    assert part in line
+    assert_one_line(outcome, part)
     assert not (tmp_path / "report.json").exists()
 
 

@@ -20,6 +20,7 @@ from mxpert.ops.moe import fused_moe
 from mxpert.problem import GemmConfig, MoEConfig, MoEProblem, Op
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.testing.timing import Timing
+from support.outcomes import assert_one_line
 
 runner = CliRunner()
 H200 = TARGETS["nvidia-h200"]
@@ -484,10 +485,7 @@ def test_a_dry_run_lists_cells_of_any_target(target: str) -> None:
 )
 def test_bad_input_is_one_line(arguments: list[str], part: str) -> None:
     outcome = runner.invoke(app, ["tune", *arguments])
-    assert outcome.exit_code == 2, outcome.output
-    line = outcome.output.strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    assert part in line
+    assert_one_line(outcome, part)
 
 
 def test_an_output_that_cannot_be_written_is_told_before_tuning(

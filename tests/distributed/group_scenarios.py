@@ -18,6 +18,8 @@ from mxpert.distributed import Placement, Transport, choice
 from mxpert.distributed.groups import Ranks
 from mxpert.distributed.workspace import _peers
 from mxpert.errors import UnsupportedError
+from mxpert.ops.explain import describe
+from mxpert.problem import MoEProblem
 from mxpert.testing.numerics import assert_close_relative, is_exact
 
 from .ranked_layer import (
@@ -187,6 +189,32 @@ def explain_names_transport_and_kernel() -> None:
     assert "transport: all_to_all (asked for by name)" in text
     assert f"rank {rank()} of {size()}: {ep.num_local_experts} of 10 experts" in text
     ep.close()
+
+
+def configs_follow_the_rows_that_are_expected() -> None:
+    """GATHER brings every token; ALL_TO_ALL only those with an expert here, at least one each."""
+    weights, given = whole_layer(), tokens()
+    expected = {}
+    for transport in (Transport.GATHER, Transport.ALL_TO_ALL):
+        ep = make(transport=transport)
+        problem = describe(
+            mxpert.fused_moe,
+            given.x,
+            part_of(weights, ep),
+            given.weights,
+            given.ids,
+            activation=SHAPE.activation,
+            expert_parallel=ep,
+        )
+        assert isinstance(problem, MoEProblem)
+        assert problem.local_top_k == ep.local_top_k
+        expected[transport] = ep.local_top_k
+        ep.close()
+    share = ep.num_local_experts / SHAPE.num_experts
+    assert expected[Transport.GATHER] == pytest.approx(SHAPE.top_k * share)
+    has_one = 1 - (1 - share) ** SHAPE.top_k
+    assert expected[Transport.ALL_TO_ALL] == pytest.approx(SHAPE.top_k * share / has_one)
+    assert expected[Transport.ALL_TO_ALL] >= 1
 
 
 def a_transport_that_cannot_run_is_refused_everywhere() -> None:

@@ -36,6 +36,7 @@ GROUPS = [
     "symmetric_memory_is_asked_for_together",
     "nothing_is_sent_before_the_checks",
     "explain_names_transport_and_kernel",
+    "configs_follow_the_rows_that_are_expected",
     "a_transport_that_cannot_run_is_refused_everywhere",
 ]
 CALLERS = [

@@ -63,6 +63,14 @@ def test_why_symmetric_cannot_run(changes: dict, reason: str | None) -> None:
         assert reason in found
 
 
+@pytest.mark.parametrize("value, runs", [("1", True), ("0", False)])
+def test_ranks_share_a_gpu_if_torch_allows_it(
+    monkeypatch: pytest.MonkeyPatch, value: str, runs: bool
+) -> None:
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", value)
+    assert (symmetric_refusal(replace(HOST, num_gpus=1)) is None) is runs
+
+
 def test_auto_takes_symmetric_then_gather_then_nothing() -> None:
     def states(found: Links) -> dict[str, tuple[bool, bool]]:
         return {each.name: (each.refusal is None, each.is_auto) for each in transports(found)}

@@ -63,6 +63,13 @@ def test_each_source_sends_to_exactly_one_copy(placement: Placement) -> None:
                 int(placement.received_ids(rank)[source, expert + 1]) for rank in range(ranks)
             ]
             assert received == [local if rank == owner else -1 for rank in range(ranks)]
+    assert sum(placement.share(rank) for rank in range(ranks)) == pytest.approx(1)
+
+
+def test_a_share_counts_the_experts_that_each_source_sends() -> None:
+    assert Placement.contiguous(5, 2).share(0) == pytest.approx(3 / 5)
+    copied = Placement(maps([0, 1, -1], [-1, 0, 1]))  # both compute the second of their own tokens
+    assert (copied.share(0), copied.share(1)) == pytest.approx((1 / 2, 1 / 2))
 
 
 @given(placements())

@@ -32,9 +32,9 @@ from mxpert.training import (
     MXMoE,
     clip_grad_norm_,
     local_expert_parameters,
+    permute,
     prepare_for_ddp,
 )
-from mxpert.training import expert_parallel as layer
 from mxpert.training.permute import PermuteRows
 from support.poison import nan_filled_scratch
 from support.training import bf16_floor_db, layer_floor_db
@@ -269,7 +269,7 @@ def the_comparison_sees_planted_errors() -> None:
     for owner, name, wrong in (
         (exchange, "_combined", own_rows),
         (exchange, "_combined", no_weight_gradient),
-        (layer, "PermuteRows", NoFactor),
+        (permute, "PermuteRows", NoFactor),
     ):
         with replaced(owner, name, wrong):
             found, wanted = compared(ep, torch.float64, MANY)

@@ -23,6 +23,8 @@ import mxpert.integrations.transformers
 from mxpert import modules
 from mxpert.distributed import ExpertParallel, Transport
 from mxpert.errors import UnsupportedError
+from mxpert.integrations import dense_checkpoints
+from mxpert.integrations.checkpoints.expert_sources import ExpertLayer
 from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
 from mxpert.integrations.models.convert import mx_experts, restore
 from mxpert.testing.numerics import is_exact, relative_l2, requantisation_error
@@ -153,6 +155,20 @@ def a_rank_holds_its_experts_alone() -> None:
     assert peaks["local"] < layer <= peaks["whole"], (peaks, layer)
 
 
+def training_frees_foreign_experts_layer_by_layer() -> None:
+    """Local copies of one layer are the peak: all layers', or foreign experts kept, exceed it."""
+    ep = parallel(256, transport=Transport.ALL_TO_ALL)
+    made: list[Any] = []
+    peak = peak_bytes(
+        lambda: build("gpt_oss", dtype=torch.bfloat16, **SIZES),
+        lambda model: made.append(
+            mxpert.convert(model, recipe=MXFP8Recipe(), expert_parallel=ep, progress=False)
+        ),
+    )
+    local = sum(value.nbytes for value in local_expert_parameters(made[0]).values()) // 3
+    assert local <= peak < 2 * local, (peak, local)
+
+
 @contextmanager
 def checkpoint_of(model: Any) -> Iterator[Path]:
     """A folder that all ranks read; Transformers lets the first rank alone write one."""
@@ -215,17 +231,121 @@ def mxfp4_checkpoints_are_read_in_part() -> None:
         assert relative_l2(logits(again), logits(local)) < logits_bound(model)
 
 
-def bf16_checkpoints_load_too() -> None:
+def read_in_part(path: Path, ep: ExpertParallel) -> tuple[int, Any]:
+    """Peak bytes of loading a bf16 checkpoint, and the model; only its own experts are read."""
+    experts: set[int] = set()
+    made: list[Any] = []
+    read = ExpertLayer.read
+
+    def recorded(layer: ExpertLayer, reader: Any, name: str, expert: int) -> torch.Tensor:
+        experts.add(expert)
+        return read(layer, reader, name, expert)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ExpertLayer, "read", recorded)
+        patch.setitem(modules.CHUNK_ELEMENTS, "cpu", 1 << 14)  # small as the layers are
+        file = (path / "model.safetensors").stat().st_size
+        peak = peak_bytes(lambda: None, lambda _: made.append(load(path, ep)), mapped=file)
+    assert experts == set(ep.local_experts)
+    return peak, made[0]
+
+
+def bf16_checkpoints_are_read_in_part() -> None:
+    """Matrices of the local experts alone are read, and no more than one is held in bf16."""
+    ep = parallel(256, combine_dtype=torch.float32)
+    own = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = parallel(256, group_or_mesh=own, combine_dtype=torch.float32)
+    for family in ("gpt_oss", "qwen3_moe"):  # stacked tensors, and one matrix per expert
+        changes = {"moe_intermediate_size": 256} if family == "qwen3_moe" else {}
+        model = build(family, dtype=torch.bfloat16, **SIZES | changes)
+        with checkpoint_of(model) as path:
+            peak, local = read_in_part(path, ep)
+            peak_alone, whole = read_in_part(path, alone)
+            everything = prepared_bytes(whole)
+            assert prepared_bytes(local) == everything // ep.size
+            least = everything + sum(value.nbytes for value in whole.parameters())
+            assert peak < least <= peak_alone, (family, peak, least, peak_alone)
+            dense = sum(v.nbytes for n, v in model.named_parameters() if ".experts." in n)
+            assert least < dense // ep.size, "the local experts in bf16 would exceed the bound"
+            check_same(local, converted(load(path, None, experts_implementation="eager"), ep))
+
+
+def check_same(found: Any, wanted: Any) -> None:
+    state = wanted.state_dict()
+    assert found.state_dict().keys() == state.keys()
+    for name, value in found.state_dict().items():
+        assert value.dtype == state[name].dtype, name
+        assert is_exact(value, state[name]), name
+    assert is_exact(logits(found), logits(wanted))
+    assert found.config.quantization_config == wanted.config.quantization_config
+    assert not hasattr(found, "hf_quantizer")
+
+
+def bf16_checkpoints_load_as_they_convert() -> None:
+    """Every family, in the dtype that was asked for; no key is missing or unexpected."""
     ep = parallel(combine_dtype=torch.float32)
-    with checkpoint_of(build("mixtral", dtype=torch.bfloat16)) as path:
-        local = load(path, ep, experts_implementation="mxpert_mxfp8")
-        assert {each.activation_format for each in mx_experts(local)} == {"mxfp8"}
-        by_hand = converted(load(path, None, experts_implementation="eager"), ep, "mxfp8")
-        assert is_exact(logits(local), logits(by_hand))
+    for family in FAMILIES:
+        with checkpoint_of(build(family)) as path:
+            options = dict(dtype=torch.bfloat16)  # of float32: rounded, then quantised
+            name = "mxpert_mxfp8"
+            local, info = load(
+                path, ep, experts_implementation=name, output_loading_info=True, **options
+            )
+            assert not any(info.values()), info
+            assert {each.activation_format for each in mx_experts(local)} == {"mxfp8"}
+            assert {each.group_ids for each in mx_experts(local)} == {ep.local_experts}
+            dense = load(path, None, experts_implementation="eager", **options)
+            check_same(local, converted(dense, ep, "mxfp8"))
+            with pytest.raises(UnsupportedError, match="save_pretrained: experts"):
+                local.save_pretrained("nowhere")
+            direct = type(local).from_pretrained(
+                path,
+                attn_implementation="eager",
+                experts_implementation=name,
+                expert_parallel=ep,
+                **options,
+            )
+            check_same(direct, local)
+
+
+def other_checkpoints_are_loaded_as_a_whole() -> None:
+    """Where the experts cannot be named, all are loaded, and the foreign ones dropped."""
+    ep, model = parallel(), build("mixtral", dtype=torch.bfloat16)
+    wanted = converted(model, ep)
+    refused = UnsupportedError("experts of another kind")
+    with checkpoint_of(model) as path, pytest.MonkeyPatch.context() as patch:
+        warned: list[str] = []
+        logger = dense_checkpoints._logger
+        patch.setattr(logger, "warning", lambda text, *rest: warned.append(text % rest))
+        for name, error in (("find_expert_layers", refused), ("_reader_of", ValueError("files"))):
+
+            def fail(*_: object, error: Exception = error) -> None:
+                raise error
+
+            with pytest.MonkeyPatch.context() as inner:
+                inner.setattr(dense_checkpoints, name, fail)
+                check_same(load(path, ep), wanted)
+        text = "mxpert: all experts are loaded, and foreign ones dropped afterwards: "
+        assert warned == [text + "experts of another kind", text + "files"]
         with pytest.raises(ValueError, match='need experts_implementation="mxpert" with it'):
             load(path, ep, experts_implementation="eager")
         with pytest.raises(TypeError, match="expert_parallel — need an ExpertParallel, got str"):
             load(path, "ep")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="num_experts=8 and hidden_size=128"):
+            load(path, parallel(num_experts=4))
+
+
+def weights_that_are_not_finite_are_refused() -> None:
+    ep, model = parallel(), build("mixtral", dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[ep.local_experts[-1], 3, 5] = torch.nan
+    with checkpoint_of(model) as path:
+        if dist.get_rank() == 0:  # it has written the file, with a NaN in its own experts
+            text = r"layers\.1\.mlp\.experts\.down_proj\[3\] — need finite weights"
+            with pytest.raises(ValueError, match=text):
+                load(path, ep)
+        else:
+            assert load(path, ep)
 
 
 def states_are_local_and_load_whole() -> None:
@@ -237,8 +357,11 @@ def states_are_local_and_load_whole() -> None:
     for name, value in own.items():
         part = whole[name][list(ep.local_experts)] if ".experts." in name else whole[name]
         assert is_exact(value, part), name
+    gathered = full_state_dict(ranks, ep)
+    assert gathered.keys() == whole.keys()
+    assert all(is_exact(value, whole[name]) for name, value in gathered.items())
     other = converted(build("gpt_oss", seed=1), ep)
-    for state in (whole, own):
+    for state in (whole, own, gathered):
         assert not any(other.load_state_dict(state))
         assert is_exact(logits(other), logits(ranks))
         other = copy.deepcopy(other)

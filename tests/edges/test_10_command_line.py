@@ -23,6 +23,7 @@ from mxpert.cli import bench, measure, report, tune
 from mxpert.cli import eval as eval_module
 from mxpert.cli.main import COMMANDS, app
 from mxpert.cli.report import Column, print_table
+from support.outcomes import assert_one_line
 
 transformers = pytest.importorskip("transformers")
 from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint  # noqa: E402
@@ -35,17 +36,6 @@ TEXT = "A text for a model whose tokens are bytes. " * 8
 
 def run(*arguments: object) -> Any:
     return runner.invoke(app, [str(argument) for argument in arguments])
-
-
-def assert_one_line(outcome: Any, *parts: str) -> None:
-    """Exit code 2; the last line of standard error is the message, and there is no traceback."""
-    assert outcome.exit_code == 2, outcome.output
-    assert "Traceback" not in outcome.output
-    line = outcome.stderr.strip().splitlines()[-1]
-    assert line.startswith("error: ")
-    assert " — need " in line
-    for part in parts:
-        assert part in line
 
 
 @pytest.fixture(scope="module")

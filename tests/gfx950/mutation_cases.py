@@ -73,7 +73,7 @@ CASES: dict[str, Layer | Grouped] = {
     "cdna4 decode a16w4 stage 1": Layer("cdna4", "bf16", 16, 1024, 1),
     "cdna4 prefill a8w4 stage 1": Layer("cdna4", "mxfp8", 256, 768, 1),
     "cdna4 prefill a4w4 stage 1": Layer("cdna4", "mxfp4", 256, 768, 1),
-    "cdna4 grouped gemm": Grouped(256, 256, 512),
+    "cdna4 grouped gemm": Grouped(256, 256, 640),
 }
 
 

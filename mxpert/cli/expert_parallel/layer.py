@@ -132,7 +132,8 @@ class OnRanks:
         return self._ranks.dispatch(tokens.x, tokens.topk_weights, tokens.topk_ids)
 
     def compute(self, received: DispatchedTokens) -> torch.Tensor:
-        return fused_moe_received(received, self._weights.local, self._options)
+        local_top_k = self._ranks.local_top_k
+        return fused_moe_received(received, self._weights.local, self._options, local_top_k)
 
     def combine(self, rows: torch.Tensor, received: DispatchedTokens) -> torch.Tensor:
         return self._ranks.combine(rows, received)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from ...environment import ranks_may_share_gpus
 from ...problem import Target
 
 _NVLINK_RATE = re.compile(r"Link \d+: ([\d.]+) GB/s")
@@ -120,6 +121,8 @@ def visible_links(devices: Iterable[int] | None = None) -> Links:
 def symmetric_refusal(links: Links) -> str | None:
     """Why SYMMETRIC cannot run between GPUs that this process sees; None if it can.
 
+    Ranks share a GPU if TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES is 1, a variable of torch.
+
     Example:
         >>> symmetric_refusal(Links(kind="cuda", num_gpus=1, symmetric_memory=True))
         'this process sees one GPU; make all GPUs of the host visible to every rank'
@@ -128,7 +131,7 @@ def symmetric_refusal(links: Links) -> str | None:
         return "there is no GPU"
     if not links.symmetric_memory:
         return "this torch has no symmetric memory for its GPUs"
-    if links.num_gpus == 1:
+    if links.num_gpus == 1 and not ranks_may_share_gpus():
         hidden = (links.num_host_gpus or 1) - 1
         seen = f"one GPU of {links.num_host_gpus}" if hidden else "one GPU"
         return f"this process sees {seen}; make all GPUs of the host visible to every rank"

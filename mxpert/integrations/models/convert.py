@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -21,6 +21,8 @@ from ...weights_state import PROJECTIONS
 from .expert_modules import MXExperts, TrainableExperts, empty
 from .experts import FoundExperts, check_loaded, find_experts
 from .saved_config import configured_models, mark_quantized, unmark_quantized
+
+_Layer = TypeVar("_Layer")
 
 
 def convert(
@@ -46,7 +48,7 @@ def convert(
     All ranks call the model equally often: give ``generate`` the same prompts on every rank, or
     ``synced_gpus=True``, which lets ranks that have ended wait. The state dict has local experts;
     `restore` and ``save_pretrained`` are refused. ``from_pretrained`` takes `expert_parallel` too,
-    beside ``experts_implementation="mxpert"``, and reads an MXFP4 checkpoint's local experts alone.
+    beside ``experts_implementation="mxpert"``, and reads the local experts of a checkpoint alone.
 
     Args:
         model: a model in memory, or a module that contains one. A model in MXFP4 only changes its
@@ -97,7 +99,7 @@ def convert(
     else:
         rule = ScaleRule.RCEIL if scale_rule is None else scale_rule
         found = _dense_experts(model, activation_format, None, expert_parallel)
-        for dense in _shown(found, progress):
+        for dense in shown(found, progress=progress):
             _convert_layer(dense, activation_format, rule, target, expert_parallel)
         mark_quantized(model, found, rule)
     if expert_parallel is not None:
@@ -105,11 +107,11 @@ def convert(
     return model if target is None else model.to(target)
 
 
-def _shown(found: list[FoundExperts], progress: bool) -> Iterable[FoundExperts]:
+def shown(layers: Sequence[_Layer], *, progress: bool) -> Iterable[_Layer]:
     """The layers, with a progress bar on standard error if it is wanted."""
     console = Console(stderr=True)
     text = "quantising experts"
-    return track(found, text, console=console, transient=True, disable=not progress)
+    return track(layers, text, console=console, transient=True, disable=not progress)
 
 
 def _dense_experts(

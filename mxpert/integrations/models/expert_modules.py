@@ -15,7 +15,7 @@ from ...training.activation import gated_activation
 from ...training.autograd import grouped_linear
 from ...training.expert_parallel import run_on_ranks
 from ...training.module import take_groups
-from ...training.permute import CombineRows, PermuteRows, sort_by_expert
+from ...training.permute import run_experts, sort_by_expert
 from ...training.recipe import MXFP8Recipe
 from ...weights import GateUpOrder, MoEWeights, gate_up_rows
 from .experts import FoundExperts
@@ -177,18 +177,13 @@ class TrainableExperts(torch.nn.Module):
     ) -> torch.Tensor:
         """hidden_states [..., H], ids and weights [T, top_k] → the shape and dtype of the first."""
         tokens, weights = hidden_states.reshape(-1, self._source.hidden_size), topk_weights.float()
-        if self.expert_parallel is not None:
+        if self.expert_parallel is None:
+            pairs = sort_by_expert(topk_ids, self._source.num_experts)
+            combined = run_experts(self._experts, tokens, weights, pairs)
+        else:
             ranks, rule = self.expert_parallel, self.recipe.scale_rule
-            combined: torch.Tensor = run_on_ranks(
-                ranks, self._experts, tokens, weights, topk_ids, rule
-            )
-            return combined.view(hidden_states.shape)
-        order, inverse, offsets = sort_by_expert(topk_ids, self._source.num_experts)
-        rows = PermuteRows.apply(tokens, order, inverse, topk_ids.shape[-1])  # [R, H]
-        rows = self._experts(rows, offsets)
-        combined = CombineRows.apply(rows, inverse.view(topk_ids.shape), weights)
-        result: torch.Tensor = combined.view(hidden_states.shape)
-        return result
+            combined = run_on_ranks(ranks, self._experts, tokens, weights, topk_ids, rule)
+        return combined.view(hidden_states.shape)
 
     def _experts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Rows [R, H] sorted by expert → the experts' outputs [R, H]."""

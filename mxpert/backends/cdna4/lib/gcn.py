@@ -11,17 +11,19 @@ from triton.experimental.gluon import language as gl
 WITHOUT_ACCUMULATOR_REGISTERS: dict[str, Any] = (
     {"llvm_fn_attrs": (("amdgpu-agpr-alloc", "0,0"),)}
     if "llvm_fn_attrs" in HIPOptions.__dataclass_fields__
-    else {}
+    else {"waves_per_eu": 2}
 )
-"""Launch options that keep the sums of MFMA in vector registers. Triton 3.9 would use accumulator
-registers and copy operands and sums; Triton 3.6 does not, and has no such option."""
+"""Launch options that keep the sums of MFMA in vector registers; otherwise operands and sums can be
+copied to accumulator registers and back. Triton 3.6 lacks the option; its LLVM uses accumulator
+registers only where a wave may have more than 256 registers."""
 
 
 @gluon.jit
 def opaque(words):
     """Return int32 `words` unchanged, as a value of which the compiler knows nothing.
 
-    LLVM then selects bytes of the words (v_perm_b32) instead of recombining their sources.
+    LLVM otherwise follows single bytes of a word through their way to an MFMA and puts the word
+    together again, byte by byte.
     """
     return gl.inline_asm_elementwise("", "=v,0", [words], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -134,13 +136,3 @@ def set_priority(PRIORITY: gl.constexpr):
     gl.inline_asm_elementwise(
         "s_setprio $1", "={exec},n", [value], dtype=gl.int64, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def as_one_register(words):
-    """`words` (int32) in registers of which the compiler knows nothing; emits no instruction.
-
-    LLVM otherwise follows single bytes of a word through their way to an MFMA and puts the word
-    together again, byte by byte.
-    """
-    return gl.inline_asm_elementwise("", "=v,0", [words], dtype=gl.int32, is_pure=False, pack=1)

@@ -256,48 +256,78 @@ _B_WORD = gl.constexpr(cdna4.get_mfma_scale_layout(_B.value, [_SCALE_WORDS.value
 
 
 @gluon.jit
+def _multiply(sums, a, a_words, b, b_scale, A_FORMAT: gl.constexpr, B_FORMAT: gl.constexpr):
+    """Add ``a x b`` to the sums of a part. a_words: words of a's scales."""
+    a_scale = _scales(a_words, _A_SCALE)
+    return cdna4.mfma_scaled(a, a_scale, A_FORMAT, b, b_scale, B_FORMAT, sums)
+
+
+@gluon.jit
+def _read_high(buffers, pair, SLOT: gl.constexpr):
+    """What memory phase 0 reads: words of a's scales (top, bottom), scales of b, top of a, b."""
+    a_planes = buffers.a_scale.index(pair % 2).slice(SLOT * _GROUPS, _GROUPS)
+    b_planes = buffers.b_scale.index(pair % 2).slice(SLOT * _GROUPS, _GROUPS)
+    top_words = _read_words(a_planes, 0, _A_LANES, _A_WORD)
+    bottom_words = _read_words(a_planes, _A_LANES, _A_LANES, _A_WORD)
+    b_scale = _scales(_read_words(b_planes, 0, _SCALE_WORDS, _B_WORD), _B_SCALE)
+    a_top = async_copy.load_shared_relaxed(buffers.a.index(SLOT), _A)
+    b = async_copy.load_shared_relaxed(buffers.b.index(SLOT).permute([1, 0]), _B)
+    return top_words, bottom_words, b_scale, a_top, b
+
+
+@gluon.jit
 def multiply_high(operands, buffers, sources, A_FORMAT: gl.constexpr, B_FORMAT: gl.constexpr):
     """Sums of the top and the bottom half of a high tile, float32 [128, 256] in `MFMA` each.
 
     `sources.start` has started the first copies. None is under way when the function returns, and
-    all waves have read LDS.
+    all waves have read LDS. An odd last step copies nothing.
     """
     COPIES: gl.constexpr = 2  # groups of copies that no wait needs to end
     top = gl.zeros((PART_ROWS, BLOCK_N), gl.float32, MFMA)
     bottom = gl.zeros((PART_ROWS, BLOCK_N), gl.float32, MFMA)
-    pairs = gl.cdiv(sources.depth, 2 * STEP)
+    steps = gl.cdiv(sources.depth, STEP)
+    pairs = steps // 2
     async_copy.wait_group(COPIES)
     enter_phases()
     for pair in range(pairs):
         for slot in gl.static_range(2):
             k = (2 * pair + slot) * STEP
-            a_planes = buffers.a_scale.index(pair % 2).slice(slot * _GROUPS, _GROUPS)
-            b_planes = buffers.b_scale.index(pair % 2).slice(slot * _GROUPS, _GROUPS)
-            top_words = _read_words(a_planes, 0, _A_LANES, _A_WORD)
-            bottom_words = _read_words(a_planes, _A_LANES, _A_LANES, _A_WORD)
-            b_scale = _scales(_read_words(b_planes, 0, _SCALE_WORDS, _B_WORD), _B_SCALE)
-            a_top = async_copy.load_shared_relaxed(buffers.a.index(slot), _A)
-            b = async_copy.load_shared_relaxed(buffers.b.index(slot).permute([1, 0]), _B)
+            top_words, bottom_words, b_scale, a, b = _read_high(buffers, pair, slot)
             sources.copy_codes_1(operands, buffers, 1 - slot, k + STEP, 0)
             async_copy.commit_group()
             end_memory(COPIES)
-            top_scale = _scales(top_words, _A_SCALE)
-            top = cdna4.mfma_scaled(a_top, top_scale, A_FORMAT, b, b_scale, B_FORMAT, top)
+            top = _multiply(top, a, top_words, b, b_scale, A_FORMAT, B_FORMAT)
             end_compute(COPIES)
-            a_bottom = async_copy.load_shared_relaxed(buffers.a.index(2 + slot), _A)
+            a = async_copy.load_shared_relaxed(buffers.a.index(2 + slot), _A)
             sources.copy_codes_0(operands, buffers, slot, k + 2 * STEP, 0)
             if slot == 0:
                 sources.copy_scales(operands, buffers, (pair + 1) % 2, pair + 1, 0)
             async_copy.commit_group()
             end_memory(COPIES)
-            bottom_scale = _scales(bottom_words, _A_SCALE)
-            bottom = cdna4.mfma_scaled(
-                a_bottom, bottom_scale, A_FORMAT, b, b_scale, B_FORMAT, bottom
-            )
+            bottom = _multiply(bottom, a, bottom_words, b, b_scale, A_FORMAT, B_FORMAT)
             end_compute(COPIES)
+    if steps % 2 == 1:
+        top_words, bottom_words, b_scale, a, b = _read_high(buffers, pairs, 0)
+        end_memory(0)
+        top = _multiply(top, a, top_words, b, b_scale, A_FORMAT, B_FORMAT)
+        end_compute(0)
+        a = async_copy.load_shared_relaxed(buffers.a.index(2), _A)
+        end_memory(0)
+        bottom = _multiply(bottom, a, bottom_words, b, b_scale, A_FORMAT, B_FORMAT)
+        end_compute(0)
     leave_phases()
     async_copy.wait_group(0)
     return top, bottom
+
+
+@gluon.jit
+def _read_a_low(buffers, pair, slot, STEP_OF_PAIR: gl.constexpr):
+    """Words of the scales of a and b in a step, and a."""
+    a_planes = buffers.a_scale.index(pair % 2).slice(STEP_OF_PAIR * _GROUPS, _GROUPS)
+    b_planes = buffers.b_scale.index(pair % 2).slice(STEP_OF_PAIR * _GROUPS, _GROUPS)
+    a_words = _read_words(a_planes, 0, _A_LANES, _A_WORD)
+    b_words = _read_words(b_planes, 0, _SCALE_WORDS, _B_WORD)
+    return a_words, b_words, async_copy.load_shared_relaxed(buffers.a.index(slot), _A)
 
 
 @gluon.jit
@@ -310,7 +340,8 @@ def multiply_low(operands, buffers, sources, A_FORMAT: gl.constexpr, B_FORMAT: g
     """
     COPIES: gl.constexpr = 1
     sums = gl.zeros((PART_ROWS, BLOCK_N), gl.float32, MFMA)
-    pairs = gl.cdiv(sources.depth, 2 * STEP)
+    steps = gl.cdiv(sources.depth, STEP)
+    pairs = steps // 2
     slot = 0
     free = _SLOTS - 1
     async_copy.wait_group(COPIES)
@@ -318,13 +349,9 @@ def multiply_low(operands, buffers, sources, A_FORMAT: gl.constexpr, B_FORMAT: g
     for pair in range(pairs):
         for step in gl.static_range(2):
             k = (2 * pair + step + 2) * STEP
-            a_planes = buffers.a_scale.index(pair % 2).slice(step * _GROUPS, _GROUPS)
-            b_planes = buffers.b_scale.index(pair % 2).slice(step * _GROUPS, _GROUPS)
             sources.copy_a(operands, buffers, free, k, 0)
             scheduling_fence()
-            a_words = _read_words(a_planes, 0, _A_LANES, _A_WORD)
-            b_words = _read_words(b_planes, 0, _SCALE_WORDS, _B_WORD)
-            a = async_copy.load_shared_relaxed(buffers.a.index(slot), _A)
+            a_words, b_words, a = _read_a_low(buffers, pair, slot, step)
             scheduling_fence()
             sources.copy_b(operands, buffers, free, k, 0)
             scheduling_fence()
@@ -333,11 +360,16 @@ def multiply_low(operands, buffers, sources, A_FORMAT: gl.constexpr, B_FORMAT: g
                 sources.copy_scales(operands, buffers, (pair + 1) % 2, pair + 1, 0)
             async_copy.commit_group()
             end_memory(COPIES)
-            a_scale, b_scale = _scales(a_words, _A_SCALE), _scales(b_words, _B_SCALE)
-            sums = cdna4.mfma_scaled(a, a_scale, A_FORMAT, b, b_scale, B_FORMAT, sums)
+            sums = _multiply(sums, a, a_words, b, _scales(b_words, _B_SCALE), A_FORMAT, B_FORMAT)
             end_compute(COPIES)
             free = slot
             slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
+    if steps % 2 == 1:
+        a_words, b_words, a = _read_a_low(buffers, pairs, slot, 0)
+        b = async_copy.load_shared_relaxed(buffers.b.index(slot).permute([1, 0]), _B)
+        end_memory(0)
+        sums = _multiply(sums, a, a_words, b, _scales(b_words, _B_SCALE), A_FORMAT, B_FORMAT)
+        end_compute(0)
     leave_phases()
     async_copy.wait_group(0)
     return sums

@@ -29,7 +29,7 @@ PREFILL_BLOCK_N = 256
 PREFILL_GROUP_M = 8
 """Row blocks that share weight tiles in L2."""
 
-_STEP_CYCLES = {"mxfp4": {64: 801, 128: 778, 256: 1173}, "mxfp8": {64: 688, 128: 1108, 256: 2120}}
+_STEP_CYCLES = {"mxfp4": {64: 790, 128: 747, 256: 1068}, "mxfp8": {64: 658, 128: 1052, 256: 2060}}
 """Modelled cycles of a CU for 128 elements of depth of a prefill tile (Triton 3.6.0, L2 hits)."""
 
 _RESIDENT_WAVES = 8
@@ -70,19 +70,9 @@ def units(problem: MoEProblem, op: Op) -> tuple[int, int]:
     return -(-weight_rows(problem, op) // UNIT_ROWS), -(-depth(problem, op) // UNIT_CODES)
 
 
-def hit_experts(problem: MoEProblem) -> int:
-    """Number of experts that have rows if tokens spread evenly."""
-    return max(1, min(problem.num_experts, problem.num_tokens * problem.top_k))
-
-
-def rows_per_expert(problem: MoEProblem) -> float:
-    """Average number of routed rows of an expert that has rows."""
-    return problem.num_tokens * problem.top_k / hit_experts(problem)
-
-
 def block_m_for(problem: MoEProblem) -> int:
     """Rows of a decode tile: the fewest that hold the rows of an average expert, or the most."""
-    rows = rows_per_expert(problem)
+    rows = problem.rows_per_expert
     return next((block for block in DECODE_BLOCKS_M if rows <= block), DECODE_BLOCKS_M[-1])
 
 
@@ -94,7 +84,7 @@ def decode_config(problem: MoEProblem, op: Op, block_m: int) -> Cdna4GemmConfig:
     the depth instead, and then workgroups do.
     """
     row_units, depth_units = units(problem, op)
-    blocks = hit_experts(problem) * max(1, round(rows_per_expert(problem) / block_m))
+    blocks = problem.hit_experts * max(1, round(problem.rows_per_expert / block_m))
     wanted = problem.target.num_sms * _RESIDENT_WAVES
     waves = blocks * row_units
     k_slices = 4 if waves * 2 <= wanted and depth_units >= 4 * _MIN_UNITS_PER_SPLIT else 1
@@ -119,7 +109,7 @@ def prefill_block_m(problem: MoEProblem) -> int | None:
     cycles where that of e4m3 takes 32 and that of e2m1 16, and the tile's rows take four times the
     LDS of e2m1, so that 256 × 256 × 128 does not fit twice.
     """
-    rows = rows_per_expert(problem)
+    rows = problem.rows_per_expert
     format = problem.options.activation_format
     if format == "bf16" or rows <= DECODE_BLOCKS_M[-1]:
         return None

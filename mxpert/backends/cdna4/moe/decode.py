@@ -31,6 +31,7 @@ from triton.experimental.gluon import language as gl
 
 from ...common.compat import aggregate
 from ..lib.fragments import elements_per_chunk, items_per_lane
+from ..lib.raster import NUM_XCDS
 from .epilogue import (
     GatedActivation,
     MXFormat,
@@ -53,9 +54,6 @@ from .mainloop import (
     open_weights,
     sum_slices,
 )
-
-_XCDS = gl.constexpr(8)
-"""Dies of the chip; the hardware deals workgroups to them in turn."""
 
 RUN_TIME_VALUES = (
     "num_tokens",
@@ -120,9 +118,9 @@ def _locate(plan, row_units, k_splits, WAVES: gl.constexpr, ROWS: gl.constexpr):
     """
     per_block = gl.cdiv(row_units, WAVES) * k_splits
     total = gl.load(plan.num_valid) // ROWS * per_block
-    per_xcd = gl.cdiv(total, _XCDS)
-    place = gl.program_id(0) // _XCDS
-    index = gl.program_id(0) % _XCDS * per_xcd + place
+    per_xcd = gl.cdiv(total, NUM_XCDS)
+    place = gl.program_id(0) // NUM_XCDS
+    index = gl.program_id(0) % NUM_XCDS * per_xcd + place
     first_row = index // per_block * ROWS
     inside = index % per_block
     expert = gl.to_tensor(-1)

@@ -27,13 +27,11 @@ from ...common.moe.stages import (
 from ...common.moe_layer import TwoStageLayer
 from ...common.token_rows import CodedRows
 from ..lib.gcn import WITHOUT_ACCUMULATOR_REGISTERS
+from ..lib.raster import NUM_XCDS
 from . import config as heuristics
 from .decode import _moe_gemm_decode_cdna4_kernel
 from .prefill import _moe_gemm_prefill_cdna4_kernel
 from .prefill_scales import arrange_scales
-
-_XCDS = 8
-"""Dies of the chip: a grid is a multiple of them, so that all get as many workgroups."""
 
 _FINISH_BLOCK_M, _FINISH_BLOCK_N, _FINISH_NUM_WARPS = 16, 128, 4
 _GATE_UP_GROUP = 16
@@ -182,7 +180,7 @@ def _decode_launches(
     )
     launch = Launch(
         _moe_gemm_decode_cdna4_kernel,
-        (-(-tiles // _XCDS) * _XCDS,),
+        (-(-tiles // NUM_XCDS.value) * NUM_XCDS.value,),
         num_k_blocks=heuristics.depth(problem, gemm.op) // MX_BLOCK_SIZE,
         row_units=gemm.row_units,
         depth_units=gemm.depth_units,
@@ -196,7 +194,7 @@ def _decode_launches(
         WAVES=waves,
         DEPTH=config.num_stages,
         ITERATIONS=heuristics.iterations_per_copy(config, problem.options.activation_format),
-        STREAM=heuristics.rows_per_expert(problem) <= config.block_m,
+        STREAM=problem.rows_per_expert <= config.block_m,
         num_warps=config.num_warps,
         **both,
     )

@@ -8,20 +8,21 @@ tile return at once. Workgroups are dealt out to the eight dies in turn. Each di
 run of tiles, in groups of GROUP_M row blocks times all weight tiles, so that the workgroups of a
 die share rows and weights in its L2.
 
-Roles: every wave multiplies, reads and copies. Two groups of four waves do so in turns (ping-pong).
+Roles: every wave copies, reads and multiplies. Two groups of four waves alternate between memory
+and compute phases (`lib.phases`).
 
-Barriers: two a step. The second group is one barrier behind the first.
-    after the MFMA of a step: the LDS that they came from may be overwritten.
-    after the reads of the next step: its operands are in registers, and the copies of the step
-        after it have landed, except for those of the last group of copies.
+Barriers: two a step, one after each phase.
+    after the memory phase: operands are in registers, and the copies that the next memory phase
+        reads have landed.
+    after the compute phase: the LDS that its operands came from may be overwritten.
 
 Pipeline: see `prefill_mainloop` and `prefill_copies`. A step is 128 elements of the contracted
     dimension.
 
-Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long), modelled with Triton 3.6.0: 1173 cycles,
-    87 % of them MFMA (e4m3: 2116 and 97 %; Triton 3.9.0: 84 % and 95 %).
-    group 1:  MFMA (512 cycles)            | copies, reads of step + 1  |
-    group 2:  copies, reads of its step    | MFMA (512 cycles)          |
+Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long), modelled with Triton 3.6.0: 1068 cycles,
+    96 % of them MFMA (e4m3: 2060 and 99 %; Triton 3.9.0: 97 % and 99 %).
+    group 1:  copies, reads            | MFMA (512 cycles)        |
+    group 2:  MFMA of the step before  | copies, reads            |
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..lib.raster import NUM_XCDS
 from .prefill_copies import (
     Source,
     Variant,
@@ -38,14 +40,17 @@ from .prefill_copies import (
     offsets_of_scales,
     offsets_of_weights,
 )
-from .prefill_epilogue import Output, Terms, halves, store_features, store_outputs
-from .prefill_layouts import weight_parts
+from .prefill_epilogue import (
+    TOKEN_MASK,
+    Output,
+    Quadrant,
+    Terms,
+    store_features,
+    store_outputs,
+    sums_of,
+)
+from .prefill_layouts import wave_rows, wave_units
 from .prefill_mainloop import multiply_tile
-
-NUM_XCDS = gl.constexpr(8)
-"""Dies of the chip: workgroup i runs on die i modulo 8."""
-
-_TOKEN_MASK = gl.constexpr((1 << 24) - 1)
 
 RUN_TIME_VALUES = (
     "num_tokens",
@@ -86,7 +91,7 @@ def _row_offsets(ids, first, num_tokens, stride, BLOCK_M: gl.constexpr, GATHER: 
     """
     row = copied_rows(BLOCK_M)
     if GATHER:
-        row = gl.minimum(gl.load(ids + first + row) & _TOKEN_MASK, num_tokens - 1)
+        row = gl.minimum(gl.load(ids + first + row) & TOKEN_MASK, num_tokens - 1)
     return row * stride
 
 
@@ -112,7 +117,7 @@ def _source(
         row_offset=row_offset,
         row_bytes=row_bytes,
         weights=w + units * 4096,
-        weight_offset=offsets_of_weights(tile_n * 4, row_units, depth_units, BLOCK_M),
+        weight_offset=offsets_of_weights(tile_n * 4, row_units, depth_units),
         row_scales=row_scales,
         row_scale_offset=offsets_of_scales(UNITS, 0, BLOCK_M // 64, depth_units),
         weight_scales=w_scale + units * 256,
@@ -138,15 +143,17 @@ def _terms(ids, bias, bias_rows, row_scale, weights, num_tokens):
 
 @gluon.jit
 def _store(sums, terms, output, tile_m, tile_n, variant):
-    """Run the epilogue of each quadrant: half h of part p is quadrant 2 p + h."""
-    for part in gl.static_range(weight_parts(variant.BLOCK_M)):
-        first_half, second_half = halves(sums[part], variant)
-        if output.ACTIVATION != "":
-            store_features(first_half, terms, output, tile_m, tile_n, variant, 2 * part)
-            store_features(second_half, terms, output, tile_m, tile_n, variant, 2 * part + 1)
-        else:
-            store_outputs(first_half, terms, output, tile_m, tile_n, variant, 2 * part)
-            store_outputs(second_half, terms, output, tile_m, tile_n, variant, 2 * part + 1)
+    """Run the epilogue of each quadrant."""
+    BLOCK_M: gl.constexpr = variant.BLOCK_M
+    FORMAT: gl.constexpr = variant.FORMAT
+    for unit in gl.static_range(wave_units(BLOCK_M, FORMAT)):
+        for half in gl.static_range(wave_rows(BLOCK_M, FORMAT) // 32):
+            quadrant = Quadrant(tile_m, tile_n, BLOCK_M, FORMAT, half, unit)
+            total = sums_of(sums, quadrant)
+            if output.ACTIVATION != "":
+                store_features(total, terms, output, quadrant)
+            else:
+                store_outputs(total, terms, output, quadrant)
 
 
 @gluon.jit(do_not_specialize=RUN_TIME_VALUES)
@@ -192,7 +199,7 @@ def _moe_gemm_prefill_cdna4_kernel(
     tile_m, tile_n = _tile_of_program(num_valid_ptr, gl.cdiv(row_units, 4), BLOCK_M, GROUP_M)
     first = gl.maximum(tile_m, 0) * BLOCK_M
     expert = gl.load(block_expert_ids_ptr + first // routing_block_m)
-    has_rows = (gl.load(sorted_token_ids_ptr + first) & _TOKEN_MASK) < num_tokens
+    has_rows = (gl.load(sorted_token_ids_ptr + first) & TOKEN_MASK) < num_tokens
     if (tile_m < 0) | (expert < 0) | (expert >= num_experts) | (has_rows == 0):
         return
     GATHER: gl.constexpr = ACTIVATION != ""

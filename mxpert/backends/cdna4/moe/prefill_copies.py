@@ -4,7 +4,7 @@ All copies are direct (buffer_load … lds): no register holds the data. A wave 
 instruction, or 256 bytes of scales. LDS of a 256 × 256 tile, in bytes:
 
     rows            e4m3, e5m2: 3 buffers of 1 step; e2m1: 2 buffers of 2 steps; 32 KiB each
-    weights         3 or 4 buffers of 1 step, 16 KiB each
+    weights         e4m3, e5m2: 3 buffers of 1 step; e2m1: 2 of even and 2 of odd steps; 16 KiB each
     scales          2 buffers of 2 steps, 2 KiB each, for rows and for weights
 
 A copy must not leave out a wave, because waits count each wave's own copies.
@@ -16,13 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.compat import aggregate
-from .prefill_layouts import (
-    fragment_copy_layout,
-    linear_in_lds,
-    row_copy_layout,
-    scale_copy_layout,
-    weight_parts,
-)
+from .prefill_layouts import fragment_copy_layout, linear_in_lds, row_copy_layout, scale_copy_layout
 
 async_copy = gl.amd.cdna4.async_copy
 
@@ -40,7 +34,7 @@ class Source:
     """Global memory that a tile reads. Pointers are to the tile's first byte, offsets int32.
 
     rows: uint8 codes. row_offset: of the tile's rows, [BLOCK_M]. row_bytes: bytes of a row.
-    weights, weight_offset: of the fragments of each part in one step. row_scales and weight_scales:
+    weights, weight_offset: of the fragments of a step, [16]. row_scales and weight_scales:
     units [64 rows][step][256 bytes]. row_scale_offset, weight_scale_offset: of each unit that is
     copied. steps: of the contracted dimension.
     """
@@ -49,7 +43,7 @@ class Source:
     row_offset: gl.tensor
     row_bytes: gl.tensor
     weights: gl.tensor
-    weight_offset: gl.tuple
+    weight_offset: gl.tensor
     row_scales: gl.tensor
     row_scale_offset: gl.tensor
     weight_scales: gl.tensor
@@ -59,9 +53,9 @@ class Source:
 
 @aggregate
 class Buffers:
-    """LDS of the rows, of each part of the weights, and of the scales.
+    """LDS of the rows, the weights, and the scales.
 
-    The weights of e2m1 rows have the parts of even steps, then those of odd steps. Copies of one
+    With e2m1 rows weights of even and of odd steps have each an allocation, because copies of one
     step to different allocations need no barrier between them.
     """
 
@@ -73,19 +67,20 @@ class Buffers:
 
 @aggregate
 class Ring:
-    """A step, and its slot: the step modulo the slots of the weights.
-
-    The rows' slot is `slot` divided by the steps of a buffer.
-    """
+    """A step, and the slot of its buffers of rows and weights."""
 
     step: gl.tensor
     slot: gl.tensor
 
     @gluon.jit
-    def advance(self, SLOTS: gl.constexpr):
-        """The next step."""
-        slot = self.slot + 1
-        return Ring(step=self.step + 1, slot=gl.where(slot == SLOTS, 0, slot))
+    def advance(self, FORMAT: gl.constexpr, ODD: gl.constexpr):
+        """The next step. ODD: the last bit of this one."""
+        slot = self.slot
+        if FORMAT != "e2m1":
+            slot = gl.where(slot == 2, 0, slot + 1)
+        elif ODD == 1:
+            slot = 1 - slot
+        return Ring(step=self.step + 1, slot=slot)
 
 
 @gluon.constexpr_function
@@ -95,31 +90,23 @@ def steps_per_buffer(FORMAT):
 
 
 @gluon.constexpr_function
-def num_slots(FORMAT):
-    """Steps of weights in LDS: a step is copied that many steps before its MFMA."""
+def steps_ahead(FORMAT):
+    """Steps in LDS: a step is copied at most that many steps before its MFMA."""
     return 4 if FORMAT == "e2m1" else 3
-
-
-@gluon.constexpr_function
-def weight_buffer(BLOCK_M, FORMAT, ODD, PART):
-    """Which of `Buffers.weights` holds a part of an even or odd step."""
-    return ODD * weight_parts(BLOCK_M) + PART if FORMAT == "e2m1" else PART
 
 
 @gluon.jit
 def make_buffers(variant):
     """Allocate the LDS of a tile."""
-    SLOTS: gl.constexpr = num_slots(variant.FORMAT)
-    ROW_SLOTS: gl.constexpr = SLOTS // steps_per_buffer(variant.FORMAT)
+    PER_BUFFER: gl.constexpr = steps_per_buffer(variant.FORMAT)
+    SLOTS: gl.constexpr = steps_ahead(variant.FORMAT) // PER_BUFFER
     LINEAR: gl.constexpr = linear_in_lds()
-    BLOCK_M: gl.constexpr = variant.BLOCK_M
-    PARTS: gl.constexpr = weight_parts(BLOCK_M)
     UNITS: gl.constexpr = copied_units(gl.num_warps())
     weights = ()
-    for _ in gl.static_range(steps_per_buffer(variant.FORMAT) * PARTS):
-        weights += (gl.allocate_shared_memory(gl.uint8, [ROW_SLOTS, 16 // PARTS, 1024], LINEAR),)
+    for _ in gl.static_range(PER_BUFFER):
+        weights += (gl.allocate_shared_memory(gl.uint8, [SLOTS, 16, 1024], LINEAR),)
     return Buffers(
-        rows=gl.allocate_shared_memory(gl.uint8, [ROW_SLOTS, BLOCK_M, 128], LINEAR),
+        rows=gl.allocate_shared_memory(gl.uint8, [SLOTS, variant.BLOCK_M, 128], LINEAR),
         weights=weights,
         row_scales=gl.allocate_shared_memory(gl.uint8, [2, UNITS, 512], LINEAR),
         weight_scales=gl.allocate_shared_memory(gl.uint8, [2, 4, 512], LINEAR),
@@ -134,18 +121,12 @@ def copied_rows(BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def offsets_of_weights(first_unit, num_units, steps, BLOCK_M: gl.constexpr):
-    """Offsets of each part's fragments in one step. Units past the last one repeat it."""
+def offsets_of_weights(first_unit, num_units, steps):
+    """Offsets [16] of a step's fragments. Units past the last one repeat it."""
     LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
-    PARTS: gl.constexpr = weight_parts(BLOCK_M)
-    fragment = gl.arange(0, 16 // PARTS, gl.SliceLayout(1, LAYOUT))
-    offsets = ()
-    for part in gl.static_range(PARTS):
-        unit = first_unit + fragment // 4 * PARTS + part
-        unit = gl.minimum(unit, num_units - 1) - first_unit
-        offset = unit * (steps * 4096) + fragment % 4 * 1024
-        offsets += (offset,)  # type: ignore[assignment]
-    return offsets
+    fragment = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+    unit = gl.minimum(first_unit + fragment // 4, num_units - 1) - first_unit
+    return unit * (steps * 4096) + fragment % 4 * 1024
 
 
 @gluon.constexpr_function
@@ -184,14 +165,16 @@ def _copy_rows(source, slots, slot, buffer):
 
 
 @gluon.jit
-def _copy_weights(source, slots, slot, step, PART: gl.constexpr):
-    """Copy a part of the weights of `step` to LDS; steps past the last one repeat it."""
+def _copy_weights(source, buffers, variant, slot, step, ODD: gl.constexpr):
+    """Copy the weights of `step` to LDS; steps past the last one repeat it. ODD: its last bit."""
     LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
+    INDEX: gl.constexpr = ODD if steps_per_buffer(variant.FORMAT) == 2 else 0
     byte = gl.arange(0, 1024, gl.SliceLayout(0, LAYOUT))
-    offsets = source.weight_offset[PART][:, None] + byte[None, :]
+    first = gl.minimum(step, source.steps - 1) * 4096
+    offsets = source.weight_offset[:, None] + first + byte[None, :]
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
-    weights = source.weights + gl.minimum(step, source.steps - 1) * 4096
-    async_copy.buffer_load_to_shared(slots.index(slot), weights, offsets)
+    slots = buffers.weights[INDEX]
+    async_copy.buffer_load_to_shared(slots.index(slot), source.weights, offsets)
 
 
 @gluon.jit
@@ -206,21 +189,9 @@ def _copy_scales(scales, unit_offset, slots, pair, steps):
 
 
 @gluon.jit
-def _copy_all_weights(source, buffers, variant, ring, ODD: gl.constexpr, EARLIER: gl.constexpr):
-    """Copy all parts of the weights of the step SLOTS − EARLIER after `ring`."""
-    SLOTS: gl.constexpr = num_slots(variant.FORMAT)
-    SHIFT: gl.constexpr = steps_per_buffer(variant.FORMAT) - 1
-    PARITY: gl.constexpr = ODD ^ EARLIER
-    slot = (ring.slot - 1 & SLOTS - 1 if EARLIER else ring.slot) >> SHIFT
-    for part in gl.static_range(weight_parts(variant.BLOCK_M)):
-        slots = buffers.weights[weight_buffer(variant.BLOCK_M, variant.FORMAT, PARITY, part)]
-        _copy_weights(source, slots, slot, ring.step + (SLOTS - EARLIER), part)
-
-
-@gluon.jit
-def _copy_all_scales(source, buffers, variant, ring):
-    """Copy the scales of two steps, the first of them SLOTS or SLOTS − 1 after `ring`."""
-    pair, steps = ring.step + num_slots(variant.FORMAT) >> 1, source.steps
+def _copy_all_scales(source, buffers, pair):
+    """Copy the scales of a pair of steps."""
+    steps = source.steps
     _copy_scales(source.row_scales, source.row_scale_offset, buffers.row_scales, pair, steps)
     _copy_scales(
         source.weight_scales, source.weight_scale_offset, buffers.weight_scales, pair, steps
@@ -232,31 +203,35 @@ def copy_ahead(source, buffers, variant, ring, ODD: gl.constexpr):
     """Start the copies that a step starts, as one group. ring: the step, ODD: its last bit.
 
     Its operands are in registers, so that their LDS is free. e4m3 and e5m2 copy rows and weights of
-    the step SLOTS later. With e2m1 the slot of rows is free in its second step alone; even steps
+    the step three later. With e2m1 the slot of rows is free in its second step alone; even steps
     copy the weights of two steps, 3 and 4 steps later, so that all steps copy about as much. Scales
     of two steps are read one step early, so their slot is free at the second one.
     """
-    if variant.FORMAT == "e2m1" and ODD == 0:
-        _copy_all_weights(source, buffers, variant, ring, ODD, EARLIER=1)
-    if variant.FORMAT != "e2m1" or ODD == 1:
-        SHIFT: gl.constexpr = steps_per_buffer(variant.FORMAT) - 1
-        buffer = ring.step + num_slots(variant.FORMAT) >> SHIFT
-        _copy_rows(source, buffers.rows, ring.slot >> SHIFT, buffer)
-    if variant.FORMAT != "e2m1" or ODD == 0:
-        _copy_all_weights(source, buffers, variant, ring, ODD, EARLIER=0)
+    AHEAD: gl.constexpr = steps_ahead(variant.FORMAT)
+    later = ring.step + AHEAD
+    if variant.FORMAT != "e2m1":
+        _copy_rows(source, buffers.rows, ring.slot, later)
+        _copy_weights(source, buffers, variant, ring.slot, later, 0)
+    elif ODD == 0:
+        _copy_weights(source, buffers, variant, 1 - ring.slot, later - 1, 1)
+        _copy_weights(source, buffers, variant, ring.slot, later, 0)
+    else:
+        _copy_rows(source, buffers.rows, ring.slot, later >> 1)
     if ODD == 1:
-        _copy_all_scales(source, buffers, variant, ring)
+        _copy_all_scales(source, buffers, later >> 1)
     async_copy.commit_group()
 
 
 @gluon.jit
 def copy_first(source, buffers, variant):
-    """Start the copies that precede step 0, as if there were SLOTS steps before it."""
-    SLOTS: gl.constexpr = num_slots(variant.FORMAT)
-    for slot in gl.static_range(SLOTS):
-        ring = Ring(step=slot - SLOTS, slot=slot)
-        if slot == 0 and variant.FORMAT == "e2m1":  # no step before 0, to copy weights for
-            _copy_all_weights(source, buffers, variant, ring, 0, EARLIER=0)
+    """Start the copies that precede the main loop; return the `Ring` of step −1."""
+    AHEAD: gl.constexpr = steps_ahead(variant.FORMAT)
+    PER_BUFFER: gl.constexpr = steps_per_buffer(variant.FORMAT)
+    for step in gl.static_range(AHEAD - 1):
+        if step == 0 and variant.FORMAT == "e2m1":  # no step before 0, to copy weights for
+            _copy_weights(source, buffers, variant, 0, 0, 0)
             async_copy.commit_group()
         else:
-            copy_ahead(source, buffers, variant, ring, (slot + SLOTS) % 2)
+            ring = Ring(step=step - AHEAD, slot=step // PER_BUFFER)
+            copy_ahead(source, buffers, variant, ring, (step + AHEAD) % 2)
+    return Ring(step=-1, slot=(AHEAD - 1) // PER_BUFFER)

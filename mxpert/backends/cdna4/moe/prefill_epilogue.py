@@ -5,21 +5,15 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .... import routing
 from ...common.activation import gated_activation
 from ...common.compat import aggregate
 from ...common.mx_codec import e8m0_scale, encode, inverse_scale, magnitude_bits
-from .prefill_layouts import (
-    column_of_part,
-    mfma_layout,
-    mfma_rows,
-    row_of_half,
-    warps_n,
-    weight_parts,
-)
+from .prefill_layouts import mfma_rows, warps_m, warps_n, wave_rows, wave_units
 
 cdna4 = gl.amd.cdna4
 
-_TOKEN_MASK = gl.constexpr((1 << 24) - 1)
+TOKEN_MASK = gl.constexpr(routing.TOKEN_MASK)
 """Bits of a sorted_token_id that hold the token."""
 _NAN = gl.constexpr(255)
 
@@ -66,69 +60,74 @@ class Terms:
 
 @aggregate
 class Rows:
-    """Rows of half a tile, [BLOCK_M / 2] each: sorted row, token, whether it is no padding."""
+    """Sorted rows of a quadrant: index, token, whether it is no padding."""
 
     index: gl.tensor
     token: gl.tensor
     real: gl.tensor
 
 
-@gluon.jit
-def _rows(terms, tile_m, variant, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    BLOCK_M: gl.constexpr = variant.BLOCK_M
-    place = gl.arange(0, BLOCK_M // 2, LAYOUT)
-    place = row_of_half(place, BLOCK_M, variant.FORMAT, HALF)
-    index = tile_m * BLOCK_M + place
-    token = gl.load(terms.sorted_token_ids + index) & _TOKEN_MASK
-    return Rows(index=index, token=token, real=token < terms.num_tokens)
+@aggregate
+class Quadrant:
+    """Place of a quadrant: row block, weight tile, half of each wave's rows, unit of each wave."""
+
+    tile_m: gl.tensor
+    tile_n: gl.tensor
+    BLOCK_M: gl.constexpr
+    FORMAT: gl.constexpr
+    HALF: gl.constexpr
+    UNIT: gl.constexpr
+
+    @gluon.jit
+    def rows(self, terms, LAYOUT: gl.constexpr):
+        """Its `Rows`, in the order of the sums: MFMA, wave, row of the MFMA."""
+        WAVES: gl.constexpr = warps_m(self.BLOCK_M, self.FORMAT)
+        MFMA: gl.constexpr = mfma_rows(self.FORMAT)
+        row = gl.arange(0, 32 * WAVES, LAYOUT)
+        own = self.HALF * 32 + row // (MFMA * WAVES) * MFMA + row % MFMA
+        place = row // MFMA % WAVES * wave_rows(self.BLOCK_M, self.FORMAT) + own
+        index = self.tile_m * self.BLOCK_M + place
+        token = gl.load(terms.sorted_token_ids + index) & TOKEN_MASK
+        return Rows(index=index, token=token, real=token < terms.num_tokens)
+
+    @gluon.jit
+    def units(self, LAYOUT: gl.constexpr):
+        """Number of each wave's unit of 64 weight rows: in stage 1 of its 32 features."""
+        wave = gl.arange(0, warps_n(self.BLOCK_M, self.FORMAT), LAYOUT)
+        return self.tile_n * 4 + wave * wave_units(self.BLOCK_M, self.FORMAT) + self.UNIT
 
 
 @gluon.jit
-def halves(total, variant):
-    """Split the sums of a part, [BLOCK_M, 256 / parts], into those of each half of the rows.
+def sums_of(sums, quadrant):
+    """Sums [32 · WARPS_M, WARPS_N, 64] of a quadrant.
 
-    Half h of part p is quadrant 2 p + h. Epilogues need fewer registers for a quadrant at a time.
+    Epilogues need fewer registers for a quadrant at a time.
     """
-    LAYOUT: gl.constexpr = mfma_layout(variant.BLOCK_M, variant.FORMAT)
-    COLUMNS: gl.constexpr = total.shape[1]
-    total = gl.permute(gl.reshape(total, (2, variant.BLOCK_M // 2, COLUMNS)), (1, 2, 0))
-    first, second = gl.split(total)
-    return gl.convert_layout(first, LAYOUT), gl.convert_layout(second, LAYOUT)
-
-
-@gluon.jit
-def _scale_rows(total, rows, terms, ACTIVATION: gl.constexpr):
-    """Multiply by the rows' scales and, ahead of an activation, by their routing weights."""
-    if terms.HAS_ROW_SCALE:
-        scaled = rows.token if ACTIVATION != "" else rows.index
-        total = total * gl.load(terms.row_scale + scaled, mask=rows.real, other=0.0)[:, None]
-    if terms.HAS_WEIGHTS and ACTIVATION != "":
-        total = total * gl.load(terms.weights + rows.index, mask=rows.real, other=0.0)[:, None]
-    return total
-
-
-@gluon.jit
-def store_outputs(total, terms, output, tile_m, tile_n, variant, Q: gl.constexpr):
-    """Stage 2: store ``weight * (sum + bias)`` of quadrant Q by sorted row, or add it by token."""
-    LAYOUT: gl.constexpr = mfma_layout(variant.BLOCK_M, variant.FORMAT)
-    rows = _rows(terms, tile_m, variant, Q % 2, gl.SliceLayout(1, LAYOUT))
-    column = gl.arange(0, total.shape[1], gl.SliceLayout(0, LAYOUT))
-    column = tile_n * 256 + column_of_part(column, variant.BLOCK_M, variant.FORMAT, Q // 2)
-    inside = column < output.columns
-    total = _scale_rows(total, rows, terms, "")
-    if terms.HAS_BIAS:
-        total = total + gl.load(terms.bias + column, mask=inside, other=0.0)[None, :]
-    if terms.HAS_WEIGHTS:
-        total = total * gl.load(terms.weights + rows.index, mask=rows.real, other=0.0)[:, None]
-    mask = rows.real[:, None] & inside[None, :]
-    if output.ATOMIC:
-        offsets = rows.token[:, None] * output.columns + column[None, :]
-        cdna4.buffer_atomic_add(output.out, offsets, total, mask=mask, sem="relaxed")
+    FORMAT: gl.constexpr = quadrant.FORMAT
+    WAVES: gl.constexpr = warps_n(quadrant.BLOCK_M, FORMAT)
+    UNITS: gl.constexpr = wave_units(quadrant.BLOCK_M, FORMAT)
+    ROWS: gl.constexpr = 32 * warps_m(quadrant.BLOCK_M, FORMAT)
+    HALVES: gl.constexpr = quadrant.BLOCK_M // ROWS
+    if mfma_rows(FORMAT) == 32:  # half, row, fragment, wave, unit, row of the fragment
+        split = gl.reshape(sums, (HALVES, ROWS, 4, WAVES, UNITS, 16))
+        split = gl.permute(split, (1, 3, 2, 5, 4, 0))
+    else:  # half, row, unit, fragment, wave, row of the fragment
+        split = gl.reshape(sums, (HALVES, ROWS, UNITS, 4, WAVES, 16))
+        split = gl.permute(split, (1, 4, 3, 5, 2, 0))
+    if HALVES == 2:
+        split = _choose(split, quadrant.HALF)
+    split = gl.reshape(split, (ROWS, WAVES, 64, UNITS))
+    if UNITS == 2:
+        return _choose(split, quadrant.UNIT)
     else:
-        first = tile_m * variant.BLOCK_M
-        out = output.out + first.to(gl.int64) * output.columns
-        offsets = (rows.index - first)[:, None] * output.columns + column[None, :]
-        cdna4.buffer_store(total.to(output.out.dtype.element_ty), out, offsets, mask=mask)
+        return gl.reshape(split, (ROWS, WAVES, 64))
+
+
+@gluon.jit
+def _choose(value, INDEX: gl.constexpr):
+    """One of the two values along the last axis."""
+    first, second = gl.split(value)
+    return second if INDEX else first
 
 
 @gluon.constexpr_function
@@ -150,38 +149,65 @@ def _places_of(LAYOUT):
 
 
 @gluon.jit
-def _features(total, variant):
-    """Gate and up of a quadrant [BLOCK_M / 2, 256 / parts], in blocks [BLOCK_M / 2, waves, 32].
+def _scale_rows(total, rows, terms, ACTIVATION: gl.constexpr):
+    """Multiply by the rows' scales and, ahead of an activation, by their routing weights."""
+    if terms.HAS_ROW_SCALE:
+        scaled = rows.token if ACTIVATION != "" else rows.index
+        scale = gl.load(terms.row_scale + scaled, mask=rows.real, other=0.0)
+        total = total * scale[:, None, None]
+    if terms.HAS_WEIGHTS and ACTIVATION != "":
+        weight = gl.load(terms.weights + rows.index, mask=rows.real, other=0.0)
+        total = total * weight[:, None, None]
+    return total
 
-    A unit of 64 weight rows has 16 gates, 16 ups, 16 gates, 16 ups: one of each fragment of a
-    wave. So each thread has the gate and the up of its features.
+
+@gluon.jit
+def store_outputs(total, terms, output, quadrant):
+    """Stage 2: store ``weight * (sum + bias)`` of a quadrant by sorted row, or add it by token."""
+    LAYOUT: gl.constexpr = total.type.layout
+    rows = quadrant.rows(terms, _rows_of(LAYOUT))
+    unit = quadrant.units(_waves_of(LAYOUT))[None, :, None]
+    column = unit * 64 + gl.arange(0, 64, _places_of(LAYOUT))[None, None, :]
+    inside = column < output.columns  # [1, WARPS_N, 64]
+    total = _scale_rows(total, rows, terms, "")
+    if terms.HAS_BIAS:
+        total = total + gl.load(terms.bias + column, mask=inside, other=0.0)
+    if terms.HAS_WEIGHTS:
+        weight = gl.load(terms.weights + rows.index, mask=rows.real, other=0.0)
+        total = total * weight[:, None, None]
+    mask = rows.real[:, None, None] & inside
+    if output.ATOMIC:
+        offsets = rows.token[:, None, None] * output.columns + column
+        cdna4.buffer_atomic_add(output.out, offsets, total, mask=mask, sem="relaxed")
+    else:
+        first = quadrant.tile_m * quadrant.BLOCK_M
+        out = output.out + first.to(gl.int64) * output.columns
+        offsets = (rows.index - first)[:, None, None] * output.columns + column
+        cdna4.buffer_store(total.to(output.out.dtype.element_ty), out, offsets, mask=mask)
+
+
+@gluon.jit
+def _features(total):
+    """Gate and up [rows, WARPS_N, 32] of a quadrant.
+
+    A unit of 64 weight rows has 16 gates, 16 ups, 16 gates, 16 ups: a fragment each. So each thread
+    has the gate and the up of its features.
     """
-    WAVES: gl.constexpr = warps_n(variant.BLOCK_M)
-    ROWS: gl.constexpr = variant.BLOCK_M // 2
-    if mfma_rows(variant.FORMAT) == 32:  # pair, wave, gate or up, feature
-        split = gl.permute(gl.reshape(total, (ROWS, 2, WAVES, 2, 16)), (0, 2, 1, 4, 3))
-    else:  # pair, gate or up, wave, feature
-        split = gl.permute(gl.reshape(total, (ROWS, 2, 2, WAVES, 16)), (0, 3, 1, 4, 2))
+    ROWS: gl.constexpr = total.shape[0]
+    WAVES: gl.constexpr = total.shape[1]
+    split = gl.permute(gl.reshape(total, (ROWS, WAVES, 2, 2, 16)), (0, 1, 2, 4, 3))
     return gl.split(gl.reshape(split, (ROWS, WAVES, 32, 2)))
 
 
 @gluon.jit
-def _blocks(tile_n, BLOCK_M: gl.constexpr, PART: gl.constexpr, LAYOUT: gl.constexpr):
-    """Number of each wave's block of 32 features within a row."""
-    wave = gl.arange(0, warps_n(BLOCK_M), LAYOUT)
-    return tile_n * 4 + wave * weight_parts(BLOCK_M) + PART
-
-
-@gluon.jit
-def store_features(total, terms, output, tile_m, tile_n, variant, Q: gl.constexpr):
-    """Stage 1: apply routing weight, bias and activation to quadrant Q; store bf16 or MX rows."""
-    FLAT: gl.constexpr = gl.SliceLayout(1, mfma_layout(variant.BLOCK_M, variant.FORMAT))
-    total = _scale_rows(total, _rows(terms, tile_m, variant, Q % 2, FLAT), terms, output.ACTIVATION)
-    gate, up = _features(total, variant)
+def store_features(total, terms, output, quadrant):
+    """Stage 1: apply routing weight, bias and activation to a quadrant; store bf16 or MX rows."""
+    rows = quadrant.rows(terms, _rows_of(total.type.layout))
+    gate, up = _features(_scale_rows(total, rows, terms, output.ACTIVATION))
     LAYOUT: gl.constexpr = gate.type.layout
-    block = _blocks(tile_n, variant.BLOCK_M, Q // 2, _waves_of(LAYOUT))[None, :, None]
-    feature = block * 32 + gl.arange(0, 32, _places_of(LAYOUT))[None, None, :]
-    inside = feature < output.columns  # [1, waves, 32]
+    unit = quadrant.units(_waves_of(LAYOUT))[None, :, None]
+    feature = unit * 32 + gl.arange(0, 32, _places_of(LAYOUT))[None, None, :]
+    inside = feature < output.columns  # [1, WARPS_N, 32]
     if terms.HAS_BIAS:
         gate_row = feature // 16 * 32 + feature % 16
         gate = gate + gl.load(terms.bias + gate_row, mask=inside, other=0.0)
@@ -190,39 +216,38 @@ def store_features(total, terms, output, tile_m, tile_n, variant, Q: gl.constexp
     # Always round to bf16: stage 1 with MX output equals bf16 stage 1 followed by `quantize`.
     values = values.to(gl.bfloat16)
     if output.FORMAT == "bf16":
-        rows = _rows(terms, tile_m, variant, Q % 2, _rows_of(LAYOUT))
-        first = tile_m * variant.BLOCK_M
+        rows = quadrant.rows(terms, _rows_of(LAYOUT))
+        first = quadrant.tile_m * quadrant.BLOCK_M
         offsets = (rows.index - first)[:, None, None] * output.columns + feature
         out = output.out + first.to(gl.int64) * output.columns
         cdna4.buffer_store(values, out, offsets, mask=rows.real[:, None, None] & inside)
     else:
-        _store_mx(values.to(gl.float32), terms, output, tile_m, tile_n, variant, Q)
+        _store_mx(values.to(gl.float32), terms, output, quadrant)
 
 
 @gluon.jit
-def _store_mx(values, terms, output, tile_m, tile_n, variant, Q: gl.constexpr):
-    """Quantise blocks of 32 features, [BLOCK_M / 2, waves, 32]; store codes and scales."""
-    WAVES: gl.constexpr = warps_n(variant.BLOCK_M)
+def _store_mx(values, terms, output, quadrant):
+    """Quantise blocks of 32 features, [rows, WARPS_N, 32]; store codes and scales."""
     BYTES: gl.constexpr = 16 if output.FORMAT == "e2m1" else 32
     amax = gl.max(magnitude_bits(values), axis=2)
     byte = e8m0_scale(amax, output.EMAX, output.THRESHOLD, output.INF_BYTE)
-    wide = gl.expand_dims(byte, 2)  # [BLOCK_M / 2, waves, 1]
+    wide = gl.expand_dims(byte, 2)  # [rows, WARPS_N, 1]
     codes = encode(values * inverse_scale(wide), wide == _NAN, output.FORMAT)
     if output.FORMAT == "e2m1":
-        low, high = gl.split(gl.reshape(codes, (variant.BLOCK_M // 2, WAVES, 16, 2)))
+        low, high = gl.split(gl.reshape(codes, (values.shape[0], values.shape[1], 16, 2)))
         codes = low + (high << 4)
     LAYOUT: gl.constexpr = codes.type.layout
-    rows = _rows(terms, tile_m, variant, Q % 2, _rows_of(LAYOUT))
-    block = _blocks(tile_n, variant.BLOCK_M, Q // 2, _waves_of(LAYOUT))
-    first, blocks = tile_m * variant.BLOCK_M, output.columns // 32
+    rows = quadrant.rows(terms, _rows_of(LAYOUT))
+    block = quadrant.units(_waves_of(LAYOUT))
+    first, blocks = quadrant.tile_m * quadrant.BLOCK_M, output.columns // 32
     start = first.to(gl.int64) * blocks
     index = (rows.index - first)[:, None, None] * blocks + block[None, :, None]
     mask = rows.real[:, None, None] & (block < blocks)[None, :, None]
     offsets = index * BYTES + gl.arange(0, BYTES, _places_of(LAYOUT))[None, None, :]
     cdna4.buffer_store(codes.to(gl.uint8), output.out + start * BYTES, offsets, mask=mask)
-    FLAT: gl.constexpr = byte.type.layout  # [BLOCK_M / 2, waves]
-    rows = _rows(terms, tile_m, variant, Q % 2, gl.SliceLayout(1, FLAT))
-    block = _blocks(tile_n, variant.BLOCK_M, Q // 2, gl.SliceLayout(0, FLAT))
+    FLAT: gl.constexpr = byte.type.layout  # [rows, WARPS_N]
+    rows = quadrant.rows(terms, gl.SliceLayout(1, FLAT))
+    block = quadrant.units(gl.SliceLayout(0, FLAT))
     offsets = (rows.index - first)[:, None] * blocks + block[None, :]
     mask = rows.real[:, None] & (block < blocks)[None, :]
     cdna4.buffer_store(byte.to(gl.uint8), output.scale + start, offsets, mask=mask)

@@ -1,11 +1,10 @@
 """Main loop of the prefill kernel: a tile of ``x @ w.T`` on scaled MFMA.
 
-A step is 128 elements of the contracted dimension. A wave multiplies the operands that it has in
-registers, then reads those of the next step from LDS and starts the copies of a later one. The two
-groups of waves do so in turns (ping-pong): while one multiplies, the other reads and copies.
+A step is 128 elements of the contracted dimension. In its memory phase a wave starts the copies of
+a later step and reads its operands from LDS; in its compute phase it multiplies them.
 
-Copies have more than one step's time. LDS that a copy fills is free: both groups have passed the
-barrier after their last read of it.
+LDS that a copy fills is free: both groups have passed the barrier after their last read of it. The
+loop begins with a memory phase, so that its own instructions are not in the way of MFMA.
 """
 
 from __future__ import annotations
@@ -14,16 +13,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...common.compat import aggregate, reinterpret
-from ..lib.gcn import as_one_register, delay_half_of_waves, scheduling_fence, set_priority
-from .prefill_copies import Ring, copy_ahead, copy_first, num_slots, steps_per_buffer, weight_buffer
+from ..lib.gcn import opaque
+from ..lib.phases import NUM_WARPS, end_compute, end_memory, enter_phases, leave_phases
+from .prefill_copies import copy_ahead, copy_first, steps_per_buffer
 from .prefill_layouts import (
     mfma_layout,
     mfma_rows,
     row_scale_dwords,
+    row_scales_in_lds,
     rows_in_lds,
-    scales_in_lds,
     warps_n,
-    weight_parts,
+    wave_rows,
+    wave_units,
     weight_scale_dwords,
     weight_scales_in_lds,
     weights_in_lds,
@@ -35,11 +36,11 @@ async_copy = gl.amd.cdna4.async_copy
 
 @aggregate
 class Fragments:
-    """Operands of one step in registers: rows, parts of the weights, and scales as dwords."""
+    """Operands of one step in registers: rows, weights, and scales as dwords."""
 
     rows: gl.tensor
     row_scales: gl.tensor
-    weights: gl.tuple
+    weights: gl.tensor
     weight_scales: gl.tensor
 
 
@@ -64,69 +65,59 @@ def scale_layout(BLOCK_M, FORMAT, INDEX, ROWS):
 @gluon.jit
 def _read_rows(buffers, variant, slot, ODD: gl.constexpr):
     """Fragments [BLOCK_M, 128 elements] of the sorted rows in a step; ODD: its last bit."""
-    PER_BUFFER: gl.constexpr = steps_per_buffer(variant.FORMAT)
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     TYPE: gl.constexpr = element_type(variant.FORMAT)
-    rows = buffers.rows.index(slot >> PER_BUFFER - 1)
+    rows = buffers.rows.index(slot)
     tile = reinterpret(rows, TYPE, [BLOCK_M, 128], rows_in_lds(BLOCK_M, variant.FORMAT))
-    if PER_BUFFER == 2:
+    if steps_per_buffer(variant.FORMAT) == 2:
         tile = tile.slice(64 * ODD, 64, dim=1)
     return async_copy.load_shared_relaxed(tile, operand_layout(BLOCK_M, variant.FORMAT, 0))
 
 
 @gluon.jit
-def _read_weights(buffers, variant, slot, ODD: gl.constexpr, PART: gl.constexpr):
-    """Fragments of one part of the weights in a step, [64 bytes, 256 / parts]."""
+def _read_weights(buffers, variant, slot, ODD: gl.constexpr):
+    """Fragments of the weights in a step, [64 bytes, 256]."""
     BLOCK_M: gl.constexpr = variant.BLOCK_M
-    INDEX: gl.constexpr = weight_buffer(BLOCK_M, variant.FORMAT, ODD, PART)
-    ROWS: gl.constexpr = 256 // weight_parts(BLOCK_M)
-    weights = buffers.weights[INDEX].index(slot >> steps_per_buffer(variant.FORMAT) - 1)
-    part = reinterpret(weights, gl.uint8, [64, ROWS], weights_in_lds(BLOCK_M, variant.FORMAT))
-    return async_copy.load_shared_relaxed(part, operand_layout(BLOCK_M, variant.FORMAT, 1))
+    INDEX: gl.constexpr = ODD if steps_per_buffer(variant.FORMAT) == 2 else 0
+    weights = buffers.weights[INDEX].index(slot)
+    weights = reinterpret(weights, gl.uint8, [64, 256], weights_in_lds(BLOCK_M, variant.FORMAT))
+    return async_copy.load_shared_relaxed(weights, operand_layout(BLOCK_M, variant.FORMAT, 1))
+
+
+@gluon.constexpr_function
+def _halves_of(LAYOUT):
+    """Layout of axis 1 of a 4-D layout."""
+    return gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
 
 
 @gluon.jit
 def _read_row_scales(buffers, variant, pair, ODD: gl.constexpr):
-    """Scales of the sorted rows in a step, one dword a lane; see `row_scale_dwords`."""
+    """Scales of the sorted rows in a step, one dword a lane; see `row_scale_dwords`.
+
+    A wave of 32 rows owns half of each dword; it gets its own in the lower half.
+    """
     UNITS: gl.constexpr = variant.BLOCK_M // 64
     ROWS: gl.constexpr = mfma_rows(variant.FORMAT)
+    LAYOUT: gl.constexpr = row_scale_dwords(variant.BLOCK_M, variant.FORMAT)
+    LDS: gl.constexpr = row_scales_in_lds(UNITS, variant.FORMAT)
     slot = buffers.row_scales.index(pair & 1).slice(0, UNITS, dim=0)
-    dwords = reinterpret(slot, gl.int32, [UNITS * ROWS, 128 // ROWS], scales_in_lds(UNITS, ROWS))
-    return async_copy.load_shared_relaxed(
-        dwords.slice(64 // ROWS * ODD, 64 // ROWS, dim=1),
-        row_scale_dwords(variant.BLOCK_M, variant.FORMAT),
-    )
-
-
-@gluon.constexpr_function
-def _first_axis(LAYOUT):
-    """Layout of axis 0 of a 5-D layout."""
-    return gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, LAYOUT))))
+    dwords = reinterpret(slot, gl.int32, [UNITS, ROWS, 128 // ROWS], LDS)
+    dwords = dwords.slice(64 // ROWS * ODD, 64 // ROWS, dim=2)
+    dwords = async_copy.load_shared_relaxed(dwords, gl.SliceLayout(1, LAYOUT))
+    return gl.expand_dims(dwords, 1)
 
 
 @gluon.jit
 def _read_weight_scales(buffers, variant, pair, ODD: gl.constexpr):
-    """Scales of the weights in a step; see `weight_scale_dwords`.
-
-    With MFMA of 32 rows a lane needs two bytes of each of two dwords: those of its row in two MFMA,
-    at bytes 0 and 2 or, in the upper 16 rows, 1 and 3. They are packed into one dword, [block b of
-    MFMA 0, block b + 2, block b of MFMA 1, block b + 2], of shape [2, WARPS_N, parts, 16, 2].
-    """
-    WAVES: gl.constexpr = warps_n(variant.BLOCK_M)
-    PARTS: gl.constexpr = weight_parts(variant.BLOCK_M)
-    LAYOUT: gl.constexpr = weight_scale_dwords(variant.BLOCK_M, variant.FORMAT)
+    """Scales of the weights in a step; see `weight_scale_dwords`."""
+    WAVES: gl.constexpr = warps_n(variant.BLOCK_M, variant.FORMAT)
+    UNITS: gl.constexpr = wave_units(variant.BLOCK_M, variant.FORMAT)
+    LDS: gl.constexpr = weight_scales_in_lds(variant.BLOCK_M, variant.FORMAT)
     slot = buffers.weight_scales.index(pair & 1)
-    LDS: gl.constexpr = weight_scales_in_lds(variant.BLOCK_M)
-    dwords = reinterpret(slot, gl.int32, [WAVES, PARTS, 16, 8], LDS).slice(4 * ODD, 4, dim=3)
-    dwords = async_copy.load_shared_relaxed(dwords, gl.SliceLayout(0, LAYOUT))
-    dwords = gl.expand_dims(dwords, 0)  # [1, WARPS_N, parts, 16, 4]
-    if mfma_rows(variant.FORMAT) == 32:
-        shift = 8 * gl.arange(0, 2, _first_axis(LAYOUT))
-        dwords = dwords >> shift[:, None, None, None, None]  # [2, WARPS_N, parts, 16, 4]
-        blocks = gl.permute(gl.reshape(dwords, (2, WAVES, PARTS, 16, 2, 2)), (0, 1, 2, 3, 5, 4))
-        first, second = gl.split(blocks)
-        dwords = first & 0x00FF00FF | (second & 0x00FF00FF) << 8
-    return dwords
+    dwords = reinterpret(slot, gl.int32, [WAVES, UNITS, 16, 8], LDS).slice(4 * ODD, 4, dim=3)
+    return async_copy.load_shared_relaxed(
+        dwords, weight_scale_dwords(variant.BLOCK_M, variant.FORMAT)
+    )
 
 
 @gluon.jit
@@ -145,104 +136,91 @@ def _scales_of_rows(dwords, variant):
     """Bytes [BLOCK_M, 4] from the dwords of `_read_row_scales`."""
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     LAYOUT: gl.constexpr = scale_layout(BLOCK_M, variant.FORMAT, 0, BLOCK_M)
-    parts = _bytes_of(dwords)
-    if mfma_rows(variant.FORMAT) == 32:  # [MFMA, row, block / 2, block % 2]
-        fragments = gl.permute(parts, (2, 0, 3, 1))
-    else:  # [fragment / 2, fragment % 2, row, block]
-        fragments = gl.permute(parts, (2, 3, 0, 1))
+    if wave_rows(BLOCK_M, variant.FORMAT) == 32:
+        SPLIT: gl.constexpr = row_scale_dwords(BLOCK_M, variant.FORMAT)
+        half = gl.arange(0, 2, _halves_of(SPLIT))
+        dwords = dwords >> (16 * half)[None, :, None, None]
+        parts = gl.join(dwords, dwords >> 8).to(gl.uint8)  # [unit, half, row, block % 2, block / 2]
+        fragments = gl.permute(parts, (0, 1, 2, 4, 3))
+    elif mfma_rows(variant.FORMAT) == 32:  # [wave, 1, row, block % 2, MFMA, block / 2]
+        fragments = gl.permute(_bytes_of(dwords), (4, 0, 1, 2, 5, 3))
+    else:  # [wave, 1, row, block, fragment / 2, fragment % 2]
+        fragments = gl.permute(_bytes_of(dwords), (4, 5, 0, 1, 2, 3))
     return gl.convert_layout(gl.reshape(fragments, (BLOCK_M, 4)), LAYOUT)
 
 
 @gluon.jit
-def _scales_of_part(dwords, variant, PART: gl.constexpr):
-    """Bytes [256 / parts, 4] of four fragments from the dwords of `_read_weight_scales`."""
-    WAVES: gl.constexpr = warps_n(variant.BLOCK_M)
-    PARTS: gl.constexpr = weight_parts(variant.BLOCK_M)
-    LAYOUT: gl.constexpr = scale_layout(variant.BLOCK_M, variant.FORMAT, 1, 64 * WAVES)
-    if PARTS == 2:
-        first, second = gl.split(gl.permute(dwords, (0, 1, 3, 4, 2)))
-        dwords = first if PART == 0 else second
+def _scales_of_weights(dwords, variant):
+    """Bytes [256, 4] from the dwords of `_read_weight_scales`."""
+    LAYOUT: gl.constexpr = scale_layout(variant.BLOCK_M, variant.FORMAT, 1, 256)
+    parts = _bytes_of(dwords)  # [wave, unit, row, block, fragment / 2, fragment % 2]
     if mfma_rows(variant.FORMAT) == 32:
-        dwords = gl.reshape(dwords, (2, WAVES, 16, 2))
+        fragments = gl.permute(parts, (4, 5, 0, 1, 2, 3))
     else:
-        dwords = gl.reshape(dwords, (WAVES, 16, 4))
-    parts = _bytes_of(dwords)
-    if mfma_rows(variant.FORMAT) == 32:  # [MFMA, WARPS_N, half, row, block / 2, block % 2]
-        fragments = gl.permute(parts, (4, 1, 0, 2, 5, 3))
-    else:  # [fragment / 2, fragment % 2, WARPS_N, row, block]
-        fragments = gl.permute(parts, (3, 4, 0, 1, 2))
-    return gl.convert_layout(gl.reshape(fragments, (64 * WAVES, 4)), LAYOUT)
+        fragments = gl.permute(parts, (1, 4, 5, 0, 2, 3))
+    return gl.convert_layout(gl.reshape(fragments, (256, 4)), LAYOUT)
 
 
 @gluon.jit
 def _read(buffers, variant, ring, ODD: gl.constexpr):
     """Read the operands of a step whose last bit is ODD."""
-    weights = ()
-    for part in gl.static_range(weight_parts(variant.BLOCK_M)):
-        fragments = _read_weights(buffers, variant, ring.slot, ODD, part)
-        weights += (fragments,)  # type: ignore[assignment]
     return Fragments(
+        weights=_read_weights(buffers, variant, ring.slot, ODD),
         rows=_read_rows(buffers, variant, ring.slot, ODD),
-        row_scales=as_one_register(_read_row_scales(buffers, variant, ring.step >> 1, ODD)),
-        weights=weights,
-        weight_scales=as_one_register(_read_weight_scales(buffers, variant, ring.step >> 1, ODD)),
+        row_scales=_read_row_scales(buffers, variant, ring.step >> 1, ODD),
+        weight_scales=_read_weight_scales(buffers, variant, ring.step >> 1, ODD),
     )
 
 
 @gluon.jit
 def _multiply(sums, fragments, variant):
-    """Add the products of a step: [BLOCK_M, 256 / parts] for each part."""
-    row_scales = _scales_of_rows(fragments.row_scales, variant)
-    results = ()
-    for part in gl.static_range(weight_parts(variant.BLOCK_M)):
-        scales = _scales_of_part(fragments.weight_scales, variant, part)
-        weights = fragments.weights[part]
-        results += (
-            cdna4.mfma_scaled(
-                fragments.rows, row_scales, variant.FORMAT, weights, scales, "e2m1", acc=sums[part]
-            ),
-        )
-    return results
+    """Add the products of a step."""
+    row_scales = _scales_of_rows(opaque(fragments.row_scales), variant)
+    weight_scales = _scales_of_weights(opaque(fragments.weight_scales), variant)
+    return cdna4.mfma_scaled(
+        fragments.rows,
+        row_scales,
+        variant.FORMAT,
+        fragments.weights,
+        weight_scales,
+        "e2m1",
+        acc=sums,
+    )
 
 
 @gluon.jit
-def _advance(sums, fragments, source, buffers, variant, ring, ODD: gl.constexpr):
-    """Multiply the operands of a step; read those of the next, start copies of a later one."""
+def _advance(sums, source, buffers, variant, ring, ODD: gl.constexpr):
+    """Start copies of a later step; read and multiply the operands of the step after `ring`.
+
+    ODD: the last bit of that step.
+    """
+    copy_ahead(source, buffers, variant, ring, 1 - ODD)
+    ring = ring.advance(variant.FORMAT, 1 - ODD)
+    fragments = _read(buffers, variant, ring, ODD)
+    # Copies of the next step have landed, except for those of the last group.
+    end_memory(1)
     sums = _multiply(sums, fragments, variant)
-    scheduling_fence()
-    async_copy.wait_group(2)  # the barrier between the stages
-    set_priority(1)
-    following = ring.advance(num_slots(variant.FORMAT))
-    copy_ahead(source, buffers, variant, ring, ODD)
-    fragments = _read(buffers, variant, following, 1 - ODD)
-    # Copies of the step after the next have landed, except for those of the last group.
-    async_copy.wait_group(1)
-    set_priority(0)
-    return sums, fragments
+    end_compute(2)
+    return sums, ring
 
 
 @gluon.jit
 def multiply_tile(source, buffers, variant):
-    """``rows @ weights.T``: one float32 value [BLOCK_M, 256 / parts] for each part."""
-    BLOCK_M: gl.constexpr = variant.BLOCK_M
-    PARTS: gl.constexpr = weight_parts(BLOCK_M)
-    sums = ()
-    LAYOUT: gl.constexpr = mfma_layout(BLOCK_M, variant.FORMAT)
-    for _ in gl.static_range(PARTS):
-        sums += (gl.zeros((BLOCK_M, 256 // PARTS), gl.float32, LAYOUT),)
-    copy_first(source, buffers, variant)
+    """``rows @ weights.T``, float32 [BLOCK_M, 256] in `mfma_layout`."""
+    LAYOUT: gl.constexpr = mfma_layout(variant.BLOCK_M, variant.FORMAT)
+    sums = gl.zeros((variant.BLOCK_M, 256), gl.float32, LAYOUT)
+    ring = copy_first(source, buffers, variant)
     async_copy.wait_group(1)
-    fragments = _read(buffers, variant, Ring(step=0, slot=0), 0)
-    if gl.num_warps() == 8:
-        delay_half_of_waves(True)
-    ring = Ring(step=0, slot=0)
+    if gl.num_warps() == NUM_WARPS:
+        enter_phases()
     for _ in range(source.steps // 2):
         for odd in gl.static_range(2):
-            sums, fragments = _advance(sums, fragments, source, buffers, variant, ring, odd)
-            ring = ring.advance(num_slots(variant.FORMAT))
-    if gl.num_warps() == 8:
-        delay_half_of_waves(False)
+            sums, ring = _advance(sums, source, buffers, variant, ring, odd)
     if source.steps % 2 == 1:
+        fragments = _read(buffers, variant, ring.advance(variant.FORMAT, 1), 0)
+        end_memory(0)
         sums = _multiply(sums, fragments, variant)
+    if gl.num_warps() == NUM_WARPS:
+        leave_phases()
     async_copy.wait_group(0)
     return sums

@@ -148,19 +148,13 @@ def decode_ctas(problem: MoEProblem) -> int:
     return 2 * problem.target.num_sms
 
 
-def _hit_experts(problem: MoEProblem) -> int:
-    """Number of experts that have rows if tokens spread evenly."""
-    return max(1, min(problem.num_experts, problem.num_tokens * problem.top_k))
-
-
 def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
     """Choose the tile of a stage by the rows per hit expert, assuming that tokens spread evenly.
 
     Both stages get the same block_m.
     """
     hi_lo = uses_hi_lo(problem)
-    average = problem.num_tokens * problem.top_k / _hit_experts(problem)
-    name = next(name for name, limit in _LIMITS[hi_lo] if average <= limit)
+    name = next(name for name, limit in _LIMITS[hi_lo] if problem.rows_per_expert <= limit)
     units = _row_units(problem, op)
     if name == "triple" and not hi_lo and -(-units // 3) * 3 > _MOST_IDLE * units:
         name = "narrow"
@@ -183,7 +177,7 @@ def _with_k_splits(config: HopperGemmConfig, problem: MoEProblem, op: Op) -> Hop
     if config.kernel is HopperKernel.PREFILL:
         return config
     num_tiles, steps = _tiles_and_steps(problem, op)
-    idle_factor = decode_ctas(problem) // (_hit_experts(problem) * num_tiles)
+    idle_factor = decode_ctas(problem) // (problem.hit_experts * num_tiles)
     return replace(config, k_splits=max(1, min(idle_factor, steps // _MIN_STEPS_PER_K_SPLIT)))
 
 
@@ -194,7 +188,7 @@ def early_stages(config: HopperGemmConfig, problem: MoEProblem, num_tiles: int) 
     has its own CTA, the activation rows are ready before all stages of weights have arrived. With
     three stages instead of all, T = 1 takes 1 to 4 % less time, T = 2 and more up to 5 % more.
     """
-    if _hit_experts(problem) * num_tiles <= decode_ctas(problem):
+    if problem.hit_experts * num_tiles <= decode_ctas(problem):
         return min(_FEW_STAGES, config.num_stages)
     return config.num_stages
 
@@ -236,7 +230,7 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
 
 def _k_split_choices(problem: MoEProblem) -> Iterator[tuple[int, int]]:
     """Pairs of k_splits for both stages that the tuner tries; none if there are many rows."""
-    if problem.num_tokens * problem.top_k > _MAX_K_SPLIT_ROWS:
+    if problem.routed_rows > _MAX_K_SPLIT_ROWS:
         return
     for splits in itertools.product((1, 2, 3, 4, 6), (1, 2, 3)):
         if all(

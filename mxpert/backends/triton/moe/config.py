@@ -96,12 +96,6 @@ def block_m_for(rows_per_expert: float) -> int:
     return next((block for block in BLOCKS_M if rows_per_expert <= block), BLOCKS_M[-1])
 
 
-def rows_per_expert(problem: MoEProblem) -> float:
-    """Average number of routed rows of an expert that has rows."""
-    routed = problem.num_tokens * problem.top_k
-    return routed / max(1, min(problem.num_experts, routed))
-
-
 def stage_dimensions(problem: MoEProblem, op: Op) -> tuple[int, int]:
     """Output columns (stage 1: features, not gate and up rows) and reduction length of a stage."""
     sizes = (problem.intermediate_size, problem.hidden_size)
@@ -126,7 +120,7 @@ def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
         block_k=64 if block_m >= 128 and target.kind == "cuda" else 128,
         num_warps=4 if target.kind == "hip" and block_m < 128 else 8,
         num_stages=4,
-        group_m=1 if rows_per_expert(problem) <= block_m else 8,
+        group_m=1 if problem.rows_per_expert <= block_m else 8,
         split_k=split_k_for(problem, block_m, block_n, columns, depth),
     )
     return shrink_until_valid(config, lambda c: invalid(target, op, name, c))
@@ -137,9 +131,9 @@ def split_k_for(problem: MoEProblem, block_m: int, block_n: int, columns: int, d
 
     There are at most two programs per SM, and each split has at least four K steps.
     """
-    num_sms, routed = problem.target.num_sms, problem.num_tokens * problem.top_k
-    hit = max(1, min(problem.num_experts, routed))
-    tiles = hit * max(1, round(routed / hit / block_m)) * triton.cdiv(columns, block_n)
+    num_sms = problem.target.num_sms
+    blocks = problem.hit_experts * max(1, round(problem.rows_per_expert / block_m))
+    tiles = blocks * triton.cdiv(columns, block_n)
     steps = triton.cdiv(depth, 128)
     return max(
         split
@@ -153,7 +147,7 @@ def stage_block_m(problem: MoEProblem) -> int:
 
     The largest that divides routing_block_m and is at most the choice of `block_m_for`.
     """
-    wanted = block_m_for(rows_per_expert(problem))
+    wanted = block_m_for(problem.rows_per_expert)
     return max(b for b in BLOCKS_M if problem.routing_block_m % b == 0 and b <= max(wanted, 16))
 
 
@@ -173,7 +167,7 @@ def stage_configs(problem: MoEProblem, op: Op, blocks_m: Iterable[int]) -> Itera
 
 def layer_heuristic(problem: MoEProblem) -> MoEConfig:
     """Config of a whole layer: one row block for the plan and both stages."""
-    block_m = block_m_for(rows_per_expert(problem))
+    block_m = block_m_for(problem.rows_per_expert)
     return MoEConfig(
         block_m,
         gemm_heuristic(problem, Op.MOE_GATE_UP, block_m),

@@ -1,0 +1,203 @@
+"""bf16 checkpoints under expert parallelism: each rank reads and quantises its own experts alone.
+
+Transformers lets a quantiser change a model before and after its weights are loaded. This one takes
+the experts out before, so that the loader skips their tensors. Afterwards it reads the matrices of
+the local experts, one at a time, and quantises each on the rank's device.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..distributed import ExpertParallel
+from ..errors import UnsupportedError, require
+from ..formats.spec import ScaleRule
+from ..modules import quantize_stacked
+from ..published import published_shapes
+from ..weights import GateUpOrder
+from ..weights_state import PROJECTIONS
+from .checkpoints.expert_sources import ExpertLayer, find_expert_layers
+from .checkpoints.safetensors_files import CheckpointReader
+from .models.convert import check_ranks, forbid_saving, shown
+from .models.expert_modules import StoredExperts
+from .models.experts import FoundExperts, find_experts
+from .models.implementations import IMPLEMENTATIONS
+from .models.saved_config import mark_quantized
+
+_OP = "from_pretrained"
+_METHOD = "mxpert_local_experts"
+_DENSE_EXPERTS = r"experts\.(gate_up|down)_proj(_bias)?$"
+_SCALE_RULE = ScaleRule.RCEIL
+
+_logger = logging.getLogger("mxpert")
+
+
+@register_quantization_config(_METHOD)
+class LocalExpertsConfig(QuantizationConfigMixin):
+    """Names the quantiser to Transformers while a model is loaded; it is never saved.
+
+    Args:
+        ranks: whose experts to read.
+    """
+
+    def __init__(self, ranks: ExpertParallel) -> None:
+        self.quant_method, self.ranks = _METHOD, ranks
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its name alone: a config is printed and hashed as JSON."""
+        return {"quant_method": self.quant_method}
+
+
+@register_quantizer(_METHOD)
+class LocalExpertsQuantizer(HfQuantizer):
+    """Reads this rank's experts of an unquantised checkpoint.
+
+    A checkpoint whose experts it cannot name is loaded as a whole, with a warning; the caller then
+    converts the model.
+    """
+
+    is_trainable = False
+
+    def __init__(self, quantization_config: LocalExpertsConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self._ranks = quantization_config.ranks
+        self._sources: dict[str, ExpertLayer] = {}
+
+    def is_serializable(self) -> bool:
+        """No: a rank has some of the experts."""
+        return False
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: Any = None, **kwargs: Any
+    ) -> Any:
+        asked = str(getattr(model.config, "_experts_implementation", None))
+        self._format = IMPLEMENTATIONS.get(asked)
+        if self._format is None:
+            return model
+        layers = find_experts(model, _OP)
+        check_ranks(_OP, layers, self._ranks, self._format, None)
+        try:
+            self._reader = _reader_of(checkpoint_files)
+            self._sources = _sources_of(model, layers, self._reader)
+        except (ValueError, UnsupportedError) as error:
+            text = "mxpert: all experts are loaded, and foreign ones dropped afterwards: %s"
+            _logger.warning(text, error)
+            return model
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or set()
+        model._keys_to_ignore_on_load_unexpected = type(ignored)([*ignored, _DENSE_EXPERTS])
+        for found in layers:
+            dtype = next(found.module.parameters()).dtype
+            found.replace_by(StoredExperts(found, GateUpOrder.INTERLEAVED, dtype, self._ranks))
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        self.remove_quantization_config(model)
+        if self._format is None or not self._sources:
+            return model
+        stored = {
+            id(module): module for module in model.modules() if isinstance(module, StoredExperts)
+        }
+        for experts in shown(list(stored.values()), progress=True):
+            tensors = self._local_tensors(experts)
+            experts.source.replace_by(experts.prepared(self._format, tensors).eval())
+        mark_quantized(model, [experts.source for experts in stored.values()], _SCALE_RULE)
+        forbid_saving(model)
+        return model
+
+    def _local_tensors(self, experts: StoredExperts) -> dict[str, torch.Tensor]:
+        """The published tensors of this rank's experts of one layer."""
+        found, local, device = experts.source, self._ranks.local_experts, self._ranks.device
+        source = self._sources[found.name]
+        sizes = len(local), found.hidden_size, found.intermediate_size
+        tensors = {
+            name: torch.empty(shape, dtype=torch.uint8, device=device)
+            for name, shape in published_shapes(*sizes, has_bias=False).items()
+        }
+        for projection in PROJECTIONS:
+            blocks, scales = (tensors[f"{projection}_{part}"] for part in ("blocks", "scales"))
+            for place, expert in enumerate(local):
+                dense = source.read(self._reader, projection, expert).to(device, experts.dtype)
+                _require_finite(dense, f"{found.name}.{projection}[{expert}]")
+                options: dict[str, Any] = dict(scale_rule=_SCALE_RULE, device=device)
+                quantized = quantize_stacked(dense[None], transposed=False, **options)
+                blocks[place] = quantized.qdata[0].view(blocks.shape[1:])
+                scales[place] = quantized.scale[0]
+        for name in source.biases:
+            bias = source.read_bias(self._reader, name)[list(local)].to(device, experts.dtype)
+            _require_finite(bias, name)
+            tensors[name.rpartition(".")[2]] = bias
+        return tensors
+
+
+def _require_finite(tensor: torch.Tensor, where: str) -> None:
+    need, remedy = "finite weights", "repair the model; a NaN would blank its whole block"
+    finite = bool(tensor.isfinite().all())
+    require(finite, _OP, where, need=need, got="NaN or infinity", remedy=remedy)
+
+
+def _reader_of(checkpoint_files: Any) -> CheckpointReader:
+    """The reader of the checkpoint that Transformers loads.
+
+    Raises:
+        ValueError: files of another kind, or names that are not a checkpoint's usual ones.
+    """
+    files = [Path(file) for file in checkpoint_files or ()]
+    kinds = sorted({file.suffix for file in files})
+    require(kinds == [".safetensors"], _OP, "checkpoint", need="safetensors files", got=kinds)
+    return CheckpointReader(files[0].parent, _OP)
+
+
+def _sources_of(
+    model: Any, layers: list[FoundExperts], reader: CheckpointReader
+) -> dict[str, ExpertLayer]:
+    """Where the checkpoint has each layer's experts, by the layer's name.
+
+    Raises:
+        ValueError, UnsupportedError: a layer that the checkpoint does not have once, or has in
+            other sizes; tensors of an unknown kind.
+    """
+    renamed = {
+        _module_of(model, source.tensors[0]): source
+        for source in find_expert_layers(reader, reader.config())
+    }
+    sources = {}
+    for found in layers:
+        fits = [
+            source
+            for name, source in renamed.items()
+            if f".{name}".endswith(f".{found.name}") or f".{found.name}".endswith(f".{name}")
+        ]
+        need = "one module of this name in the checkpoint"
+        require(len(fits) == 1, _OP, found.name, need=need, got=f"{len(fits)} of {list(renamed)}")
+        sources[found.name] = fits[0]
+        have, want = (
+            (each.num_experts, each.hidden_size, each.intermediate_size)
+            for each in (fits[0], found)
+        )
+        require(have == want, _OP, f"{found.name}: E, H, F", need=want, got=have)
+        biased = len(fits[0].biases) == (len(PROJECTIONS) if found.has_bias else 0)
+        require(biased, _OP, found.name, need=f"biases: {found.has_bias}", got=fits[0].biases)
+    return sources
+
+
+def _module_of(model: Any, name: str) -> str:
+    """The experts module into which Transformers would load a tensor of the checkpoint."""
+    transforms = get_model_conversion_mapping(model)
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    for transform in transforms:
+        if transform not in converters:
+            name, _ = transform.rename_source_key(name)
+    for converter in converters:
+        name, matched = converter.rename_source_key(name)
+        if matched is not None:
+            break
+    return name.rpartition(".")[0]
