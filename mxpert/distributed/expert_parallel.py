@@ -114,7 +114,7 @@ class ExpertParallel:
             spec = ExchangeSpec("", rank, placement, *sizes[1:], *formats, timeout_s)
             spec.check(_OP)
             self.device = default_device(group) if device is None else _indexed(device)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # the other ranks wait for this one in `agree`
             agree(group, error)
             raise
         names = "num_experts", "top_k", "hidden_size", "max_tokens"
@@ -456,6 +456,7 @@ class ExpertParallel:
 def _indexed(device: torch.device | str) -> torch.device:
     """The device that is named; "cuda" is the current GPU."""
     named = require_device(device, _OP)
+    require(named.type in ("cpu", "cuda"), _OP, "device", need="a GPU or the CPU", got=named)
     if named.type == "cuda" and named.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return named

@@ -19,6 +19,8 @@ Rows = torch.Tensor | MXTensor
 
 WIRE_FORMATS = ("bf16", "mxfp8")
 COMBINE_DTYPES = (torch.bfloat16, torch.float32)
+MAX_TIMEOUT_S = 1e9
+"""Kernels count nanoseconds in int64."""
 
 
 class Transport(enum.Enum):
@@ -148,8 +150,9 @@ class ExchangeSpec:
         )
         require_dtype(self.combine_dtype, COMBINE_DTYPES, op, "combine_dtype")
         number = isinstance(self.timeout_s, (int, float)) and not isinstance(self.timeout_s, bool)
-        if not number or not 0 < self.timeout_s < float("inf"):
-            raise ValueError(message(op, "timeout_s", "seconds above 0", repr(self.timeout_s)))
+        if not number or not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            need = f"seconds above 0, at most {MAX_TIMEOUT_S:.0e}"
+            raise ValueError(message(op, "timeout_s", need, repr(self.timeout_s)[:40]))
 
 
 class Exchange(Protocol):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..errors import UnsupportedError, message
 from .groups import gather_objects
 from .links import RankPlace, group_refusal, symmetric_refusal, visible_links
 
@@ -79,7 +80,13 @@ def _peers(group: Any, nbytes: int, device: torch.device) -> Workspace:
     """Symmetric memory of torch."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    own, error = None, None
+    try:
+        own = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as caught:  # the other ranks would wait for this one in `rendezvous`
+        error = str(caught).splitlines()[0]
+    _require_memory(gather_objects(group, error), nbytes)
+    assert own is not None  # for the type checker
     handle = symmetric_memory.rendezvous(own, group)
     own.zero_()
     torch.cuda.synchronize(device)
@@ -88,6 +95,21 @@ def _peers(group: Any, nbytes: int, device: torch.device) -> Workspace:
         handle.get_buffer(rank, (nbytes,), torch.uint8).data_ptr() for rank in range(group.size())
     )
     return Workspace(own, tuple(addresses), handle)
+
+
+def _require_memory(errors: list[str | None], nbytes: int) -> None:
+    """Raise an UnsupportedError on every rank where one has no memory. errors: by rank."""
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise UnsupportedError(
+                message(
+                    "ExpertParallel",
+                    "max_tokens",
+                    f"{nbytes} bytes of GPU memory on every rank",
+                    f"an error on rank {rank}: {error}",
+                    "choose fewer slots",
+                )
+            )
 
 
 def _mapped_files(group: Any, nbytes: int) -> Workspace:

@@ -78,6 +78,7 @@ def start_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         start_method="spawn",
+        local_addr="127.0.0.1",  # the host's own name need not resolve
     )
     with tempfile.TemporaryDirectory(prefix="mxpert-ranks-") as folder:
         try:

@@ -101,7 +101,15 @@ def check_expert_parallel(
         got=f"{sum(ep.placement.num_local_experts)} copies of {sizes[0]} experts",
         remedy="redundant experts are for inference",
     )
-    return ep.placement.local_experts(ep.rank)
+    of_ranks = [ep.placement.local_experts(rank) for rank in range(ep.size)]
+    require(
+        all(list(experts) == sorted(experts) for experts in of_ranks),
+        op,
+        "expert_parallel.placement",
+        need="ascending experts on every rank",
+        got=of_ranks,
+    )
+    return of_ranks[ep.rank]
 
 
 def _require_type(op: str, name: str, value: object, kind: Any, need: str) -> None:

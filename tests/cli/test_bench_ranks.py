@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +64,8 @@ def test_two_processes_are_measured(tmp_path: Path) -> None:
 
 
 def fail_on_rank(rank: int) -> None:
-    """Rank 1 fails; the others would wait for it."""
+    """Rank 1 fails; the others would wait for it. No rank looks up the host's name."""
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
     join_group()
     if dist.get_rank() == rank:
         raise ValueError("bench: x — need y, got z")

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed.device_mesh import init_device_mesh
 
 import mxpert
 from mxpert.distributed import Placement, Transport, choice
 from mxpert.distributed.groups import Ranks
+from mxpert.distributed.workspace import _peers
+from mxpert.errors import UnsupportedError
 from mxpert.ops.explain import describe
 from mxpert.problem import MoEProblem
 from mxpert.testing.numerics import assert_close_relative, is_exact
@@ -89,7 +93,36 @@ def an_error_of_one_rank_reaches_all() -> None:
     error, text = (TypeError, "top_k") if rank() == 1 else (ValueError, "rank 1 — .*top_k")
     with refused(text, error):
         make(top_k="two" if rank() == 1 else 3)
+    patch = pytest.MonkeyPatch()
+    if rank() == 1:
+        patch.setattr(Placement, "contiguous", lambda *_: torch.empty(1 << 60))  # no memory
+    error, text = (RuntimeError, "memory") if rank() == 1 else (ValueError, "rank 1 — .*memory")
+    with patch.context(), refused(text, error):
+        make()
+    patch.undo()
     assert make().size == size()  # the group still works
+
+
+def symmetric_memory_is_asked_for_together() -> None:
+    """Every rank learns that one has no memory; else the addresses are those of the handle."""
+    ranks, module = size(), "torch.distributed._symmetric_memory"
+    handle = mock.Mock(spec=_SymmetricMemory)
+    handle.get_buffer.side_effect = lambda peer, sizes, dtype: torch.empty(sizes, dtype=dtype)
+    with (
+        mock.patch("torch.cuda.synchronize"),
+        mock.patch(f"{module}.empty", autospec=True) as made,
+        mock.patch(f"{module}.rendezvous", autospec=True, return_value=handle) as joined,
+    ):
+        made.return_value = torch.ones(8, dtype=torch.uint8)
+        workspace = _peers(dist.group.WORLD, 8, torch.device("cpu"))
+        assert not workspace.own.any()
+        assert len(workspace.addresses) == handle.get_buffer.call_count == ranks
+        joined.assert_called_once_with(made.return_value, dist.group.WORLD)
+        if rank() == 1:
+            made.side_effect = torch.OutOfMemoryError("no memory\nat all")
+        with refused("max_tokens — need 8 bytes .* rank 1: no memory;", UnsupportedError):
+            _peers(dist.group.WORLD, 8, torch.device("cpu"))
+        joined.assert_called_once()
 
 
 def nothing_is_sent_before_the_checks() -> None:

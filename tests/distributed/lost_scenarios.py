@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -68,7 +69,7 @@ def a_rank_dies_before_it_sends() -> None:
     ep = make(transport=Transport.ALL_TO_ALL, timeout_s=TIMEOUT_S)
     check_layer(ep)
     if rank() == 3:
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
     check_refusal(ep, (3,), nan_result())
     fresh = make(group=dist.new_group([0, 1, 2], use_local_synchronization=True))
     check_layer(fresh)
@@ -83,7 +84,7 @@ def a_rank_dies_between_dispatch_and_combine() -> None:
     given = tokens(2)
     sent = ep.dispatch(given.x, given.weights, given.ids)
     if rank() == 1:
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
     rows = torch.zeros(sent.topk_ids.shape[0], ep.hidden_size)
     with pytest.raises(PeerLostError) as caught:
         ep.combine(rows, sent)
@@ -94,3 +95,10 @@ def a_rank_dies_between_dispatch_and_combine() -> None:
     fresh = make(group=dist.new_group([0, 2], use_local_synchronization=True))
     check_layer(fresh)
     fresh.close()
+
+
+def rank_1_fails() -> None:
+    """The others are busy, in no collective that could notice it."""
+    if rank() == 1:
+        raise ValueError("the cause")
+    time.sleep(60)

@@ -121,16 +121,14 @@ class Parts:
     ranks: torch.Tensor
 
     @classmethod
-    def of(cls, ep: ExpertParallel, weights: MoEWeights, given: Tokens) -> Parts:
+    def of(cls, ep: ExpertParallel, weights: MoEWeights, given: Tokens, **options: Any) -> Parts:
         owners = ep.placement.owners[ep.rank][given.ids.long()]
         slots = torch.arange(given.ids.shape[1]).expand_as(given.ids)
 
         def alone(places: torch.Tensor, count: int) -> torch.Tensor:
+            masked = (given.ids.masked_fill(places != each, -1) for each in range(count))
             return torch.stack(
-                [
-                    judge(weights, replace(given, ids=given.ids.masked_fill(places != each, -1)))
-                    for each in range(count)
-                ]
+                [judge(weights, replace(given, ids=ids), **options) for ids in masked]
             )
 
         return cls(alone(slots, slots.shape[1]), alone(owners, ep.size))

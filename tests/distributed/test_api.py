@@ -84,6 +84,7 @@ def test_a_bf16_result_is_the_rounded_float32_one() -> None:
         (dict(combine_dtype=torch.float16), TypeError, "combine_dtype — need bfloat16 or float32"),
         (dict(timeout_s=0), ValueError, "timeout_s — need seconds above 0"),
         (dict(timeout_s="1"), ValueError, "timeout_s"),
+        (dict(timeout_s=10**400), ValueError, "timeout_s — need seconds above 0, at most 1e\\+09"),
         (dict(group_or_mesh="ep"), TypeError, "need None, a ProcessGroup or a DeviceMesh, got str"),
     ],
 )
@@ -92,6 +93,11 @@ def test_arguments_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(error, match=f"ExpertParallel: .*{text}"):
         make(**changes)
+
+
+def test_a_device_without_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="device — need a GPU or the CPU, got meta"):
+        ExpertParallel(num_experts=4, top_k=2, hidden_size=64, max_tokens=8, device="meta")
 
 
 def test_without_torch_distributed_the_error_shows_torchrun(

@@ -33,6 +33,7 @@ GROUPS = [
     "meshes_and_groups_are_accepted",
     "ranks_agree_on_the_arguments",
     "an_error_of_one_rank_reaches_all",
+    "symmetric_memory_is_asked_for_together",
     "nothing_is_sent_before_the_checks",
     "explain_names_transport_and_kernel",
     "configs_follow_the_rows_that_are_expected",
@@ -50,8 +51,9 @@ def of(module: str, names: list[str]) -> list[str]:
     return [f"distributed.{module}_scenarios.{name}" for name in names]
 
 
-ON_TWO = [*of("exchange", TWO), *of("group", GROUPS), *of("calling", CALLERS)]
-ON_FOUR = [*of("exchange", FOUR), *of("group", ["one_dimension_of_a_mesh"])]
+RANDOM = "distributed.random_layers.random_layers"
+ON_TWO = [*of("exchange", TWO), *of("group", GROUPS), *of("calling", CALLERS), RANDOM]
+ON_FOUR = [*of("exchange", FOUR), *of("group", ["one_dimension_of_a_mesh"]), RANDOM]
 MODULE = "distributed.exchange_scenarios"
 
 

@@ -5,9 +5,13 @@ What the ranks do is in lost_scenarios.py. Four start; each of the last two scen
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
-from support.ranks import Outcomes, run_once
+from support import ranks
+from support.ranks import Outcomes, run_once, run_scenarios
 
 SURVIVORS = {
     "a_rank_is_late": (0, 1, 2, 3),
@@ -30,3 +34,14 @@ def test_the_others_go_on(outcomes: Outcomes, scenario: str) -> None:
 def test_a_rank_that_died_has_no_outcome(outcomes: Outcomes) -> None:
     with pytest.raises(AssertionError, match="rank 3 of 4: did not finish"):
         outcomes.check("a_rank_dies_before_it_sends")
+
+
+def test_ranks_end_soon_after_one_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "AFTER_FAILURE_S", 0.5)
+    started = time.monotonic()
+    outcomes = run_scenarios("distributed.lost_scenarios", ["rank_1_fails"], 2, tmp_path)
+    assert time.monotonic() - started < 50
+    with pytest.raises(AssertionError, match=r"did not finish\n(.|\n)*ValueError: the cause"):
+        outcomes.check("rank_1_fails")

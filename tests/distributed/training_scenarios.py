@@ -357,6 +357,10 @@ def what_does_not_fit_is_refused() -> None:
     copies = Placement(torch.arange(EXPERTS, dtype=torch.int32).expand(size, -1).contiguous())
     with pytest.raises(ValueError, match="placement — need each expert on one rank"):
         build(parallel(placement=copies))
+    turned = Placement.contiguous(EXPERTS, size).expert_maps.clone()
+    turned[0, :2] = torch.tensor([1, 0])  # of rank 0 alone; every rank refuses it
+    with pytest.raises(ValueError, match="placement — need ascending experts on every rank"):
+        build(parallel(placement=Placement(turned)))
     narrow = parallel(wire_format="mxfp8")
     for recipe in (PLAIN, MXFP8Recipe(forward_format="mxfp8_e5m2")):
         with pytest.raises(ValueError, match="wire_format"):

@@ -7,6 +7,7 @@ of its sums. The judge is the same layer with all experts on this rank's GPU.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,8 @@ from support.poison import nan_filled_scratch
 
 SHAPE = MoEShape(hidden_size=704, intermediate_size=384, num_experts=13, top_k=3, has_bias=True)
 MAX_TOKENS = 160
-TRANSPORTS = (Transport.GATHER, Transport.ALL_TO_ALL)
+CAPTURED = (Transport.GATHER, Transport.SYMMETRIC)
+TRANSPORTS = (*CAPTURED, Transport.ALL_TO_ALL)
 FORMATS = (("bf16", "bf16"), ("bf16", "mxfp8"), ("mxfp8", "mxfp8"))
 """Wire format, activation format."""
 
@@ -87,6 +89,7 @@ def make_layer(
         transport=transport,
         wire_format=wire_format,
         combine_dtype=combine_dtype,
+        timeout_s=120.0,  # ranks compile in between
     )
     assert ep.device == torch.device("cuda", dist.get_rank())
     inputs = exact_moe_problem(SHAPE, 400)  # on the CPU: the same on every rank
@@ -162,9 +165,9 @@ def unused_slots_never_reach_a_result() -> None:
 
 
 def graphs_equal_eager_calls() -> None:
-    """GATHER in a CUDA graph, replayed with other tokens and routings, between eager calls."""
-    for wire_format, activation_format in FORMATS:
-        layer = make_layer(Transport.GATHER, wire_format, activation_format)
+    """CUDA graphs, replayed with other tokens and routings, between eager calls."""
+    for transport, (wire_format, activation_format) in itertools.product(CAPTURED, FORMATS):
+        layer, what = make_layer(transport, wire_format, activation_format), transport.name
         static = tuple(part.clone() for part in layer.tokens(64 - layer.ep.rank))
         for _ in range(4):  # compile, and make NCCL's communicator
             layer.run(*static)
@@ -179,8 +182,10 @@ def graphs_equal_eager_calls() -> None:
                 mine.copy_(other)
             graph.replay()
             replayed = out.clone()
-            assert_exact(replayed, layer.run(*tokens), f"{wire_format}: replay {seed} and eager")
-            assert_exact(replayed, layer.judge(*tokens), f"{wire_format}: replay {seed}")
+            assert_exact(
+                replayed, layer.run(*tokens), f"{what} {wire_format}: replay {seed} and eager"
+            )
+            assert_exact(replayed, layer.judge(*tokens), f"{what} {wire_format}: replay {seed}")
         layer.ep.check()
         torch.cuda.synchronize()
         dist.barrier()

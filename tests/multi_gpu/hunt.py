@@ -8,14 +8,12 @@ before each step, on either side) change with every replay, in the graph. Receiv
 rows are poisoned as early as the protocol allows. Prints the number of differing results of each
 rank and ends with 1 if there are any.
 
-NCCL_NVLS_ENABLE=0, TORCH_SYMM_MEM_DISABLE_MULTICAST=1 and NVSHMEM_DISABLE_NVLS=1 are set here. More
-ranks than GPUs (--ranks 4) share them.
+Sets the variables of environment.py. More ranks than GPUs (--ranks 4) share them.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import tempfile
@@ -29,16 +27,11 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from multi_gpu import exchange_ranks as ranks
+from multi_gpu.environment import gpu_environment
 from support.exchange import Case, Experts, Tokens, expected, poison, random_tokens
 from support.exchange import dispatch as send
 from support.gpu_delays import spin
 
-ENVIRONMENT = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-}
 SETS = 32
 """Tokens and delays that a graph takes in turn."""
 LONGEST_DELAY_NS = 50_000
@@ -174,8 +167,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--plant", action="store_true", help="expect a wrong result on rank 0")
     arguments = parser.parse_args()
-    os.environ.update(ENVIRONMENT)
-    with tempfile.TemporaryDirectory() as folder:
+    with gpu_environment(), tempfile.TemporaryDirectory() as folder:
         try:
             multiprocessing.spawn(_hunt, (arguments, f"{folder}/store"), nprocs=arguments.ranks)
         except multiprocessing.ProcessExitedException as error:

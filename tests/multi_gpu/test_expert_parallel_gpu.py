@@ -1,15 +1,14 @@
-"""GATHER and ALL_TO_ALL over NCCL, one process a GPU, against one GPU with all experts.
+"""Every transport with an NCCL group, one process a GPU, against one GPU with all experts.
 
 What the processes do is in expert_parallel_ranks.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
+from multi_gpu.environment import gpu_environment
 from support.ranks import Outcomes, run_scenarios
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(900)]
@@ -27,10 +26,9 @@ SCENARIOS = (
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NCCL_NVLS_ENABLE", "0")  # no multicast objects
-        yield run_scenarios(
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    with gpu_environment():
+        return run_scenarios(
             "multi_gpu.expert_parallel_ranks",
             SCENARIOS,
             min(torch.cuda.device_count(), MOST_RANKS),

@@ -5,13 +5,12 @@ Processes share GPUs where there are fewer, down to one. What they do is in exch
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from multi_gpu.environment import gpu_environment
 from mxpert.backends.common.exchange import host
 from mxpert.backends.common.exchange.schedule import Schedule
 from mxpert.distributed.symmetric import SymmetricExchange
@@ -22,11 +21,6 @@ from support.ranks import Outcomes, run_scenarios
 pytestmark = [pytest.mark.multi_gpu(1), pytest.mark.timeout(1800)]
 
 MODULE = "multi_gpu.exchange_ranks"
-WITHOUT_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
 ANY_SIZE = ("many_epochs_are_exact", "graphs_of_exact_problems")
 TWO = (
     *ANY_SIZE,
@@ -37,20 +31,11 @@ TWO = (
 KILL = "a_killed_rank_is_named"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def environment() -> Iterator[None]:
-    """No multicast objects; several ranks may share a GPU."""
-    before = dict(os.environ)
-    os.environ.update(WITHOUT_MULTICAST, TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES="1")
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
 def started(scenarios: tuple[str, ...], size: int, folder: Path) -> Outcomes:
-    return run_scenarios(
-        MODULE, scenarios, size, folder, limit_s=900, timeout_s=300, method="spawn"
-    )
+    with gpu_environment():
+        return run_scenarios(
+            MODULE, scenarios, size, folder, limit_s=900, timeout_s=300, method="spawn"
+        )
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from multi_gpu.environment import gpu_environment
 from support.ranks import Outcomes, run_scenarios
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(900)]
@@ -35,9 +36,8 @@ SCENARIOS = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_multicast() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NCCL_NVLS_ENABLE", "0")
+def _environment() -> Iterator[None]:
+    with gpu_environment():
         yield
 
 
@@ -79,7 +79,8 @@ def train(folder: Path, *command: str) -> dict[str, list[float]]:
 def test_the_example_learns_as_on_one_gpu(tmp_path: Path) -> None:
     """Within the 2 % that the example itself allows between two formats."""
     script = str(ROOT / "examples/train_moe_lm.py")
-    launcher = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    launcher.append(f"--nproc-per-node={RANKS}")
     ranks = train(tmp_path / "ranks", *launcher, script, f"--expert-parallel={RANKS}")
     one = train(tmp_path / "one", script, f"--micro-batches={RANKS}")
     for name, losses in one.items():

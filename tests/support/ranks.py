@@ -15,11 +15,15 @@ import time
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 TIMEOUT_S = 60
 """Seconds that a collective waits for a rank that has failed."""
+
+AFTER_FAILURE_S = 30.0
+"""Seconds that the other ranks get to end by themselves, after one has failed."""
 
 
 class Outcomes:
@@ -77,8 +81,10 @@ def run_scenarios(
     for process in ranks:
         process.start()
     deadline = time.monotonic() + limit_s
-    for process in ranks:
-        process.join(max(0.0, deadline - time.monotonic()))
+    while (left := [each for each in ranks if each.is_alive()]) and deadline > time.monotonic():
+        connection.wait([each.sentinel for each in left], deadline - time.monotonic())
+        if any((each.exitcode or 0) > 0 for each in ranks):  # it failed; none has killed it
+            deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
     for process in ranks:
         if process.is_alive():
             process.kill()

@@ -111,17 +111,17 @@ def run_ranks(request: RanksRequest) -> Row:
 def measure_on_rank(request: RanksRequest) -> Row:
     """What each rank does: all cases; the document, or {"gate": what was wrong}."""
     device = join_group()
+    rows: list[Row] = []
+    explained: dict[str, str] = {}
+    answer: Row
     try:
-        rows: list[Row] = []
-        explained: dict[str, str] = {}
-        try:
-            for row in _measured(request, explained):
-                rows.append(row)
-        except GateError as error:
-            return {"gate": str(error)}
+        rows += _measured(request, explained)
+    except GateError as error:
+        answer = {"gate": str(error)}
+    else:
         links = find_links()
         states = transports(links, kernel_refusal(detect_target(device)))
-        return {
+        answer = {
             "kind": "expert_parallel",
             "environment": environment(device),
             "links": asdict(links),
@@ -130,8 +130,9 @@ def measure_on_rank(request: RanksRequest) -> Row:
             "explain": explained,
             "rows": rows,
         }
-    finally:
-        dist.destroy_process_group()
+    # Not after another error: NCCL would wait for the other ranks, and for captured graphs.
+    dist.destroy_process_group()
+    return answer
 
 
 def _measured(request: RanksRequest, explained: dict[str, str]) -> Iterator[Row]:
