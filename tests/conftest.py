@@ -58,9 +58,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(_HERE / "gpu"):
             item.add_marker(pytest.mark.gpu)
-        several = item.get_closest_marker("multi_gpu")
-        needed = (several.args or (2,))[0] if several else 1
-        if not (item.get_closest_marker("gpu") or several):
+        needed = 2 if item.get_closest_marker("multi_gpu") else 1
+        if not (item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")):
             item.add_marker(pytest.mark.cpu)
         elif devices < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {devices}"))

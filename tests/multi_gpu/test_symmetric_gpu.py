@@ -1,6 +1,6 @@
-"""SYMMETRIC on GPUs: 2 processes, 4 processes, and 8 ranks as streams of one process.
+"""SYMMETRIC on GPUs: 2 processes, and 4 processes on 2 GPUs.
 
-Processes share GPUs where there are fewer, down to one. What they do is in exchange_ranks.py.
+What they do is in exchange_ranks.py.
 """
 
 from __future__ import annotations
@@ -8,17 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from multi_gpu.environment import gpu_environment
-from mxpert.backends.common.exchange import host
-from mxpert.backends.common.exchange.schedule import Schedule
-from mxpert.distributed.symmetric import SymmetricExchange
-from support.exchange import Case, Experts, Tokens, expected, random_tokens
-from support.exchange import dispatch as send
 from support.ranks import Outcomes, run_scenarios
 
-pytestmark = [pytest.mark.multi_gpu(1), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(1800)]
 
 MODULE = "multi_gpu.exchange_ranks"
 ANY_SIZE = ("many_epochs_are_exact", "graphs_of_exact_problems")
@@ -64,62 +58,3 @@ def test_a_killed_rank_is_named(size: int, tmp_path: Path) -> None:
     outcomes.check(KILL, ranks=range(size - 1))
     with pytest.raises(AssertionError, match="did not finish"):
         outcomes.check(KILL)
-
-
-@pytest.mark.parametrize("wire_format", ["bf16", "mxfp8"])
-def test_eight_ranks_as_streams_of_one_process(
-    wire_format: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few CTAs: those of all ranks are resident together."""
-
-    def few(bound: int, hidden_size: int) -> Schedule:
-        return Schedule(ctas=8, rows=2, block=1024, num_warps=4, rounds=2)
-
-    monkeypatch.setattr(host, "dispatch_schedule", few)
-    monkeypatch.setattr(host, "combine_schedule", few)
-    device = torch.device("cuda", 0)
-    case = Case(8, 60, 4, 2880, 32, wire_format, torch.bfloat16, 20.0)
-    exchanges = SymmetricExchange.virtual([case.spec(rank) for rank in range(8)], device)
-    experts = [Experts(case, rank, device) for rank in range(8)]
-    streams = [torch.cuda.Stream(device) for _ in range(8)]
-    sets = [
-        [random_tokens(case, rank, epoch).to(device) for rank in range(8)] for epoch in range(5)
-    ]
-    _epoch(case, exchanges, experts, streams, sets[0], torch.cuda.synchronize)  # compiles
-    torch.cuda.synchronize()
-    for epoch in range(100):
-        tokens = sets[epoch % len(sets)]
-        results = _epoch(case, exchanges, experts, streams, tokens, lambda: None)
-        for stream, out, mine in zip(streams, results, tokens, strict=True):
-            with torch.cuda.stream(stream):
-                assert torch.equal(out, expected(case, mine)), epoch
-    for exchange in exchanges:
-        exchange.check()
-
-
-def _epoch(
-    case: Case,
-    exchanges: list[SymmetricExchange],
-    experts: list[Experts],
-    streams: list[torch.cuda.Stream],
-    tokens: list[Tokens],
-    between: object,
-) -> list[torch.Tensor]:
-    """Each step of all ranks before the next step; `between` runs behind each step but the last."""
-    received, rows, results = [], [], []
-    for rank, stream in enumerate(streams):
-        with torch.cuda.stream(stream):
-            received.append(send(exchanges[rank], tokens[rank], case.max_tokens))
-    between()  # type: ignore[operator]
-    for rank, stream in enumerate(streams):
-        with torch.cuda.stream(stream):
-            rows.append(experts[rank](received[rank]))
-    between()  # type: ignore[operator]
-    for rank, stream in enumerate(streams):
-        with torch.cuda.stream(stream):
-            out = torch.full(
-                (len(tokens[rank].x), case.hidden_size), torch.nan, device=rows[rank].device
-            )
-            exchanges[rank].combine(rows[rank], received[rank], out)
-            results.append(out)
-    return results
