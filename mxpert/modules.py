@@ -326,7 +326,7 @@ class MoE(torch.nn.Module):
         require_tensor(x, "MoE", "x", dtype=FLOAT_DTYPES, device=self.router.weight.device)
         if x.dim() == 0 or x.shape[-1] != hidden_size:
             raise ValueError(message("MoE", "x.shape", f"[..., {hidden_size}]", list(x.shape)))
-        rows = x.reshape(-1, hidden_size)
+        rows = x.reshape(-1, hidden_size).contiguous()  # the router rounds alike for any strides
         options, correction = self.routing, self._buffers["correction_bias"]
         with torch.no_grad():  # the choice of experts has no gradient
             logits = self.router(_as(rows, self.router.weight.dtype))

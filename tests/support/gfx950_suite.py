@@ -33,6 +33,7 @@ NOT_GFX950 = {
     "test_interpreter_patch.py": "tests the interpreter",
     "test_spans_triton.py": "tests Hopper's kernels",
     "test_wide_operands_triton.py": "tests Hopper's kernels",
+    "test_warm_up_triton.py": "several processes, which run the interpreter",
 }
 """Files of tests/interpreted that are left out, and why."""
 
