@@ -15,6 +15,7 @@ import torch
 from ..dispatch import launch, resolve_cached, without_grad
 from ..errors import message
 from ..ops.library import OpSpec
+from ..ops.local_weights import check_wire_format
 from ..ops.moe import fused_moe_received, received_problem
 from ..ops.moe_checks import check_out, check_received, moe_options
 from ..ops.schema import Operand
@@ -110,16 +111,7 @@ def _check_ranks(
                 "take ExpertParallel.local_experts of the layer's experts",
             )
         )
-    if ranks.wire_format == "mxfp8" and options.activation_format != "mxfp8":
-        raise ValueError(
-            message(
-                op,
-                "activation_format",
-                "'mxfp8' with wire_format='mxfp8'",
-                repr(options.activation_format),
-                "make ExpertParallel with wire_format='bf16'",
-            )
-        )
+    check_wire_format(op, ranks, options.activation_format)
 
 
 def _describe(

@@ -29,7 +29,7 @@ from .checkpoints.expert_sources import ExpertLayer, find_expert_layers
 from .checkpoints.safetensors_files import CheckpointReader
 from .models.convert import check_ranks, forbid_saving, shown
 from .models.expert_modules import StoredExperts
-from .models.experts import FoundExperts, find_experts
+from .models.experts import FoundExperts, find_experts, require_finite
 from .models.implementations import IMPLEMENTATIONS
 from .models.saved_config import mark_quantized
 
@@ -126,22 +126,17 @@ class LocalExpertsQuantizer(HfQuantizer):
             blocks, scales = (tensors[f"{projection}_{part}"] for part in ("blocks", "scales"))
             for place, expert in enumerate(local):
                 dense = source.read(self._reader, projection, expert).to(device, experts.dtype)
-                _require_finite(dense, f"{found.name}.{projection}[{expert}]")
+                stacked = dense[None]
+                require_finite(_OP, f"{found.name}.{projection}[{expert}]", stacked)
                 options: dict[str, Any] = dict(scale_rule=_SCALE_RULE, device=device)
-                quantized = quantize_stacked(dense[None], transposed=False, **options)
+                quantized = quantize_stacked(stacked, transposed=False, **options)
                 blocks[place] = quantized.qdata[0].view(blocks.shape[1:])
                 scales[place] = quantized.scale[0]
         for name in source.biases:
             bias = source.read_bias(self._reader, name)[list(local)].to(device, experts.dtype)
-            _require_finite(bias, name)
+            require_finite(_OP, name, bias)
             tensors[name.rpartition(".")[2]] = bias
         return tensors
-
-
-def _require_finite(tensor: torch.Tensor, where: str) -> None:
-    need, remedy = "finite weights", "repair the model; a NaN would blank its whole block"
-    finite = bool(tensor.isfinite().all())
-    require(finite, _OP, where, need=need, got="NaN or infinity", remedy=remedy)
 
 
 def _reader_of(checkpoint_files: Any) -> CheckpointReader:

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..errors import require
+from ..errors import message, require
 from ..weights import MoEWeights
 from ..weights_state import BIASES, PROJECTIONS
+
+
+def require_ranks(op: str, ranks: object) -> None:
+    """Raise TypeError for what is no ExpertParallel, a class that ops do not import."""
+    if not hasattr(ranks, "run_layer"):
+        need, got = "an mxpert.distributed.ExpertParallel", type(ranks).__name__
+        raise TypeError(message(op, "expert_parallel", need, got))
+
+
+def take_experts(weights: MoEWeights, experts: Sequence[int]) -> MoEWeights:
+    """Weights of some experts, in the given order; a copy that is not prepared.
+
+    Args:
+        weights: ROW_MAJOR.
+    """
+    index = list(experts)
+    projections = {
+        name: replace(tensor, qdata=tensor.qdata[index], scale=tensor.scale[index])
+        for name in PROJECTIONS
+        for tensor in [getattr(weights, name)]
+    }
+    biases = {name: bias[index] for name in BIASES if (bias := getattr(weights, name)) is not None}
+    return replace(weights, **projections, **biases, fold_certificates=None)
 
 
 def local_weights(op: str, ranks: Any, weights: MoEWeights) -> MoEWeights:
@@ -34,14 +58,7 @@ def local_weights(op: str, ranks: Any, weights: MoEWeights) -> MoEWeights:
     )
     if weights.num_experts == local:
         return weights
-    plain, index = weights.unprepare(), list(ranks.local_experts)
-    projections = {
-        name: replace(tensor, qdata=tensor.qdata[index], scale=tensor.scale[index])
-        for name in PROJECTIONS
-        for tensor in [getattr(plain, name)]
-    }
-    biases = {name: bias[index] for name in BIASES if (bias := getattr(plain, name)) is not None}
-    return replace(plain, **projections, **biases)
+    return take_experts(weights.unprepare(), ranks.local_experts)
 
 
 def check_local_weights(op: str, ranks: Any, weights: MoEWeights, activation_format: str) -> None:
@@ -61,6 +78,11 @@ def check_local_weights(op: str, ranks: Any, weights: MoEWeights, activation_for
         got=list(local),
         remedy="a state dict would not show their order",
     )
+    check_wire_format(op, ranks, activation_format)
+
+
+def check_wire_format(op: str, ranks: Any, activation_format: str) -> None:
+    """Raise ValueError for MXFP8 rows between ranks whose local layer takes another format."""
     require(
         ranks.wire_format == "bf16" or activation_format == "mxfp8",
         op,

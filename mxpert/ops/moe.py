@@ -15,6 +15,7 @@ from ..routing import RoutingPlan
 from ..runtime.geometry import CachedCall, tensors_of
 from ..weights import MoEWeights
 from .library import OpSpec
+from .local_weights import require_ranks
 from .moe_checks import (
     check_down,
     check_fused_moe,
@@ -187,9 +188,7 @@ _REMEDY_ON_RANKS = {
 
 def _check_on_ranks(ranks: object, local: dict[str, torch.Tensor | None]) -> None:
     """Check `expert_parallel`, and refuse arguments that a layer on several ranks does not take."""
-    if not hasattr(ranks, "run_layer"):
-        need, got = "an mxpert.distributed.ExpertParallel", type(ranks).__name__
-        raise TypeError(message("fused_moe", "expert_parallel", need, got))
+    require_ranks("fused_moe", ranks)
     for name, value in local.items():
         if value is not None:
             need, remedy = "None with expert_parallel", _REMEDY_ON_RANKS[name]

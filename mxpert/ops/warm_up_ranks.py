@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..errors import message
 from ..formats.tensor import MXTensor
 from ..problem import MoEProblem
 from ..weights import MoEWeights
+from .local_weights import require_ranks
 from .moe import fused_moe_received
 from .quantize import quantize
 
@@ -83,9 +83,7 @@ def errors_reach_all(ranks: Ranks) -> Iterator[None]:
 
     The others learn of it in their next call of `agree`.
     """
-    if not hasattr(ranks, "run_layer"):
-        need, got = "an mxpert.distributed.ExpertParallel", type(ranks).__name__
-        raise TypeError(message("warm_up", "expert_parallel", need, got))
+    require_ranks("warm_up", ranks)
     try:
         yield
     except Exception as error:

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed.device_mesh import init_device_mesh
 
 import mxpert
-from mxpert.distributed import Placement, Transport, choice
+from mxpert.distributed import ExpertParallel, Placement, Transport, choice
 from mxpert.distributed.groups import Ranks
 from mxpert.distributed.workspace import _peers
 from mxpert.errors import UnsupportedError
@@ -171,20 +171,17 @@ def nothing_is_sent_before_the_checks() -> None:
     assert is_exact(ep.expert_map, ep.placement.expert_map(ep.rank))
 
 
+def _asked(question: Callable[..., Any], ep: ExpertParallel) -> Any:
+    """What `explain` or `describe` says of the layer over these ranks."""
+    given = tokens()
+    routed = given.x, part_of(whole_layer(), ep), given.weights, given.ids
+    options = dict(activation=SHAPE.activation, expert_parallel=ep)
+    return question(mxpert.fused_moe, *routed, **options)
+
+
 def explain_names_transport_and_kernel() -> None:
-    weights, given = whole_layer(), tokens()
     ep = make(transport=Transport.ALL_TO_ALL)
-    text = str(
-        mxpert.explain(
-            mxpert.fused_moe,
-            given.x,
-            part_of(weights, ep),
-            given.weights,
-            given.ids,
-            activation=SHAPE.activation,
-            expert_parallel=ep,
-        )
-    )
+    text = str(_asked(mxpert.explain, ep))
     assert "backend: reference" in text
     assert "transport: all_to_all (asked for by name)" in text
     assert f"rank {rank()} of {size()}: {ep.num_local_experts} of 10 experts" in text
@@ -193,19 +190,10 @@ def explain_names_transport_and_kernel() -> None:
 
 def configs_follow_the_rows_that_are_expected() -> None:
     """GATHER brings every token; ALL_TO_ALL only those with an expert here, at least one each."""
-    weights, given = whole_layer(), tokens()
     expected = {}
     for transport in (Transport.GATHER, Transport.ALL_TO_ALL):
         ep = make(transport=transport)
-        problem = describe(
-            mxpert.fused_moe,
-            given.x,
-            part_of(weights, ep),
-            given.weights,
-            given.ids,
-            activation=SHAPE.activation,
-            expert_parallel=ep,
-        )
+        problem = _asked(describe, ep)
         assert isinstance(problem, MoEProblem)
         assert problem.local_top_k == ep.local_top_k
         expected[transport] = ep.local_top_k

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import mxpert
 from mxpert import GateUpOrder, MoEWeights, MXTensor, SwiGLU
 from mxpert.distributed import DispatchedTokens, ExpertParallel, Transport
+from mxpert.ops.local_weights import take_experts
 from mxpert.testing.numerics import assert_close_relative
 from mxpert.testing.problems import MoEShape, random_moe_problem, random_tokens
 
@@ -60,18 +61,7 @@ def whole_layer(shape: MoEShape = SHAPE) -> MoEWeights:
 
 def part_of(weights: MoEWeights, ep: ExpertParallel) -> MoEWeights:
     """The experts of this rank, in the order of their local ids."""
-    index = torch.tensor(ep.local_experts)
-
-    def rows(tensor: MXTensor) -> MXTensor:
-        return replace(tensor, qdata=tensor.qdata[index], scale=tensor.scale[index])
-
-    return replace(
-        weights,
-        gate_up_proj=rows(weights.gate_up_proj),
-        down_proj=rows(weights.down_proj),
-        gate_up_bias=None if weights.gate_up_bias is None else weights.gate_up_bias[index],
-        down_bias=None if weights.down_bias is None else weights.down_bias[index],
-    )
+    return take_experts(weights, ep.local_experts)
 
 
 def make(shape: MoEShape = SHAPE, group: Any = None, **changes: Any) -> ExpertParallel:

@@ -32,6 +32,7 @@ from mxpert.dispatch import detect_target
 from mxpert.distributed import ExpertParallel, Transport
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.errors import PeerLostError
+from mxpert.ops.local_weights import take_experts
 from mxpert.testing.numerics import assert_close_relative
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.testing.problems import random_tokens as random_tokens_of
@@ -466,13 +467,7 @@ def layer_equals_one_rank(others: str = "reference", prepared: str = "triton") -
         timeout_s=600.0,
     )
     assert ep.explain().startswith("transport: symmetric (asked for by name)")
-    index = torch.tensor(ep.local_experts)
-    parts = {
-        name: replace(part, qdata=part.qdata[index], scale=part.scale[index])
-        for name, part in vars(whole).items()
-        if name in ("gate_up_proj", "down_proj")
-    }
-    mine = replace(whole, **parts)
+    mine = take_experts(whole, ep.local_experts)
     options: dict[str, Any] = dict(activation=shape.activation, activation_format="mxfp8")
     options["out_dtype"] = torch.float32
     for backend, view, count in ((others, ep, 4), ("triton", ep.with_max_tokens(2), rank())):

@@ -15,7 +15,6 @@ import torch
 
 import mxpert
 from mxpert.distributed import ExpertParallel, Placement, Transport, symmetric
-from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.distributed.transport import ExchangeSpec
 from mxpert.formats import Layout
 from mxpert.ops import warm_up as module
@@ -31,13 +30,9 @@ SLOTS = 300
 def on_h200() -> Iterator[set[Any]]:
     """Binaries that an H200 would compile, with SYMMETRIC on one rank."""
     pytest.importorskip("triton")
-    from support.launches import H200
+    from support.launches import symmetric_on_h200
 
-    with (
-        mock.patch.object(symmetric, "detect_target", return_value=H200),
-        mock.patch.object(SymmetricExchange, "unavailable", return_value=None),
-        launched_binaries() as binaries,
-    ):
+    with symmetric_on_h200(), launched_binaries() as binaries:
         yield binaries
 
 
@@ -147,17 +142,12 @@ def test_compile_only_compiles_and_launches_nothing() -> None:
 def test_a_layer_is_replayed_after_warm_up() -> None:
     """Compiling without a launch leaves the host's fast path as the first call would."""
     pytest.importorskip("triton")
-    from support.launches import H200, as_if_on_h200, without_device
+    from support.launches import as_if_on_h200, symmetric_on_h200, without_device
     from support.replays import watched_replays
 
     shape = MoEShape(256, 128, 8, 2, mxpert.SiLU(), mxpert.GateUpOrder.CONCATENATED, True)
     options: dict[str, Any] = dict(activation=shape.activation, activation_format="mxfp8")
-    with (
-        mock.patch.object(symmetric, "detect_target", return_value=H200),
-        mock.patch.object(SymmetricExchange, "unavailable", return_value=None),
-        without_device() as launched,
-        as_if_on_h200(),
-    ):
+    with symmetric_on_h200(), without_device() as launched, as_if_on_h200():
         ep = ExpertParallel(
             num_experts=shape.num_experts,
             top_k=shape.top_k,

@@ -18,6 +18,7 @@ from triton.backends.driver import Benchmarker, GPUDriver
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
+from mxpert.distributed import symmetric
 from mxpert.ops import grouped_gemm, moe, quantize, quantize_dual, route, rows
 from mxpert.ops.library import OPS
 from mxpert.problem import Target
@@ -159,6 +160,16 @@ def without_device(*, record: bool = True) -> AbstractContextManager[list[tuple[
         record: False does not store the arguments, for timing.
     """
     return use_driver(_Driver(), nvidia, record=record, library_dirs=list)
+
+
+@contextlib.contextmanager
+def symmetric_on_h200() -> Iterator[None]:
+    """One rank on CPU tensors takes SYMMETRIC inside the block, with an H200's kernels."""
+    with (
+        mock.patch.object(symmetric, "detect_target", return_value=H200),
+        mock.patch.object(symmetric.SymmetricExchange, "unavailable", return_value=None),
+    ):
+        yield
 
 
 def _h200(device: object) -> Target:

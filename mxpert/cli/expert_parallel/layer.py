@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ...distributed import DispatchedTokens, ExpertParallel, Placement
 from ...formats.tensor import MXTensor
+from ...ops.local_weights import take_experts
 from ...ops.moe import fused_moe, fused_moe_received
 from ...ops.moe_checks import moe_options
 from ...ops.quantize import quantize
@@ -90,27 +91,6 @@ class RankWeights:
     def prepared(self) -> MoEWeights:
         """All experts, prepared."""
         return self.every.prepare(device=self.every.device)
-
-
-def take_experts(weights: MoEWeights, experts: Sequence[int]) -> MoEWeights:
-    """Weights of some experts, in the given order.
-
-    Args:
-        weights: ROW_MAJOR.
-    """
-    index = torch.tensor(experts, dtype=torch.int64, device=weights.device)
-
-    def taken(projection: MXTensor) -> MXTensor:
-        return replace(projection, qdata=projection.qdata[index], scale=projection.scale[index])
-
-    return replace(
-        weights,
-        gate_up_proj=taken(weights.gate_up_proj),
-        down_proj=taken(weights.down_proj),
-        gate_up_bias=None if weights.gate_up_bias is None else weights.gate_up_bias[index],
-        down_bias=None if weights.down_bias is None else weights.down_bias[index],
-        fold_certificates=None,
-    )
 
 
 class OnRanks:

@@ -128,15 +128,19 @@ def check_loaded(found: list[FoundExperts], op: str) -> None:
                 got=parameter.dtype,
                 remedy="dequantise the model to bfloat16 first",
             )
-            finite = all(bool(part.isfinite().all()) for part in parameter.detach())
-            require(
-                finite,
-                op,
-                where,
-                need="finite weights",
-                got="NaN or infinity",
-                remedy="repair the model; a NaN would blank its whole block",
-            )
+            require_finite(op, where, parameter.detach())
+
+
+def require_finite(op: str, where: str, weights: torch.Tensor) -> None:
+    """Raise ValueError for NaN or infinity in `weights` [N, …], which are looked at row by row."""
+    require(
+        all(bool(part.isfinite().all()) for part in weights),
+        op,
+        where,
+        need="finite weights",
+        got="NaN or infinity",
+        remedy="repair the model; a NaN would blank its whole block",
+    )
 
 
 def unconverted_modules(model: torch.nn.Module) -> list[str]:
