@@ -60,10 +60,10 @@ def make(case: Case) -> SymmetricExchange:
 
 @contextlib.contextmanager
 def small_schedules() -> Iterator[None]:
-    """Few CTAs, of which each has several tiles, rows, column tiles and rounds."""
+    """Few CTAs, of which each has several tiles, rows and column tiles."""
 
     def few(bound: int, hidden_size: int) -> Schedule:
-        return Schedule(ctas=2 if bound > 2 else 1, rows=2, block=32, num_warps=4, rounds=2)
+        return Schedule(ctas=2 if bound > 2 else 1, rows=2, block=32, num_warps=4)
 
     with mock.patch.multiple(host, dispatch_schedule=few, combine_schedule=few):
         yield
@@ -234,8 +234,8 @@ def stale_combine_flag_is_seen() -> None:
 
 
 def _stale(module: Any) -> None:
-    def stale(original: Any, table: Any, offset: Any, own: Any, ranks: Any, value: Any, kind: Any):  # type: ignore[no-untyped-def]
-        original(table, offset, own, ranks, value if rank() else value - 1, kind)
+    def stale(original: Any, peers: Any, offset: Any, own: Any, ranks: Any, value: Any, kind: Any):  # type: ignore[no-untyped-def]
+        original(peers, offset, own, ranks, value if rank() else value - 1, kind)
 
     with small_schedules(), planted(module, "set_flags", stale):
         is_seen(times_out=True)
@@ -245,8 +245,8 @@ def stale_target_is_seen() -> None:
     """Waits for the previous epoch: data of a late rank are used before they are there."""
 
     def early(original: Any, flags: Any, target: Any, *rest: Any) -> Any:
-        verdict = original(flags, target - 16, *rest)
-        return verdict + 16 if verdict >= 0 else verdict
+        verdict = original(flags, target - 1, *rest)
+        return verdict + 1 if verdict >= 0 else verdict
 
     with small_schedules(), planted(combine, "wait_for_flags", early):
         is_seen(_rank_0_is_late)

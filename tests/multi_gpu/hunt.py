@@ -61,6 +61,7 @@ class Replayed:
         delays = torch.randint(0, LONGEST_DELAY_NS, shape, generator=generator)
         self._delays = delays.mul(torch.rand(shape, generator=generator) < 0.5).to(device)
         self._place = torch.zeros(1, dtype=torch.int64, device=device)
+        self._layer = layer  # the graph reads what it holds
         self.wrong = torch.zeros((), dtype=torch.int64, device=device)
         self._run(layer)
         torch.cuda.synchronize()

@@ -17,7 +17,7 @@ import torch
 
 from mxpert.backends.common.exchange import host
 from mxpert.backends.common.exchange.schedule import Schedule
-from mxpert.backends.common.exchange.words import EPOCHS, MAX_ROUNDS
+from mxpert.backends.common.exchange.words import EPOCHS
 from mxpert.distributed import DispatchedTokens
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.testing.gfx950 import CodeObject, emulate, emulation
@@ -30,12 +30,11 @@ CPU = torch.device("cpu")
 CASE = Case(max_tokens=4, timeout_s=0.5)
 COUNT = 4
 """Tokens of each rank."""
-ROUNDS = 2
 
 
 def two_waves(bound: int, hidden_size: int) -> Schedule:
     """Two CTAs of two waves, each with several tiles of two rows."""
-    return Schedule(ctas=2, rows=2, block=32, num_warps=4, rounds=ROUNDS)
+    return Schedule(ctas=2, rows=2, block=32, num_warps=4)
 
 
 @dataclass
@@ -92,7 +91,7 @@ class Turns:
         slots = slice(rank * self.case.max_tokens, (rank + 1) * self.case.max_tokens)
         theirs = slice((1 - rank) * self.case.max_tokens, (2 - rank) * self.case.max_tokens)
         other._sections["partials"][slots] = self.rows(rank)[theirs]
-        other._sections["returned"][rank] = (epoch + 1) * MAX_ROUNDS.value
+        other._sections["returned"][rank] = epoch + 1
 
     def rows_are_right(self, rank: int) -> bool:
         """Whether a rank has received the other one's rows."""

@@ -24,15 +24,13 @@ Timeline of epoch e, the same kernels on every rank, in stream order:
        ids, although a rank that is late may still write its own.
     3. GEMMs read the received rows.
     4. combine. Each CTA stores its share of the partial rows to the ranks that the tokens came
-       from, sets ``returned[rank, CTA]`` there (release), waits for the same CTA of every rank
-       (acquire), and sums the rows of its share in rank order. It does so in ROUNDS rounds: the
-       sum of one round overlaps the stores of the next. The flag counts rounds:
-       ``e · MAX_ROUNDS + round + 1``.
+       from, sets ``returned[rank, CTA] = e`` there (release), waits for the same CTA of every rank
+       (acquire), and sums the rows of its share in rank order.
 
 Why one buffer of each kind suffices, without a barrier:
 
     * Dispatch e + 1 overwrites slots that a peer reads in steps 2 to 4 of epoch e. It starts when
-      combine e of this rank has ended, which has seen the last flag of every CTA of the peer's
+      combine e of this rank has ended, which has seen the flag of every CTA of the peer's
       combine e, and each of these flags follows that CTA's reads and all earlier kernels.
     * Combine e + 1 overwrites partial rows that a peer sums in step 4 of epoch e. It starts behind
       step 2, which has seen the peer's flags of dispatch e + 1, and these follow the peer's
@@ -49,6 +47,6 @@ result.
 
 Occupancy. A kernel that waits must not keep out a kernel that another rank on the same GPU, or
 another object, waits for. Dispatch never waits. Sort and combine let the next kernel of the stream
-start only after their wait. Combine has few CTAs that use little shared memory. A CTA stores its
-share of a round before it waits for that round.
+start only after their wait. Combine uses little shared memory, and a CTA stores its share before it
+waits. Its CTAs can fill an H200 while they wait: ranks that share a GPU in one process need fewer.
 """

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 from ..pdl import grid_dependency_wait, launch_dependents
-from .flags import flag_or_poison, section, set_flags
+from .flags import flag_or_poison, load_addresses, section, set_flags
 from .wait import load_words, wait_for_flags, word_of
-from .words import DECIDED, EPOCHS, MAX_ROUNDS, NO_WAIT, RUNNING, TIMEOUT, TWO_STREAMS
+from .words import DECIDED, EPOCHS, NO_WAIT, RUNNING, TIMEOUT, TWO_STREAMS
 
 _RANKS = tl.constexpr(4)
 """Ranks whose partial rows are loaded together."""
@@ -73,18 +73,24 @@ def _return_rows(table, partials_offset, rows, topk_ids, share, tile, top_k, SLO
         place = (peer * share.bound + tile.slot)[:, None] * top_k + slot
         mask = (tile.slot < share.bound)[:, None] & (slot < top_k)
         ids = tl.load(topk_ids + place, mask=mask, other=-1)
-        computed = tl.max(ids, 1) >= 0
-        mask = computed[:, None] & (tile.columns < share.width)
+        # All rows, so that they are on their way together with the ids.
+        inside = (tile.slot < share.bound)[:, None] & (tile.columns < share.width)
         part = tl.load(
-            rows + _places(share, tile, peer), mask=mask, other=0.0, cache_modifier=_ONCE
+            rows + _places(share, tile, peer), mask=inside, other=0.0, cache_modifier=_ONCE
         )
+        computed = tl.max(ids, 1) >= 0
         partials = section(address, partials_offset, rows.dtype.element_ty)
-        tl.store(partials + _places(share, tile, share.rank), part, mask=mask)
+        place = _places(share, tile, share.rank)
+        tl.store(partials + place, part, mask=computed[:, None] & inside)
 
 
 @triton.jit
-def _sum_rows(rows, partials, ranks, share, tile):
-    """Sum a tile of this rank's tokens over the ranks that computed them, in rank order."""
+def _sum_rows(rows, partials, ranks, exists, share, tile):
+    """Sum a tile of this rank's tokens over the ranks that computed them, in rank order.
+
+    A tile of one row loads the rows of all ranks, together with `ranks`, and drops some: few
+    tokens are a matter of latency. Tiles of many load only what they need.
+    """
     total = tl.zeros([tile.slot.shape[0], tile.columns.shape[1]], tl.float32)
     for first in range(0, share.num_ranks, _RANKS):
         parts = ()
@@ -95,24 +101,24 @@ def _sum_rows(rows, partials, ranks, share, tile):
             address = tl.where(own, rows.to(tl.int64), partials.to(tl.int64))
             source = section(address, 0, rows.dtype.element_ty)
             computed = ((ranks >> owner) & 1) != 0
-            mask = computed[:, None] & (tile.columns < share.width) & (owner < share.num_ranks)
-            parts += (
-                tl.load(
-                    source + _places(share, tile, owner), mask=mask, other=0.0, cache_modifier=_ONCE
-                ),
+            mask = exists[:, None] & (tile.columns < share.width) & (owner < share.num_ranks)
+            if exists.shape[0] > 1:
+                mask &= computed[:, None]
+            part = tl.load(
+                source + _places(share, tile, owner), mask=mask, other=0.0, cache_modifier=_ONCE
             )
+            parts += (tl.where(computed[:, None], part, 0.0),)
         for place in tl.static_range(_RANKS):
             total += parts[place].to(tl.float32)
     return total
 
 
 @triton.jit
-def _begin(state, KIND: tl.constexpr):
-    """words[DECIDED], negative after a loss or a call that breaks the protocol."""
-    seen = load_words(state, KIND)
+def _verdict(state, seen, epoch):
+    """words[DECIDED] in `seen`, negative after a loss or a call that breaks the protocol."""
     decided = word_of(seen, DECIDED)
     found = decided
-    if (decided >= 0) & (decided < tl.load(state + EPOCHS)):
+    if (decided >= 0) & (decided < epoch):
         found = decided * 0 + NO_WAIT
     running = word_of(seen, RUNNING)
     if (tl.program_id(0) == 0) & (running != 1):  # that program counts the call's end, too
@@ -123,17 +129,11 @@ def _begin(state, KIND: tl.constexpr):
 
 
 @triton.jit
-def _let_next_start(USE_PDL: tl.constexpr):
-    if USE_PDL:
-        launch_dependents()
-
-
-@triton.jit
-def _await_round(state, returned, target, num_ranks, KIND: tl.constexpr):
+def _await_rows(state, returned, epoch, num_ranks, KIND: tl.constexpr):
     """Wait for this CTA's flags of all ranks; return words[DECIDED], negative after a loss."""
     timeout = tl.load(state + TIMEOUT)
     flags = returned + tl.program_id(0)
-    verdict = wait_for_flags(flags, target, num_ranks, 1, timeout, KIND)
+    verdict = wait_for_flags(flags, epoch, num_ranks, 1, timeout, KIND)
     if verdict < 0:
         tl.atomic_min(state + DECIDED, verdict, sem="relaxed", scope="gpu")
     return tl.minimum(verdict, word_of(load_words(state, KIND), DECIDED))
@@ -160,13 +160,13 @@ def _exchange_combine_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
-    ROUNDS: tl.constexpr,
     KIND: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """Return partial rows and sum what the other ranks return; step 4 of the protocol.
 
-    ``out[t] = Σ_r rows that rank r computed for token t``, in rank order, in float32.
+    ``out[t] = Σ_r rows that rank r computed for token t``, in rank order, in float32. After a loss
+    it stores as before, into slots that are this rank's alone, and poisons its flags.
 
     Grid: (CTAs,), the same number on all ranks. The programs take tiles of ROWS slots and BLOCK
     columns in turn, the same ones for storing and for summing. A program therefore waits for one
@@ -178,40 +178,33 @@ def _exchange_combine_kernel(
         returned: this rank's flags. topk_ids: int32 [N · bound, top_k], as received.
         destinations: int64 [max_tokens], ranks that each of this rank's tokens was sent to.
     """
+    addresses = load_addresses(table, num_ranks)
     if USE_PDL:
         grid_dependency_wait()
     pid, num_ctas = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + EPOCHS)
-    decided = _begin(state, KIND)
+    seen = load_words(state, KIND)
     tiles = tl.cdiv(num_blocks * 32, BLOCK)
     share = Share(rank, num_ranks, bound, tiles, num_blocks * 32)
-    num_items = tl.cdiv(bound, ROWS) * tiles
-    used_items = tl.cdiv(num_tokens, ROWS) * tiles
-    per_round = tl.cdiv(num_items, num_ctas * ROUNDS) * num_ctas
-    for round in range(ROUNDS + 1):
-        if round < ROUNDS:
-            if decided >= 0:
-                last = tl.minimum((round + 1) * per_round, num_items)
-                for item in range(round * per_round + pid, last, num_ctas):
-                    tile = _tile(share, item, ROWS, BLOCK)
-                    _return_rows(table, partials_offset, rows, topk_ids, share, tile, top_k, SLOTS)
-            flag = flag_or_poison(epoch * MAX_ROUNDS + round + 1, decided, rank)
-            set_flags(table, flags_offset, rank, num_ranks, flag, KIND)
-        if round > 0:
-            if decided >= 0:
-                decided = _await_round(state, returned, epoch * MAX_ROUNDS + round, num_ranks, KIND)
-            if round == ROUNDS:
-                _let_next_start(USE_PDL)
-            last = tl.minimum(round * per_round, used_items)
-            for item in range((round - 1) * per_round + pid, last, num_ctas):
-                tile = _tile(share, item, ROWS, BLOCK)
-                exists = tile.slot < num_tokens
-                ranks = tl.load(destinations + tile.slot, mask=exists, other=0)
-                total = _sum_rows(rows, partials, ranks, share, tile)
-                if decided < 0:
-                    total = tl.full(total.shape, float("nan"), tl.float32)
-                place = tile.slot.to(tl.int64)[:, None] * share.width + tile.columns
-                mask = exists[:, None] & (tile.columns < share.width)
-                tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+    for item in range(pid, tl.cdiv(bound, ROWS) * tiles, num_ctas):
+        tile = _tile(share, item, ROWS, BLOCK)
+        _return_rows(table, partials_offset, rows, topk_ids, share, tile, top_k, SLOTS)
+    decided = _verdict(state, seen, epoch)
+    flag = flag_or_poison(epoch, decided, rank)
+    set_flags(addresses, flags_offset, rank, num_ranks, flag, KIND)
+    if decided >= 0:
+        decided = _await_rows(state, returned, epoch, num_ranks, KIND)
+    if USE_PDL:
+        launch_dependents()
+    for item in range(pid, tl.cdiv(num_tokens, ROWS) * tiles, num_ctas):
+        tile = _tile(share, item, ROWS, BLOCK)
+        exists = tile.slot < num_tokens
+        ranks = tl.load(destinations + tile.slot, mask=exists, other=0)
+        total = _sum_rows(rows, partials, ranks, exists, share, tile)
+        if decided < 0:
+            total = tl.full(total.shape, float("nan"), tl.float32)
+        place = tile.slot.to(tl.int64)[:, None] * share.width + tile.columns
+        mask = exists[:, None] & (tile.columns < share.width)
+        tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
     if pid == 0:
         tl.atomic_add(state + RUNNING, -1, sem="relaxed", scope="gpu")

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..mx_codec import quantize_tile
 from ..pdl import launch_dependents_and_wait
-from .flags import flag_or_poison, section, set_flags
+from .flags import flag_or_poison, load_addresses, section, set_flags
 from .wait import load_volatile
 from .words import DECIDED, EPOCHS, MAX_CTAS, RUNNING, TWO_STREAMS
 
@@ -232,6 +232,7 @@ def _exchange_dispatch_kernel(
         owners, local_ids: int32 [num_experts], of this rank as the source.
         EMAX, THRESHOLD, INF_BYTE: scale rule; None if rows travel as they are.
     """
+    addresses = load_addresses(table, num_ranks)
     launch_dependents_and_wait(USE_PDL)
     pid, num_ctas = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + EPOCHS + pid) + 1
@@ -263,5 +264,5 @@ def _exchange_dispatch_kernel(
         _send(peers, sections, top_k, tile, routed, rows, scales, destinations)
     _clear_unused(table, num_ranks, sections, num_tokens * top_k, bound * top_k, top_k)
     flag = flag_or_poison(epoch, decided, rank)
-    set_flags(table, flags_offset, rank, num_ranks, flag, KIND)
+    set_flags(addresses, flags_offset, rank, num_ranks, flag, KIND)
     _end(state, epoch)

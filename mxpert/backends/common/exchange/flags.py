@@ -20,18 +20,25 @@ def section(address, offset, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def set_flags(table, flags_offset, rank, num_ranks, value, KIND: tl.constexpr):
+def load_addresses(table, num_ranks):
+    """Addresses of the ranks' memories, [_LANES]. They never change: load them ahead of time."""
+    peer = tl.arange(0, _LANES)
+    return tl.load(table + peer, mask=peer < num_ranks, other=0)
+
+
+@triton.jit
+def set_flags(addresses, flags_offset, rank, num_ranks, value, KIND: tl.constexpr):
     """Set this CTA's flag of this rank to `value` on all ranks: release, system scope.
 
-    Everything that the CTA stored and loaded before comes first.
+    Everything that the CTA stored and loaded before comes first. addresses: of `load_addresses`.
     """
     if KIND == "hip":
         write_back()
     tl.debug_barrier()
     peer = tl.arange(0, _LANES)
     mask = peer < num_ranks
-    address = tl.load(table + peer, mask=mask, other=0) + flags_offset
-    flags = address.to(tl.pointer_type(tl.int64)) + (rank * MAX_CTAS + tl.program_id(0))
+    flags = (addresses + flags_offset).to(tl.pointer_type(tl.int64))
+    flags += rank * MAX_CTAS + tl.program_id(0)
     value = tl.zeros([_LANES], tl.int64) + value
     tl.atomic_xchg(flags, value, mask=mask, sem="release", scope="sys")
 

@@ -191,7 +191,6 @@ def combine_launch(own: Rank, num_tokens: int, bound: int) -> Launch:
         **_sizes(own, num_tokens, bound),
         ROWS=schedule.rows,
         BLOCK=schedule.block,
-        ROUNDS=schedule.rounds,
         **_options(own.target, schedule.num_warps),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,6 +26,8 @@ from .words import (
 _LANES = tl.constexpr(128)
 """Flags that a program polls at once."""
 _FILL = tl.constexpr(1024)
+_THERE, _LATE, _TIMED_OUT, _POISONED = (tl.constexpr(state) for state in range(4))
+"""What a poll finds. Of several flags the largest counts."""
 
 _INTERPRETED_PAUSE_S = 2e-4
 TICKS_PER_SECOND = {"cuda": 10**9, "hip": 10**8, "cpu": 10**9}
@@ -88,11 +91,20 @@ def word_of(seen, word):
 
 
 @triton.jit
+def _poll(pointers, mask, KIND: tl.constexpr):
+    """Load flags that other ranks change; acquires where a load can."""
+    if KIND == "cuda":
+        return load_acquire(pointers)
+    else:
+        return load_volatile(pointers, mask, 0, KIND)
+
+
+@triton.jit
 def wait_for_flags(flags, target, num_ranks, num_ctas, timeout, KIND: tl.constexpr):
     """Wait until ``flags[r, c] >= target`` for all ranks r and CTAs c below `num_ctas`.
 
-    Polls with plain loads and acquires once at the end. After `timeout` ticks it gives up. Warps
-    read different clocks; the reduction makes one decision of them.
+    After `timeout` ticks it gives up. Warps read different clocks; the reduction makes one decision
+    of them.
 
     Args:
         flags: int64 [num_ranks, MAX_CTAS], on this rank.
@@ -109,44 +121,61 @@ def wait_for_flags(flags, target, num_ranks, num_ctas, timeout, KIND: tl.constex
         mask = place < total
         source = tl.where(mask, place // num_ctas, num_ranks)
         pointers = flags + tl.where(mask, source * MAX_CTAS + place % num_ctas, 0)
-        polling = first < total
-        while polling:
-            seen = load_volatile(pointers, mask, POISON, KIND)
+        state = tl.full([], _LATE, tl.int32)
+        while state == _LATE:
+            seen = _poll(pointers, mask, KIND)
             in_time = clock(KIND) - start < timeout
-            late = ((seen < target) & in_time).to(tl.int32)
+            found = tl.where(seen < target, tl.where(in_time, _LATE, _TIMED_OUT), _THERE)
             # A poisoned flag ends the wait for the others.
-            polling = tl.max(tl.where(mask & (seen > POISON), 2, late), 0) == 1
-        seen = tl.where(mask, load_flags(pointers, mask, KIND), target)
-        late = tl.min(tl.where(seen < target, source, num_ranks), 0).to(tl.int64)
-        poison = tl.max(seen, 0)
-        if verdict >= 0:
-            if poison > POISON:
-                verdict = POISON - poison
-            elif late < num_ranks:
-                verdict = -1 - late
+            found = tl.where(seen > POISON, _POISONED, found)
+            state = tl.max(tl.where(mask, found, _THERE), 0)
+        if KIND != "cuda" or state != _THERE:
+            seen = tl.where(mask, load_flags(pointers, mask, KIND), target)
+            late = tl.min(tl.where(seen < target, source, num_ranks), 0).to(tl.int64)
+            poison = tl.max(seen, 0)
+            if verdict >= 0:
+                if poison > POISON:
+                    verdict = POISON - poison
+                elif late < num_ranks:
+                    verdict = -1 - late
     tl.debug_barrier()  # what any thread acquired is ordered before what the program reads next
     return verdict
 
 
+class _Awaited(NamedTuple):
+    """What never changes: the flags, the words, ranks, CTAs of a rank, and the time-out."""
+
+    flags: Any
+    state: Any
+    num_ranks: Any
+    num_ctas: Any
+    timeout: Any
+
+
 @triton.jit
-def wait_for_tokens(arrivals, KIND: tl.constexpr):
+def _awaited(arrivals):
+    state = tl.load(arrivals + WORDS_ADDRESS).to(tl.pointer_type(tl.int64))
+    return _Awaited(
+        flags=tl.load(arrivals + ARRIVED_ADDRESS).to(tl.pointer_type(tl.int64)),
+        state=state,
+        num_ranks=tl.load(arrivals + NUM_RANKS).to(tl.int32),
+        num_ctas=tl.load(arrivals + NUM_CTAS).to(tl.int32),
+        timeout=tl.load(state + TIMEOUT),
+    )
+
+
+@triton.jit
+def _wait_for_tokens(awaited, KIND: tl.constexpr):
     """Wait for the tokens of all ranks, and agree on the verdict with all programs of this rank.
 
     The first program that sees all flags, or none in time, sets words[DECIDED] by a
     compare-and-swap. Every other program of this epoch adopts that verdict.
 
-    Args:
-        arrivals: int64 [NUM_ARRIVALS]; see words.py.
-
     Returns:
         Whether all tokens are there; if not, no id may be used.
     """
-    flags = tl.load(arrivals + ARRIVED_ADDRESS).to(tl.pointer_type(tl.int64))
-    state = tl.load(arrivals + WORDS_ADDRESS).to(tl.pointer_type(tl.int64))
-    num_ranks = tl.load(arrivals + NUM_RANKS).to(tl.int32)
-    num_ctas = tl.load(arrivals + NUM_CTAS).to(tl.int32)
+    flags, state, num_ranks, num_ctas, timeout = awaited
     epoch = tl.load(state + EPOCHS)
-    timeout = tl.load(state + TIMEOUT)
     decided = word_of(load_words(state, KIND), DECIDED)
     if decided >= 0:
         verdict = wait_for_flags(flags, epoch, num_ranks, num_ctas, timeout, KIND)
@@ -161,11 +190,18 @@ def wait_for_predecessor(arrivals, KIND: tl.constexpr, USE_PDL: tl.constexpr):
     """Wait for the previous kernel and for the tokens, then let the next kernel start.
 
     The next kernel starts only now: its CTAs must not occupy the GPU behind a wait for another
-    rank. Returns what `wait_for_tokens` returns.
+    rank.
+
+    Args:
+        arrivals: int64 [NUM_ARRIVALS]; see words.py.
+
+    Returns:
+        Whether all tokens are there; if not, no id may be used.
     """
+    awaited = _awaited(arrivals)
     if USE_PDL:
         grid_dependency_wait()
-    complete = wait_for_tokens(arrivals, KIND)
+    complete = _wait_for_tokens(awaited, KIND)
     if USE_PDL:
         launch_dependents()
     return complete

@@ -6,7 +6,6 @@ import triton.language as tl
 
 MAX_CTAS = tl.constexpr(128)
 """Flags of a rank in each phase, and epoch words: the largest number of CTAs."""
-MAX_ROUNDS = tl.constexpr(16)
 MAX_RANKS = tl.constexpr(60)
 """An int64 mask holds as many; combine shifts it by multiples of four ranks."""
 
