@@ -41,7 +41,7 @@ def test_every_cell_has_every_way_and_stage(measured: Path) -> None:
         for routing, wire in FOUR
         for count in cells.DRY_TOKENS
         for way, stages in (
-            *((way, ("dispatch", "combine", "exchange", "layer")) for way in WAYS),
+            *((way, ("dispatch", "combine", "exchange", "steady", "layer")) for way in WAYS),
             ("mxpert/gather", ("local", "host")),
             (rows.ONE_GPU, ("layer", "host")),
         )

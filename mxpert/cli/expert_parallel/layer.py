@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ...distributed import DispatchedTokens, ExpertParallel, Placement
 from ...formats.tensor import MXTensor
@@ -25,8 +27,8 @@ from ..measure import check_gate, float64_reference, intermediate_sizes, rotatio
 Rows = torch.Tensor | MXTensor
 GATED_TOKENS = 64
 """Tokens of a rank that are compared with float64: the first ones."""
-EXCHANGES = 16
-"""Exchanges that are timed as one: a replay of a graph itself takes longer than some."""
+STEADY = 16
+"""Exchanges of the stage "steady", timed as one: a replay of a graph takes as long as one."""
 
 
 @dataclass(frozen=True)
@@ -143,20 +145,25 @@ class Collectives:
         self._size, self._map = ranks.size, ranks.expert_map
 
     def dispatch(self, tokens: Tokens) -> DispatchedTokens:
-        x: Rows
+        routing, count = (tokens.topk_weights, tokens.topk_ids), tokens.x.shape[0]
         if self._case.wire_format == "mxfp8":
             mx = quantize(tokens.x, "mxfp8")
-            codes = self._gather(mx.qdata.view(torch.uint8)).view(mx.qdata.dtype)
-            x = replace(mx, qdata=codes, scale=self._gather(mx.scale))
-        else:
-            x = self._gather(tokens.x)
-        routing = self._gather(tokens.topk_weights), self._gather(tokens.topk_ids)
-        return DispatchedTokens(x, *routing, num_tokens=tokens.x.shape[0])
+            codes = mx.qdata.view(torch.uint8)
+            codes, scale, weights, ids = self._gather(codes, mx.scale, *routing)
+            rows = replace(mx, qdata=codes.view(mx.qdata.dtype), scale=scale)
+            return DispatchedTokens(rows, weights, ids, num_tokens=count)
+        x, weights, ids = self._gather(tokens.x, *routing)
+        return DispatchedTokens(x, weights, ids, num_tokens=count)
 
-    def _gather(self, part: torch.Tensor) -> torch.Tensor:
-        out = part.new_empty((self._size * part.shape[0], *part.shape[1:]))
-        _collective("all_gather_single", "all_gather_into_tensor")(out, part.contiguous())
-        return out
+    def _gather(self, *parts: torch.Tensor) -> list[torch.Tensor]:
+        """Gather tensors of all ranks; NCCL takes them in one launch."""
+        found = [part.new_empty((self._size * part.shape[0], *part.shape[1:])) for part in parts]
+        gather = _collective("all_gather_single", "all_gather_into_tensor")
+        in_one = _coalescing_manager() if parts[0].is_cuda else contextlib.nullcontext()
+        with in_one:
+            for out, part in zip(found, parts, strict=True):
+                gather(out, part.contiguous())
+        return found
 
     def compute(self, received: DispatchedTokens) -> torch.Tensor:
         return fused_moe(
@@ -295,7 +302,7 @@ class RankCase:
 
         Returns:
             (name of an exchange or of one of `others`, stage) → microseconds by the slower rank,
-            one for each repeat. Stages are dispatch, combine, exchange and layer. The first
+            one for each repeat. Stages are dispatch, combine, exchange, steady and layer. The first
             exchange has "local" too, which does not depend on the exchange.
         """
         every = [(exchanges[0].name, "local", self.local_variant(exchanges[0]))]
@@ -317,7 +324,7 @@ class RankCase:
         """Everything that is timed of one exchange.
 
         "parts" times dispatch and combine one after the other, "exchange" both in one graph,
-        EXCHANGES times, and "layer" the whole.
+        "steady" STEADY times both in one graph, and "layer" the whole.
         """
         outputs = [self._prepared(exchange, tokens) for tokens in self.tokens]
         boxes: list[list[DispatchedTokens]] = [[] for _ in self.tokens]
@@ -337,7 +344,8 @@ class RankCase:
         layers = [functools.partial(exchange.layer, tokens) for tokens in self.tokens]
         steps = {
             "parts": {"dispatch": calls(dispatch), "combine": calls(combine)},
-            "exchange": {"exchange": calls(both) * (EXCHANGES // self.turns)},
+            "exchange": {"exchange": calls(both)},
+            "steady": {"steady": calls(both) * (STEADY // self.turns)},
             "layer": {"layer": layers},
         }
         return {name: Variant(step, exchange.is_captured) for name, step in steps.items()}
