@@ -34,8 +34,8 @@ PROTOCOL = {
     "the 10-90 % band, samples holds every round. all_to_all waits on the host and is called, not "
     "captured. T < 64 rotates among up to 8 routings",
     "stages": "dispatch, combine: one after the other in graphs of their own, whose replays cost "
-    "several microseconds; exchange: both in one graph; steady: one of 16 of them in one graph; "
-    "local: the layer of received rows; layer: the whole; host: until 50 eager calls return",
+    "several microseconds; exchange: both, 16 times in one graph; local: the layer of received "
+    "rows; layer: the whole; host: until 50 eager calls return",
     "gate": "relative L2 to float64 on one rank with all experts, first 64 tokens of each rank",
     "formats": "wire mxfp8: a8w4; wire bf16: a16w4; combine in bf16",
     "data": "normal x, uniformly random codes; zipf: expert e has the weight 1 / (e + 1)",

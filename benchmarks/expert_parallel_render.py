@@ -9,6 +9,7 @@ prints the summary.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -59,6 +60,12 @@ def us(times: Times, impl: str, stage: str) -> float | None:
     return None if row is None else float(row["us"])
 
 
+def added_us(times: Times, impl: str) -> float | None:
+    """What an exchange adds to the local layer; None for one GPU, which exchanges nothing."""
+    whole, local = us(times, impl, "layer"), us(times, best_of(times), "local")
+    return None if impl == ONE_GPU or whole is None or local is None else whole - local
+
+
 def ratio(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one / other
 
@@ -66,8 +73,8 @@ def ratio(one: float | None, other: float | None) -> float | None:
 def exchange_columns() -> dict[str, Callable[[Any], str]]:
     """Columns of the table of exchanges; a row is (T, times)."""
 
-    def time(impl: str) -> Callable[[Any], str]:
-        return lambda row: optional(us(row[1], impl, "exchange"), ".1f")
+    def added(impl: str) -> Callable[[Any], str]:
+        return lambda row: optional(added_us(row[1], impl), ".1f")
 
     def ours(stage: str) -> Callable[[Any], str]:
         return lambda row: optional(us(row[1], best_of(row[1]), stage), ".1f")
@@ -77,12 +84,12 @@ def exchange_columns() -> dict[str, Callable[[Any], str]]:
         "dispatch": ours("dispatch"),
         "combine": ours("combine"),
         "both": ours("exchange"),
-        "GATHER": time("mxpert/gather"),
-        "ALL_TO_ALL (eager)": time("mxpert/all_to_all"),
-        "NCCL": time(COLLECTIVES),
+        "in a layer": lambda row: optional(added_us(row[1], best_of(row[1])), ".1f"),
+        "GATHER": added("mxpert/gather"),
+        "ALL_TO_ALL (eager)": added("mxpert/all_to_all"),
+        "NCCL": added(COLLECTIVES),
         "ours / NCCL": lambda row: optional(
-            ratio(us(row[1], best_of(row[1]), "exchange"), us(row[1], COLLECTIVES, "exchange")),
-            ".2f",
+            ratio(added_us(row[1], best_of(row[1])), added_us(row[1], COLLECTIVES)), ".2f"
         ),
     }
 
@@ -174,7 +181,10 @@ def of_group(key: tuple[str, str, str], by_tokens: Mapping[int, Times]) -> str:
     rows = sorted(by_tokens.items())
     return page(
         f"### {model}, {routing} routing, {wire} wire",
-        "Dispatch and combine, µs.",
+        "Dispatch and combine, µs: each in a graph of its own, whose replay costs several "
+        "microseconds; both, 16 times in one graph. The columns behind: what an exchange adds to "
+        "the local layer. It includes the wait for the slower rank, and that changes with the "
+        "routing where T is below 64.",
         row_table(rows, exchange_columns()),
         "Layers, µs; speed-ups above 1: mxpert is faster.",
         row_table(rows, layer_columns()),
@@ -219,9 +229,9 @@ def summary(document: Mapping[str, Any]) -> str:
         for count, times in sorted(by_tokens.items())
     ]
     exchanges, layers = exchange_columns(), layer_columns()
-    taken = {name: exchanges[name] for name in ("T a rank", "both", "NCCL", "ours / NCCL")}
-    taken["NCCL (both)"] = taken.pop("NCCL")
-    taken |= {name: layers[name] for name in ("local", "layer", "speed-up over it")}
+    names = "T a rank", "both", "in a layer", "NCCL", "ours / NCCL"
+    taken = {name: exchanges[name] for name in names}
+    taken |= {name: layers[name] for name in ("local", "layer", "one GPU", "speed-up over it")}
     columns: dict[str, Any] = {
         "model": lambda row: row[0],
         **{name: lambda row, text=text: text(row[1:]) for name, text in taken.items()},
@@ -230,7 +240,7 @@ def summary(document: Mapping[str, Any]) -> str:
 
 
 def plot(document: Mapping[str, Any], path: Path) -> None:
-    """A row for each model, MXFP8 wire and uniform routing: exchange, then layer, by T."""
+    """A row for each model, MXFP8 wire and uniform routing: what the exchange adds, then layers."""
     chosen = {
         model: by_tokens
         for (model, routing, wire), by_tokens in groups(document).items()
@@ -239,18 +249,18 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
     models = list(chosen) or ["none"]
     figure, panels = make_panels(len(models), 2, (9.0, 3.2 * len(models)))
     for line, model in zip(panels, models, strict=True):
-        for axes, stage in zip(line, ("exchange", "layer"), strict=True):
+        drawn = {"added by the exchange": added_us, "layer": functools.partial(us, stage="layer")}
+        for axes, (title, value) in zip(line, drawn.items(), strict=True):
             by_tokens = sorted(chosen.get(model, {}).items())
             for name, color in COLORS.items():
                 points = [
                     (count, found)
                     for count, times in by_tokens
-                    if (found := us(times, name, stage)) is not None
+                    if (found := value(times, name)) is not None
                 ]
                 if points:
                     axes.plot(*zip(*points, strict=True), color=color, marker=".", label=name)
             axes.set(xscale="log", yscale="log", xlabel="tokens of a rank", ylabel="µs")
-            title = "dispatch + combine" if stage == "exchange" else "layer"
             axes.set_title(f"{model}, {title}", fontsize="small")
             axes.grid(which="both", alpha=0.3)
     save_figure(figure, [axes for line in panels for axes in line], document, path, columns=5)

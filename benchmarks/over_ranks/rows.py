@@ -8,7 +8,7 @@ TEXT, WHOLE = (str,), (int,)
 FACTS = ("device", "clocks", "versions", "commit", "date")
 CELL = ("model", "routing", "wire", "T")
 KEY_COLUMNS = (*CELL, "impl", "stage")
-STAGES = ("dispatch", "combine", "exchange", "steady", "local", "layer", "host")
+STAGES = ("dispatch", "combine", "exchange", "local", "layer", "host")
 ONE_GPU = "one GPU"
 """The same layer on one rank: all experts, the tokens of all ranks."""
 COLLECTIVES = "all_gather + reduce_scatter"

@@ -217,7 +217,7 @@ class _Run:
                 }
             )
         self.predict(case)
-        both, whole = (samples[sound[0].name, stage] for stage in ("steady", "layer"))
+        both, whole = (samples[sound[0].name, stage] for stage in ("exchange", "layer"))
         self.say(
             f"{cell}: {sound[0].name}: dispatch + combine {statistics.median(both):.1f} µs, layer "
             f"{statistics.median(whole):.1f} µs"

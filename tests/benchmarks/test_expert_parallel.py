@@ -41,7 +41,7 @@ def test_every_cell_has_every_way_and_stage(measured: Path) -> None:
         for routing, wire in FOUR
         for count in cells.DRY_TOKENS
         for way, stages in (
-            *((way, ("dispatch", "combine", "exchange", "steady", "layer")) for way in WAYS),
+            *((way, ("dispatch", "combine", "exchange", "layer")) for way in WAYS),
             ("mxpert/gather", ("local", "host")),
             (rows.ONE_GPU, ("layer", "host")),
         )
@@ -113,8 +113,10 @@ def test_ratios_by_hand(measured: Path) -> None:
     exchange = {
         name: text((4, times)) for name, text in expert_parallel_render.exchange_columns().items()
     }
-    assert exchange["ours / NCCL"] == "0.50"
+    assert (exchange["both"], exchange["in a layer"], exchange["NCCL"]) == ("40.0", "50.0", "150.0")
+    assert exchange["ours / NCCL"] == "0.33"
     assert exchange["GATHER"] == "–"
+    assert expert_parallel_render.added_us(times, rows.ONE_GPU) is None
     layer = {
         name: text((4, times)) for name, text in expert_parallel_render.layer_columns().items()
     }

@@ -179,19 +179,27 @@ def test_committed_tables_are_those_of_the_json(tmp_path: Path, script: str) -> 
         ("render", "moe", ["moe.md", "moe-summary.md"]),
         ("grouped_render", "grouped_gemm", ["grouped_gemm.md", "grouped_gemm-summary.md"]),
         ("models_render", "models", ["models.md"]),
+        (
+            "expert_parallel_render",
+            "../nvidia-h200-x2/expert_parallel",
+            ["expert_parallel.md", "expert_parallel-summary.md"],
+        ),
     ],
 )
 def test_committed_pages_are_those_of_the_json(
     tmp_path: Path, script: str, stem: str, names: list[str]
 ) -> None:
-    main = importlib.import_module(script).main
-    assert main([str(RESULTS / f"{stem}.json"), "--folder", str(tmp_path)]) == 0
+    main, source = importlib.import_module(script).main, RESULTS / f"{stem}.json"
+    assert main([str(source), "--folder", str(tmp_path)]) == 0
     for name in names:
-        assert (tmp_path / name).read_text("utf-8") == (RESULTS / name).read_text("utf-8")
+        committed = source.parent / name
+        assert (tmp_path / name).read_text("utf-8") == committed.read_text("utf-8")
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("*.png"))
 
 
-@pytest.mark.parametrize("script", ["render", "grouped_render", "models_render"])
+@pytest.mark.parametrize(
+    "script", ["render", "grouped_render", "models_render", "expert_parallel_render"]
+)
 def test_render_refuses_what_is_not_its_document(tmp_path: Path, script: str) -> None:
     (tmp_path / "x.json").write_text('{"rows": []}')
     main = importlib.import_module(script).main

@@ -27,8 +27,8 @@ from ..measure import check_gate, float64_reference, intermediate_sizes, rotatio
 Rows = torch.Tensor | MXTensor
 GATED_TOKENS = 64
 """Tokens of a rank that are compared with float64: the first ones."""
-STEADY = 16
-"""Exchanges of the stage "steady", timed as one: a replay of a graph takes as long as one."""
+EXCHANGES = 16
+"""Exchanges that are timed as one: a replay of a graph takes as long as one of them."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class RankCase:
 
         Returns:
             (name of an exchange or of one of `others`, stage) → microseconds by the slower rank,
-            one for each repeat. Stages are dispatch, combine, exchange, steady and layer. The first
+            one for each repeat. Stages are dispatch, combine, exchange and layer. The first
             exchange has "local" too, which does not depend on the exchange.
         """
         every = [(exchanges[0].name, "local", self.local_variant(exchanges[0]))]
@@ -324,7 +324,7 @@ class RankCase:
         """Everything that is timed of one exchange.
 
         "parts" times dispatch and combine one after the other, "exchange" both in one graph,
-        "steady" STEADY times both in one graph, and "layer" the whole.
+        EXCHANGES times, and "layer" the whole.
         """
         outputs = [self._prepared(exchange, tokens) for tokens in self.tokens]
         boxes: list[list[DispatchedTokens]] = [[] for _ in self.tokens]
@@ -344,8 +344,7 @@ class RankCase:
         layers = [functools.partial(exchange.layer, tokens) for tokens in self.tokens]
         steps = {
             "parts": {"dispatch": calls(dispatch), "combine": calls(combine)},
-            "exchange": {"exchange": calls(both)},
-            "steady": {"steady": calls(both) * (STEADY // self.turns)},
+            "exchange": {"exchange": calls(both) * (EXCHANGES // self.turns)},
             "layer": {"layer": layers},
         }
         return {name: Variant(step, exchange.is_captured) for name, step in steps.items()}
