@@ -107,7 +107,9 @@ def _sum_rows(rows, partials, ranks, exists, share, tile):
             part = tl.load(
                 source + _places(share, tile, owner), mask=mask, other=0.0, cache_modifier=_ONCE
             )
-            parts += (tl.where(computed[:, None], part, 0.0),)
+            if exists.shape[0] == 1:
+                part = tl.where(computed[:, None], part, 0.0)
+            parts += (part,)
         for place in tl.static_range(_RANKS):
             total += parts[place].to(tl.float32)
     return total
