@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from ...distributed import DispatchedTokens, ExpertParallel, Placement
 from ...formats.tensor import MXTensor
@@ -156,13 +154,11 @@ class Collectives:
         return DispatchedTokens(x, weights, ids, num_tokens=count)
 
     def _gather(self, *parts: torch.Tensor) -> list[torch.Tensor]:
-        """Gather tensors of all ranks; NCCL takes them in one launch."""
+        """Gather tensors of all ranks, one after the other."""
         found = [part.new_empty((self._size * part.shape[0], *part.shape[1:])) for part in parts]
         gather = _collective("all_gather_single", "all_gather_into_tensor")
-        in_one = _coalescing_manager() if parts[0].is_cuda else contextlib.nullcontext()
-        with in_one:
-            for out, part in zip(found, parts, strict=True):
-                gather(out, part.contiguous())
+        for out, part in zip(found, parts, strict=True):
+            gather(out, part.contiguous())
         return found
 
     def compute(self, received: DispatchedTokens) -> torch.Tensor:
