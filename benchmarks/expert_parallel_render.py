@@ -182,9 +182,9 @@ def of_group(key: tuple[str, str, str], by_tokens: Mapping[int, Times]) -> str:
     return page(
         f"### {model}, {routing} routing, {wire} wire",
         "Dispatch and combine, µs: each in a graph of its own, whose replay costs several "
-        "microseconds; both, 16 times in one graph. The columns behind: what an exchange adds to "
-        "the local layer. It includes the wait for the slower rank, and that changes with the "
-        "routing where T is below 64.",
+        "microseconds; both, 16 times in one graph. The columns behind them say what an exchange "
+        "adds to the local layer. That includes the wait for the slower rank, which changes with "
+        "the routing where T is below 64.",
         row_table(rows, exchange_columns()),
         "Layers, µs; speed-ups above 1: mxpert is faster.",
         row_table(rows, layer_columns()),

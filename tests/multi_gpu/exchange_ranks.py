@@ -20,6 +20,7 @@ import mxpert
 from mxpert.distributed import ExpertParallel, Transport, workspace
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.errors import PeerLostError
+from mxpert.ops.local_weights import take_experts
 from mxpert.problem import SwiGLU
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEShape, random_moe_problem, random_tokens
@@ -169,18 +170,7 @@ def _layer_parts(
 ) -> tuple[MoEWeights, MoEWeights]:
     """All experts, random ones for None, and those of this rank; prepared for the device."""
     whole = whole or random_moe_problem(SHAPE, 0).weights
-    index = torch.tensor(ep.local_experts, device=whole.device)
-    rows = {
-        name: replace(part, qdata=part.qdata[index], scale=part.scale[index])
-        for name, part in vars(whole).items()
-        if name in ("gate_up_proj", "down_proj")
-    }
-    rows |= {
-        name: None if part is None else part[index]
-        for name, part in vars(whole).items()
-        if name in ("gate_up_bias", "down_bias")
-    }
-    mine = replace(whole, **rows)
+    mine = take_experts(whole, ep.local_experts)
     return whole.prepare(device=device()), mine.prepare(device=device())
 
 

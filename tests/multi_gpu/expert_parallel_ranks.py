@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import mxpert
-from mxpert import MoEWeights, MXTensor
+from mxpert import MoEWeights
 from mxpert.distributed import ExpertParallel, Transport
+from mxpert.ops.local_weights import take_experts
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape
 from support.exact import exact_moe_problem
@@ -93,30 +94,11 @@ def make_layer(
     )
     assert ep.device == torch.device("cuda", dist.get_rank())
     inputs = exact_moe_problem(SHAPE, 400)  # on the CPU: the same on every rank
-    whole, mine = (
-        weights.prepare(device=ep.device) for weights in (inputs.weights, _part(inputs.weights, ep))
-    )
+    local = take_experts(inputs.weights, ep.local_experts)
+    whole, mine = (weights.prepare(device=ep.device) for weights in (inputs.weights, local))
     names = "x", "topk_weights", "topk_ids"
     here = replace(inputs, **{name: getattr(inputs, name).to(ep.device) for name in names})
     return Layer(ep, here, whole, mine, activation_format)
-
-
-def _part(weights: MoEWeights, ep: ExpertParallel) -> MoEWeights:
-    """This rank's experts."""
-    index = torch.tensor(ep.local_experts)
-
-    def rows(part: MXTensor) -> MXTensor:
-        return replace(part, qdata=part.qdata[index], scale=part.scale[index])
-
-    assert weights.gate_up_bias is not None
-    assert weights.down_bias is not None
-    return replace(
-        weights,
-        gate_up_proj=rows(weights.gate_up_proj),
-        down_proj=rows(weights.down_proj),
-        gate_up_bias=weights.gate_up_bias[index],
-        down_bias=weights.down_bias[index],
-    )
 
 
 def eager_layers_equal_one_gpu() -> None:

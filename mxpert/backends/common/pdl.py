@@ -12,7 +12,7 @@ previous kernel may still write this kernel's inputs, or read buffers that this 
 without work wait, too; otherwise the induction fails. After a kernel that never calls
 launch_dependents, or was launched without the option, the wait ends at once.
 
-Reads before the wait. Anyone may read what no kernel writes, such as the addresses of other ranks'
+Reads before the wait. A kernel may read what no kernel writes, such as addresses of other ranks'
 memories. GEMMs, and the kernels that encode rows for them, wait first and then call
 launch_dependents. The next kernel therefore starts after their wait, and all kernels before them
 have completed. It may read their results before its own wait: weights, biases and the routing

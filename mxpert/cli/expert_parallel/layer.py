@@ -26,7 +26,7 @@ Rows = torch.Tensor | MXTensor
 GATED_TOKENS = 64
 """Tokens of a rank that are compared with float64: the first ones."""
 EXCHANGES = 16
-"""Exchanges that are timed as one: a replay of a graph takes as long as one of them."""
+"""Exchanges in one graph, because its replay costs about as much as one of them."""
 
 
 @dataclass(frozen=True)

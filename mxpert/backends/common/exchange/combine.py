@@ -88,8 +88,8 @@ def _return_rows(table, partials_offset, rows, topk_ids, share, tile, top_k, SLO
 def _sum_rows(rows, partials, ranks, exists, share, tile):
     """Sum a tile of this rank's tokens over the ranks that computed them, in rank order.
 
-    A tile of one row loads the rows of all ranks, together with `ranks`, and drops some: few
-    tokens are a matter of latency. Tiles of many load only what they need.
+    A tile of one row loads the rows of all ranks and drops those that `ranks` leaves out, because
+    with few tokens latency decides. A tile of several rows loads only what it sums.
     """
     total = tl.zeros([tile.slot.shape[0], tile.columns.shape[1]], tl.float32)
     for first in range(0, share.num_ranks, _RANKS):
@@ -168,7 +168,7 @@ def _exchange_combine_kernel(
     """Return partial rows and sum what the other ranks return; step 4 of the protocol.
 
     ``out[t] = Σ_r rows that rank r computed for token t``, in rank order, in float32. After a loss
-    it stores as before, into slots that are this rank's alone, and poisons its flags.
+    the kernel still stores rows, into slots that are this rank's alone, and poisons its flags.
 
     Grid: (CTAs,), the same number on all ranks. The programs take tiles of ROWS slots and BLOCK
     columns in turn, the same ones for storing and for summing. A program therefore waits for one

@@ -40,8 +40,8 @@ class Schedule:
 def dispatch_schedule(bound: int, hidden_size: int) -> Schedule:
     """Schedule of dispatch for `bound` slots a rank; timed on two H200s.
 
-    A tile of 2048 codes is one 16-byte store of each of 128 threads. Larger tiles where a CTA would
-    have several: each further one costs a microsecond.
+    A tile of 2048 codes is one 16-byte store of each of 128 threads. Tiles grow where a CTA would
+    have several, because each further one costs a microsecond.
     """
     return _schedule(bound, hidden_size, 2048, 1)
 
@@ -50,8 +50,8 @@ def dispatch_schedule(bound: int, hidden_size: int) -> Schedule:
 def combine_schedule(bound: int, hidden_size: int) -> Schedule:
     """Schedule of combine for `bound` slots a rank; timed on two H200s.
 
-    A tile of 1024 bfloat16 values is one 16-byte store of each of 128 threads. A CTA may have four:
-    its loads of a tile do not wait for each other.
+    A tile of 1024 bfloat16 values is one 16-byte store of each of 128 threads. A CTA may have four,
+    because the loads of a tile do not wait for each other.
     """
     return _schedule(bound, hidden_size, 1024, 4)
 

@@ -154,7 +154,7 @@ class _Awaited(NamedTuple):
 
 @triton.jit
 def _awaited(arrivals):
-    """Load them from `arrivals`, before the previous kernel has ended."""
+    """Load the constants of a wait; a kernel may do so before the previous one has ended."""
     state = tl.load(arrivals + WORDS_ADDRESS).to(tl.pointer_type(tl.int64))
     return _Awaited(
         flags=tl.load(arrivals + ARRIVED_ADDRESS).to(tl.pointer_type(tl.int64)),
