@@ -85,7 +85,6 @@ class AllToAllExchange:
             topk_ids=got[:, :top_k].contiguous(),
             num_tokens=topk_ids.shape[0],
             out_dtype=out_dtype,
-            arrivals=None,
             state=way,
         )
 
@@ -127,10 +126,6 @@ class AllToAllExchange:
 
     def layer_kernel(self, kernel: KernelSpec, *, bound: int, out_dtype: torch.dtype) -> None:
         """None: a local layer is a kernel of its own."""
-
-    def wait(self, dispatched: DispatchedTokens) -> DispatchedTokens:
-        """Return `dispatched`: collectives are in stream order."""
-        return dispatched
 
     def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:
         """Sum the rows that come back in rank order, in float32 (float64 for float64 rows)."""

@@ -272,10 +272,9 @@ class ExpertParallel:
             raise TypeError(message(f"{_OP}.dispatch", "scale_rule", need, repr(scale_rule)))
         require_dtype(out_dtype, OUT_DTYPES, f"{_OP}.dispatch", "out_dtype")
         with torch.no_grad():
-            dispatched = self.dispatch_unchecked(
+            return self.dispatch_unchecked(
                 x, topk_weights, topk_ids, scale_rule=scale_rule, out_dtype=out_dtype
             )
-            return dispatched if dispatched.arrivals is None else self._exchange.wait(dispatched)
 
     def combine(
         self, rows: torch.Tensor, dispatched: DispatchedTokens, *, out: torch.Tensor | None = None
@@ -344,7 +343,7 @@ class ExpertParallel:
         scale_rule: ScaleRule,
         out_dtype: torch.dtype,
     ) -> DispatchedTokens:
-        """`dispatch` of arguments that were checked; the rows may still be on their way."""
+        """`dispatch` of arguments that were checked."""
         self._guard.check(_OP)
         bound = self.max_tokens
         return self._exchange.dispatch(

@@ -56,7 +56,6 @@ class GatherExchange:
             topk_ids=ids,
             num_tokens=topk_ids.shape[0],
             out_dtype=out_dtype,
-            arrivals=None,
             state=bound,
         )
 
@@ -82,10 +81,6 @@ class GatherExchange:
 
     def layer_kernel(self, kernel: KernelSpec, *, bound: int, out_dtype: torch.dtype) -> None:
         """None: a local layer is a kernel of its own."""
-
-    def wait(self, dispatched: DispatchedTokens) -> DispatchedTokens:
-        """Return `dispatched`: collectives are in stream order."""
-        return dispatched
 
     def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:
         """Reduce-scatter in the dtype of `rows`; the backend chooses the order of the sum."""

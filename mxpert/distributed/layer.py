@@ -57,8 +57,6 @@ def _exchange(
     dispatched = ranks.dispatch_unchecked(
         *routed, scale_rule=local.options.scale_rule, out_dtype=out_dtype
     )
-    if dispatched.arrivals is not None:
-        dispatched = ranks.exchange.wait(dispatched)
     rows = fused_moe_received(dispatched, inputs["weights"], local.options, ranks.local_top_k, call)
     return ranks.combine_unchecked(rows, dispatched, inputs.get("out"))
 

@@ -94,10 +94,14 @@ class SymmetricExchange:
         bound: int,
         scale_rule: ScaleRule,
         out_dtype: torch.dtype,
+        waits: bool = True,
     ) -> DispatchedTokens:
-        """Store each token on the ranks of its experts; the received ones are still on their way.
+        """Store each token on the ranks of its experts, and wait for those of all ranks.
 
         The tensors of the result are this object's buffers, valid until `combine` of the result.
+
+        Args:
+            waits: False leaves the wait to the kernels that sort the tokens; see `arrivals`.
 
         Raises:
             PeerLostError: an earlier `check` has raised it.
@@ -112,6 +116,7 @@ class SymmetricExchange:
             scale=None if scale is None else scale.contiguous(),
             topk_weights=topk_weights.contiguous(),
             topk_ids=topk_ids.contiguous(),
+            arrivals=self.arrivals(bound) if waits else None,
             **self._state,
             **self._experts,
         )
@@ -121,6 +126,10 @@ class SymmetricExchange:
             DispatchedTokens, **received, num_tokens=num_tokens, out_dtype=out_dtype, state=bound
         )
 
+    def arrivals(self, bound: int) -> torch.Tensor:
+        """What kernels wait for in calls with `bound` slots a rank: int64 [NUM_ARRIVALS]."""
+        return self._arrivals[host.arrivals_row(self._own.layout, bound)]
+
     def _view(self, bound: int) -> dict[str, Any]:
         """The received tokens of calls with `bound` slots a rank."""
         slots = self._spec.size * bound
@@ -128,21 +137,9 @@ class SymmetricExchange:
             self._sections[name][:slots] for name in ("rows", "scales", "ids", "weights")
         )
         parts = (rows, scales) if self._own.layout.mx_rows else (rows.view(torch.uint8),)
-        arrivals = self._arrivals[host.arrivals_row(self._own.layout, bound)]
-        self._received[bound] = dict(
-            x=rows_from_wire(parts, self._spec.wire_format),
-            topk_weights=weights,
-            topk_ids=ids,
-            arrivals=arrivals,
-        )
+        x = rows_from_wire(parts, self._spec.wire_format)
+        self._received[bound] = dict(x=x, topk_weights=weights, topk_ids=ids)
         return self._received[bound]
-
-    def wait(self, dispatched: DispatchedTokens) -> DispatchedTokens:
-        """Enqueue a kernel that waits for the tokens of all ranks; without them all ids are −1."""
-        host.wait_launch(self._own, dispatched.state)(
-            topk_ids=dispatched.topk_ids, arrivals=dispatched.arrivals
-        )
-        return rebuild(DispatchedTokens, **{**vars(dispatched), "arrivals": None})
 
     def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:
         """Store each row on its token's rank, and sum a token's rows there in rank order.
@@ -262,9 +259,15 @@ class _LayerKernel:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return this rank's tokens [T, H], or `out`. problem, config: of the local layer."""
-        scale_rule, out_dtype = problem.options.scale_rule, self._out_dtype
+        out_dtype = self._out_dtype
         received = self._exchange.dispatch(
-            x, topk_weights, topk_ids, bound=self._bound, scale_rule=scale_rule, out_dtype=out_dtype
+            x,
+            topk_weights,
+            topk_ids,
+            bound=self._bound,
+            scale_rule=problem.options.scale_rule,
+            out_dtype=out_dtype,
+            waits=False,
         )
         rows = self._kernel.launch(
             problem,
@@ -275,7 +278,7 @@ class _LayerKernel:
             topk_ids=received.topk_ids,
             expert_map=None,
             num_local_tokens=None,
-            arrivals=received.arrivals,
+            arrivals=self._exchange.arrivals(self._bound),
         )
         if out is None:
             out = torch.empty(x.shape, dtype=out_dtype, device=rows.device)

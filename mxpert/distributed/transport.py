@@ -65,9 +65,6 @@ class DispatchedTokens:
             ids, and in slots that no token uses.
         num_tokens: T, the tokens of this rank, which `combine` returns.
         out_dtype: dtype of the result of `combine`.
-        arrivals: None where the rows are there once the stream reaches the next kernel. Inside of
-            `fused_moe`, SYMMETRIC has an int64 tensor here on which the routing kernels of the
-            local layer wait; `ExpertParallel.dispatch` waits itself and returns None.
         state: what the transport keeps for `combine`.
 
     Example:
@@ -84,7 +81,6 @@ class DispatchedTokens:
     topk_ids: torch.Tensor
     num_tokens: int
     out_dtype: torch.dtype = torch.bfloat16
-    arrivals: torch.Tensor | None = None
     state: Any = field(default=None, repr=False)
 
 
@@ -176,7 +172,10 @@ class Exchange(Protocol):
         scale_rule: ScaleRule,
         out_dtype: torch.dtype,
     ) -> DispatchedTokens:
-        """Send each token to the ranks that own one of its experts, and receive theirs."""
+        """Send each token to the ranks that own one of its experts, and receive theirs.
+
+        If a rank is lost, the ids of all other ranks' tokens are −1.
+        """
 
     def layer_kernel(
         self, kernel: KernelSpec, *, bound: int, out_dtype: torch.dtype
@@ -192,12 +191,6 @@ class Exchange(Protocol):
 
         Raises:
             What `dispatch` raises.
-        """
-
-    def wait(self, dispatched: DispatchedTokens) -> DispatchedTokens:
-        """Wait on the stream until all rows are there; return the tokens without `arrivals`.
-
-        Ids of the rows of a lost rank become −1. Called only where `arrivals` is not None.
         """
 
     def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:

@@ -39,9 +39,6 @@ class ReceivedTokens(Protocol):
     @property
     def topk_ids(self) -> torch.Tensor: ...
 
-    @property
-    def arrivals(self) -> torch.Tensor | None: ...
-
 
 class LayerOfRanks(Protocol):
     """What runs a layer whose experts lie on several ranks: `ExpertParallel`."""
@@ -161,7 +158,6 @@ def fused_moe_received(
         topk_ids=received.topk_ids,
         expert_map=None,
         num_local_tokens=None,
-        arrivals=received.arrivals,
     )
     if caller is None:
         return _FUSED_MOE_RECEIVED(options, local_top_k, **inputs)

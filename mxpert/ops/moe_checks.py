@@ -96,20 +96,9 @@ def check_fused_moe_received(
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
     num_local_tokens: torch.Tensor | None,
-    arrivals: torch.Tensor | None,
 ) -> None:
     """Checks of `fused_moe` for rows that other ranks send."""
     check_received(options, x, weights, topk_weights, topk_ids, expert_map, num_local_tokens)
-    if arrivals is not None:
-        require_tensor(
-            arrivals,
-            "fused_moe",
-            "arrivals",
-            dtype=torch.int64,
-            shape=(None,),
-            device=weights.device,
-            contiguous=True,
-        )
 
 
 def check_fused_moe_out(

@@ -64,7 +64,6 @@ class _Received(NamedTuple):
     x: torch.Tensor | MXTensor
     topk_weights: torch.Tensor
     topk_ids: torch.Tensor
-    arrivals: None = None
 
 
 def exchanged_counts(max_tokens: int) -> tuple[int, ...]:

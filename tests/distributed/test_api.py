@@ -164,7 +164,7 @@ def test_combine_checks_what_it_gets() -> None:
     ep, inputs = make(), random_moe_problem(SHAPE, 3)
     sent = ep.dispatch(inputs.x, inputs.topk_weights, inputs.topk_ids)
     assert isinstance(sent, DispatchedTokens)
-    assert (sent.num_tokens, sent.topk_ids.shape, sent.arrivals) == (3, (8, 2), None)
+    assert (sent.num_tokens, sent.topk_ids.shape) == (3, (8, 2))
     rows = torch.ones(8, 64, dtype=torch.bfloat16)
     for wrong, error, text in (
         (rows.float(), TypeError, "rows.dtype — need bfloat16"),

@@ -82,7 +82,6 @@ CASES: dict[str, Layer | Grouped | Exchange] = {
     "cdna4 prefill a4w4 stage 1": Layer("cdna4", "mxfp4", 256, 768, 1),
     "cdna4 grouped gemm": Grouped(256, 256, 640),
     "exchange dispatch": Exchange("_exchange_dispatch_kernel"),
-    "exchange wait": Exchange("_exchange_wait_kernel"),
     "exchange combine": Exchange("_exchange_combine_kernel"),
     "exchange sort": Exchange("_routing_plan_expert_kernel"),
 }

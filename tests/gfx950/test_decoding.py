@@ -179,8 +179,7 @@ def _call_ops() -> None:
     mxpert.grouped_gemm(*(mxpert.quantize(t, "mxfp8_e4m3") for t in (x, b)), offsets)
     mxpert.grouped_wgrad(x, x[:, :128], offsets)
     with turns() as pair:
-        pair.dispatch(0)
-        pair.wait(0)
+        pair.dispatch(0, waits=True)
         pair.combine(0)
 
 

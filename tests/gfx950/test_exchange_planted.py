@@ -15,12 +15,13 @@ import torch
 from mxpert.backends.common.exchange import host
 from mxpert.backends.common.exchange.words import MAX_CTAS, NUM_CTAS
 from mxpert.testing.gfx950 import AcquireFault, CodeObject, Fault, ReleaseFault, emulate
+from mxpert.testing.gfx950.faults import SharedBytesFault
 from support.gfx950_exchange import CASE, Turns, at_the_third_poll, earlier, longer, planted, turns
 from support.gfx950_mutants import Mutant, changed, mutants
 from support.gfx950_suite import SCHEDULES
 
 DISPATCH, COMBINE = "_exchange_dispatch_kernel", "_exchange_combine_kernel"
-WAIT, SORT = "_exchange_wait_kernel", "_routing_plan_expert_kernel"
+SORT = "_routing_plan_expert_kernel"
 
 
 def dropped(kind: str, line: str, text: str) -> Callable[[CodeObject], CodeObject]:
@@ -69,9 +70,8 @@ def caught(turn: Callable[[], Any], kernel: str, kind: type[Fault], what: str) -
 
 
 def ready_to_combine(pair: Turns) -> None:
-    for rank in range(2):
-        pair.dispatch(rank)
-    pair.wait(0)
+    pair.dispatch(1)
+    pair.dispatch(0, waits=True)
     pair.announce(1)
 
 
@@ -108,22 +108,29 @@ def test_data_ahead_of_the_invalidation(schedule: str) -> None:
             caught(lambda: pair.sort(1), SORT, AcquireFault, what)
 
 
-@pytest.mark.parametrize("kernel", [WAIT, SORT, COMBINE])
+@pytest.mark.parametrize("kernel", [SORT, COMBINE])
 def test_polls_of_a_cache(kernel: str) -> None:
     """Without a scope, polls may see the old flag for ever: a fault, once the flag changes."""
     load = "buffer_load_dwordx2" if kernel == COMBINE else "global_load_dwordx2"
     change = dropped("narrow scope", "wait", load)
     with emulate(), turns(longer(CASE, 60.0)) as pair:
-        pair.dispatch(0)
         if kernel == COMBINE:
             pair.dispatch(1)
-            pair.wait(0)
+        pair.dispatch(0, waits=kernel == COMBINE)
         flags = pair.ranks[0]._sections["returned" if kernel == COMBINE else "arrived"]
-        step = {WAIT: pair.wait, SORT: pair.sort, COMBINE: pair.combine}[kernel]
+        step = {SORT: pair.sort, COMBINE: pair.combine}[kernel]
         late = at_the_third_poll(lambda: flags[1].fill_(100))
         with planted(kernel, code=change), late:
             what = "has changed since this workgroup loaded it"
             caught(lambda: step(0), kernel, AcquireFault, what)
+
+
+def test_dispatch_polls_a_cache() -> None:
+    """It polls the flags of its own CTAs, too: a load without a scope races with them."""
+    change = dropped("narrow scope", "wait", "global_load_dwordx2")
+    with emulate(), turns() as pair, planted(DISPATCH, code=change):
+        what = "which another workgroup updated without order"
+        caught(lambda: pair.dispatch(0, waits=True), DISPATCH, SharedBytesFault, what)
 
 
 # ---- the protocol -------------------------------------------------------------------------------
@@ -143,8 +150,7 @@ def test_wrong_slot_is_seen() -> None:
     with emulate(), turns() as pair:
         with planted(DISPATCH, arguments=of_rank_0("rows_offset", lambda start: start + row)):
             pair.dispatch(0)
-        pair.dispatch(1)
-        pair.wait(1)
+        pair.dispatch(1, waits=True)
         assert not pair.rows_are_right(1)
 
 
@@ -160,8 +166,8 @@ def test_wrong_dispatch_flags_are_seen(flag: str) -> None:
     with emulate(), turns() as pair:
         with planted(DISPATCH, arguments=FLAGS[flag]):
             pair.dispatch(0)
-        pair.dispatch(1)
-        assert (pair.wait(1).topk_ids == -1).all()
+        pair.dispatch(1, waits=True)
+        assert (pair.received_ids(1) == -1).all()
         assert host.lost(pair.ranks[1]._words) == (0, None)
 
 
@@ -170,7 +176,7 @@ def test_wrong_combine_flags_are_seen(flag: str) -> None:
     """Rank 1 loses rank 0, and its result is NaN."""
     with emulate(), turns() as pair:
         ready_to_combine(pair)
-        pair.wait(1)
+        pair.sort(1)
         with planted(COMBINE, arguments=FLAGS[flag]):
             pair.combine(0)
         assert pair.combine(1).isnan().all()
@@ -186,9 +192,8 @@ def test_missing_wait_is_seen() -> None:
         return {**given, "arrivals": arrivals}
 
     with emulate(), turns() as pair:
-        pair.dispatch(0)
-        with planted(WAIT, arguments=no_flags):
-            pair.wait(0)
+        with planted(DISPATCH, arguments=no_flags):
+            pair.dispatch(0, waits=True)
         assert host.lost(pair.ranks[0]._words) == (None, None)
         assert not pair.rows_are_right(0)
 
@@ -196,7 +201,7 @@ def test_missing_wait_is_seen() -> None:
 def test_a_lost_rank_gives_nan() -> None:
     """Rank 1 never comes: rank 0 names it, drops every row and returns NaN."""
     with emulate(), turns() as pair:
-        pair.dispatch(0)
-        assert (pair.wait(0).topk_ids == -1).all()
+        pair.dispatch(0, waits=True)
+        assert (pair.received_ids(0) == -1).all()
         assert pair.combine(0).isnan().all()
         assert host.lost(pair.ranks[0]._words) == (1, None)

@@ -14,8 +14,7 @@ from multi_gpu.test_symmetric_gpu import ANY_SIZE, KILL, started
 from mxpert.backends.common.exchange import host
 from mxpert.backends.common.exchange.schedule import Schedule
 from mxpert.distributed.symmetric import SymmetricExchange
-from support.exchange import Case, Experts, Tokens, expected, random_tokens
-from support.exchange import dispatch as send
+from support.exchange import Case, Experts, Tokens, expected, random_tokens, send
 from support.ranks import Outcomes
 
 pytestmark = pytest.mark.timeout(900)
@@ -87,13 +86,13 @@ def _epoch(
     between()  # type: ignore[operator]
     for rank, stream in enumerate(streams):
         with torch.cuda.stream(stream):
-            rows.append(experts[rank](received[rank]))
+            rows.append(experts[rank](*received[rank]))
     between()  # type: ignore[operator]
     for rank, stream in enumerate(streams):
         with torch.cuda.stream(stream):
             out = torch.full(
                 (len(tokens[rank].x), case.hidden_size), torch.nan, device=rows[rank].device
             )
-            exchanges[rank].combine(rows[rank], received[rank], out)
+            exchanges[rank].combine(rows[rank], received[rank][0], out)
             results.append(out)
     return results

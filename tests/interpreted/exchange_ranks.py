@@ -36,16 +36,15 @@ from mxpert.ops.local_weights import take_experts
 from mxpert.testing.numerics import assert_close_relative
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.testing.problems import random_tokens as random_tokens_of
-from support.exchange import Case, Experts, Tokens, expected, multiply, poison, random_tokens
-from support.exchange import dispatch as send
+from support.exchange import Case, Experts, Tokens, expected, multiply, poison, random_tokens, send
 from support.interpreter import install
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # else the kernels are compiled, and emulated
     install()
 
 CPU = torch.device("cpu")
-SORTS = (PlanConfig(0, 32, 1), PlanConfig(2, 16, 1))
-"""One launch, and two launches."""
+SORTS = (PlanConfig(0, 32, 1), PlanConfig(2, 16, 1), None)
+"""A sort that waits: one launch, and two launches. None: dispatch waits, and nothing is sorted."""
 DELAY_S = 0.03
 
 
@@ -77,7 +76,7 @@ def run(
     delays: Callable[[int, int], float] | None = None,
     bounds: tuple[int, ...] = (),
     count: int | None = None,
-    sorts: Sequence[PlanConfig] = SORTS,
+    sorts: Sequence[PlanConfig | None] = SORTS,
 ) -> int:
     """Run epochs and return how many results differ from the exact ones.
 
@@ -85,7 +84,7 @@ def run(
         delays: seconds to sleep, by rank and step; None draws them.
         bounds: slots a rank of the epochs in turn; () takes max_tokens.
         count: tokens of each rank; None draws them.
-        sorts: of the epochs in turn; () waits by the wait kernel and makes no plan (faster).
+        sorts: of the epochs in turn.
     """
     generator, wrong = random.Random(rank()), 0
     experts = Experts(case, rank(), CPU)
@@ -100,12 +99,13 @@ def run(
         tokens = random_tokens(replace(case, max_tokens=bound), rank(), epoch, count)
         exchange._sections["partials"].view(torch.uint8).fill_(0xFF)
         pause()
-        received = send(exchange, tokens, bound)
+        sort = sorts[epoch % len(sorts)]
+        received, arrivals = send(exchange, tokens, bound, waits=sort is None)
         pause()
-        if sorts:
-            rows = experts(received, sorts[epoch % len(sorts)])
+        if sort is None:
+            rows = multiply(case, experts.factors, received)
         else:
-            rows = multiply(case, experts.factors, exchange.wait(received))
+            rows = experts(received, arrivals, sort)
         poison(received)
         pause()
         out = torch.full((tokens.x.shape[0], case.hidden_size), torch.nan)
@@ -165,7 +165,7 @@ def two_exchanges_take_turns() -> None:
             received = [send(*each, case.max_tokens) for each in zip(pair, tokens, strict=True)]
             for exchange, given, mine in list(zip(pair, received, tokens, strict=True))[::-1]:
                 out = torch.full((mine.x.shape[0], case.hidden_size), torch.nan)
-                exchange.combine(experts(given), given, out)
+                exchange.combine(experts(*given), given[0], out)
                 assert torch.equal(out, expected(case, mine))
         dist.barrier()
 
@@ -189,7 +189,7 @@ def is_seen(delays: Callable[[int, int], float] | None = None, *, times_out: boo
     """Some rank sees differences, or lost ranks if `times_out`; timed for the planted error."""
     case = Case(dist.get_world_size(), timeout_s=2.0 if times_out else 600.0)
     exchange = make(case)
-    wrong = run(exchange, case, 3, delays=delays, count=4, sorts=())
+    wrong = run(exchange, case, 3, delays=delays, count=4, sorts=(None,))
     counts = [None] * case.size
     dist.all_gather_object(counts, (wrong, host.lost(exchange._words)[0]))
     assert any(count for count, _ in counts), counts
@@ -315,8 +315,8 @@ def killed_rank_is_named() -> None:
         else:
             assert run(exchange, case, 2) == 0
             tokens = one_expert_of(case, last)
-            received = send(exchange, tokens, case.max_tokens)
-            rows = Experts(case, rank(), CPU)(received)
+            received, arrivals = send(exchange, tokens, case.max_tokens)
+            rows = Experts(case, rank(), CPU)(received, arrivals)
             dist.barrier()  # the last rank is dead, and the others are as far as this one
             limit_wait(exchange, 3.0)
             out = torch.zeros(4, case.hidden_size)
@@ -348,13 +348,13 @@ def _nothing_waits_any_more(exchange: SymmetricExchange, case: Case, tokens: Tok
     exchange._lost = None
     limit_wait(exchange, 600.0)
     started = time.monotonic()
-    received = send(exchange, tokens, case.max_tokens)
-    assert (Experts(case, rank(), CPU)(received) == 0).all()  # no row is routed
-    waited = exchange.wait(received)
-    assert (waited.topk_ids == -1).all()
-    out = torch.zeros(4, case.hidden_size)
-    exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
-    assert out.isnan().all()
+    for waits in (False, True):
+        received, arrivals = send(exchange, tokens, case.max_tokens, waits=waits)
+        assert (Experts(case, rank(), CPU)(received, arrivals) == 0).all()  # no row is routed
+        assert not waits or (received.topk_ids == -1).all()
+        out = torch.zeros(4, case.hidden_size)
+        exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
+        assert out.isnan().all()
     assert time.monotonic() - started < 60
 
 
@@ -378,8 +378,9 @@ def a_loss_reaches_every_rank() -> None:
         if rank() != last:
             tokens = one_expert_of(case, 0)
             for _ in range(2):  # rank 0's second dispatch ends the others' first wait
-                received = exchange.wait(send(exchange, tokens, case.max_tokens))
-                assert (received.topk_ids == -1).all()
+                received, _ = send(exchange, tokens, case.max_tokens, waits=True)
+                theirs = torch.arange(case.size * case.max_tokens) // case.max_tokens != rank()
+                assert (received.topk_ids[theirs] == -1).all()
                 out = torch.zeros(4, case.hidden_size)
                 exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
                 assert out.isnan().all()
@@ -402,7 +403,7 @@ def two_streams_are_seen() -> None:
         with pytest.raises(ValueError, match=r"ExpertParallel.dispatch: order — need dispatch and"):
             send(exchange, tokens, case.max_tokens)
         exchange._is_dispatched = False
-        received = send(exchange, tokens, case.max_tokens)
+        received, _ = send(exchange, tokens, case.max_tokens)
         assert int(exchange._words[0]) == TWO_STREAMS.value
         out = torch.zeros(4, case.hidden_size)
         exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
@@ -417,7 +418,7 @@ def combine_without_a_wait_is_seen() -> None:
     with small_schedules():
         exchange = make(case)
         tokens = random_tokens(case, rank(), 3, 4)
-        received = send(exchange, tokens, case.max_tokens)
+        received, _ = send(exchange, tokens, case.max_tokens)
         out = torch.zeros(4, case.hidden_size)
         exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
         assert out.isnan().all()
@@ -434,7 +435,7 @@ def epochs_beyond_32_bits() -> None:
         exchange._words[EPOCHS.value :] = (1 << 40) - 1
         exchange._words[0] = (1 << 40) - 1
         dist.barrier()
-        assert run(exchange, case, 2, sorts=()) == 0
+        assert run(exchange, case, 2, sorts=(None,)) == 0
         exchange.check()
         dist.barrier()
 

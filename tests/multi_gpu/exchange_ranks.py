@@ -26,8 +26,7 @@ from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEShape, random_moe_problem, random_tokens
 from mxpert.weights import GateUpOrder, MoEWeights
 from support.exact import exact_moe_problem
-from support.exchange import Case, Experts, Tokens, expected, poison
-from support.exchange import dispatch as send
+from support.exchange import Case, Experts, Tokens, expected, poison, send
 from support.exchange import random_tokens as exact_tokens
 from support.gpu_delays import spin
 
@@ -70,11 +69,13 @@ def cases() -> Iterator[Case]:
     yield Case(**common, num_experts=16, hidden_size=7168, max_tokens=1024)
 
 
-def layer(exchange: Any, experts: Experts, tokens: Tokens, bound: int) -> torch.Tensor:
-    """One epoch, with slots poisoned as early as that is allowed."""
+def layer(
+    exchange: Any, experts: Experts, tokens: Tokens, bound: int, *, waits: bool = False
+) -> torch.Tensor:
+    """One epoch, with slots poisoned as early as that is allowed; dispatch or the sort waits."""
     exchange._sections["partials"].view(torch.uint8).fill_(0xFF)
-    received = send(exchange, tokens, bound)
-    rows = experts(received)
+    received, arrivals = send(exchange, tokens, bound, waits=waits)
+    rows = experts(received, arrivals)
     poison(received)
     out = torch.full((tokens.x.shape[0], rows.shape[1]), torch.nan, device=rows.device)
     exchange.combine(rows, received, out)
@@ -98,7 +99,7 @@ def many_epochs_are_exact() -> None:
             bound = (case.max_tokens, case.max_tokens, 7, 1)[epoch % 4]
             tokens = exact_tokens(replace(case, max_tokens=bound), rank(), epoch).to(device())
             spin(torch.randint(0, 200_000, (1,), generator=generator).to(device()))
-            out = layer(exchange, experts, tokens, bound)
+            out = layer(exchange, experts, tokens, bound, waits=epoch % 5 == 0)
             assert torch.equal(out, expected(case, tokens)), (case, epoch)
         exchange.check()
         settled()
@@ -264,8 +265,8 @@ def a_killed_rank_is_named() -> None:
     exchange = make(case)
     assert torch.equal(layer(exchange, experts, tokens, 64), expected(case, tokens))
     settled()
-    received = send(exchange, tokens, case.max_tokens)
-    rows = experts(received)
+    received, arrivals = send(exchange, tokens, case.max_tokens)
+    rows = experts(received, arrivals)
     settled()
     if rank() == last:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -28,8 +28,7 @@ import torch.multiprocessing as multiprocessing
 
 from multi_gpu import exchange_ranks as ranks
 from multi_gpu.environment import gpu_environment
-from support.exchange import Case, Experts, Tokens, expected, poison, random_tokens
-from support.exchange import dispatch as send
+from support.exchange import Case, Experts, Tokens, expected, poison, random_tokens, send
 from support.gpu_delays import spin
 
 SETS = 32
@@ -86,16 +85,16 @@ class Replayed:
 
 
 def exact_graphs(case: Case, bounds: tuple[int, ...]) -> tuple[list[Replayed], Any]:
-    """Graphs of one exchange whose results are known exactly."""
+    """Graphs of one exchange whose results are known exactly; dispatch or the sort waits."""
     exchange, experts = ranks.make(case), Experts(case, ranks.rank(), ranks.device())
 
-    def layer(bound: int) -> Layer:
+    def layer(bound: int, waits: bool) -> Layer:
         def run(tokens: Tokens, delay: Callable[[int], None]) -> torch.Tensor:
             exchange._sections["partials"].view(torch.uint8).fill_(0xFF)
             delay(0)
-            received = send(exchange, tokens, bound)
+            received, arrivals = send(exchange, tokens, bound, waits=waits)
             delay(1)
-            rows = experts(received)
+            rows = experts(received, arrivals)
             poison(received)
             out = torch.full(tokens.x.shape, torch.nan, device=rows.device)
             delay(2)
@@ -113,7 +112,8 @@ def exact_graphs(case: Case, bounds: tuple[int, ...]) -> tuple[list[Replayed], A
             for epoch in range(SETS)
         ]
         wanted = torch.stack([expected(case, tokens) for tokens in sets])
-        graphs.append(Replayed(layer(bound), sets, wanted, ranks.rank()))
+        for waits in (False, True):
+            graphs.append(Replayed(layer(bound, waits), sets, wanted, ranks.rank()))
     return graphs, exchange
 
 

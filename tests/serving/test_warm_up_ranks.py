@@ -125,16 +125,19 @@ def test_compile_only_compiles_and_launches_nothing() -> None:
 
     placement = Placement.contiguous(3, 1)
     spec = ExchangeSpec("", 0, placement, 3, 96, 5, "bf16", torch.bfloat16, 1.0)
-    launch = host.wait_launch(host.Rank(symmetric.layout_of(spec), 0, 3, H200), 5)
-    ids, words = torch.zeros(5, 3, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    launch = host.combine_launch(host.Rank(symmetric.layout_of(spec), 0, 3, H200), 5, 5)
+    rows, words = torch.zeros(5, 96, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.int64)
+    tensors = dict.fromkeys(("out", "rows", "partials"), rows)
+    tensors |= dict.fromkeys(("state", "table", "returned", "destinations"), words)
+    tensors["topk_ids"] = torch.zeros(5, 3, dtype=torch.int32)
     caches = launch.kernel.device_caches
     with without_device() as launched:
         caches.clear()
         with compile_only():
-            launch(topk_ids=ids, arrivals=words)
+            launch(**tensors)
         assert not launched
         assert [len(cache[0]) for cache in caches.values()] == [1]
-        launch(topk_ids=ids, arrivals=words)
+        launch(**tensors)
         assert len(launched) == 1
         assert [len(cache[0]) for cache in caches.values()] == [1]
 

@@ -116,24 +116,24 @@ def multiply(case: Case, factors: torch.Tensor, received: DispatchedTokens) -> t
 
 @dataclass
 class Experts:
-    """The local experts of a rank: a real routing plan, then each row times its coefficient.
-
-    Args:
-        waits: whether the plan waits for the tokens.
-    """
+    """The local experts of a rank: a real routing plan, then each row times its coefficient."""
 
     case: Case
     rank: int
     device: torch.device
-    waits: bool = True
     factors: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         local = Placement.contiguous(self.case.num_experts, self.case.size).local_experts(self.rank)
         self.factors = self.case.factors()[list(local)].to(self.device)
 
-    def __call__(self, received: DispatchedTokens, config: Any = None) -> torch.Tensor:
-        """[R, H] in combine_dtype; zero for rows without a local expert."""
+    def __call__(
+        self, received: DispatchedTokens, arrivals: torch.Tensor | None, config: Any = None
+    ) -> torch.Tensor:
+        """[R, H] in combine_dtype; zero for rows without a local expert.
+
+        arrivals: what the plan waits for; None for tokens that are there.
+        """
         problem = RoutingProblem(
             Op.ROUTING_PLAN,
             detect_target(self.device),
@@ -150,7 +150,7 @@ class Experts:
             topk_ids=received.topk_ids,
             expert_map=None,
             num_local_tokens=None,
-            arrivals=received.arrivals if self.waits else None,
+            arrivals=arrivals,
         )
         place = plan.slot_rows.long()
         computed = place >= 0
@@ -179,17 +179,21 @@ def poison(received: DispatchedTokens) -> None:
         part.view(torch.uint8).fill_(0xFF)  # NaN in each format
 
 
-def dispatch(
-    exchange: Any, tokens: Tokens, bound: int, *, quantised: bool = False
-) -> DispatchedTokens:
-    """`exchange.dispatch` to a float32 result; `quantised` rows are made here."""
-    x = mxpert.quantize(tokens.x, "mxfp8") if quantised else tokens.x
-    received: DispatchedTokens = exchange.dispatch(
-        x,
+def send(
+    exchange: Any, tokens: Tokens, bound: int, *, waits: bool = False
+) -> tuple[DispatchedTokens, torch.Tensor | None]:
+    """Dispatch to a float32 result.
+
+    Returns:
+        The tokens, and what the plan has to wait for: None if dispatch `waits`.
+    """
+    received = exchange.dispatch(
+        tokens.x,
         tokens.weights,
         tokens.ids,
         bound=bound,
         scale_rule=ScaleRule.RCEIL,
         out_dtype=torch.float32,
+        waits=waits,
     )
-    return received
+    return received, None if waits else exchange.arrivals(bound)

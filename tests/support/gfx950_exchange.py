@@ -1,7 +1,7 @@
 """Two ranks of a SYMMETRIC exchange that take turns in one process, on gfx950 code.
 
-Dispatch waits for nobody. What sort and combine of a rank wait for, the other rank has done before,
-or `Turns.announce` says so in its name. `planted` changes a kernel's code or its arguments.
+What kernels of a rank wait for, the other rank has done before, or `Turns.announce` says so in its
+name. `planted` changes a kernel's code or its arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mxpert.testing.gfx950 import CodeObject, emulate, emulation
 from mxpert.testing.gfx950.machine import Machine
 from support.gfx950_mutants import Launch
 
-from .exchange import Case, Experts, Tokens, dispatch, expected, multiply, random_tokens, values
+from .exchange import Case, Experts, Tokens, expected, multiply, random_tokens, send, values
 
 CPU = torch.device("cpu")
 CASE = Case(max_tokens=4, timeout_s=0.5)
@@ -48,6 +48,7 @@ class Turns:
     case: Case = CASE
     ranks: list[SymmetricExchange] = field(init=False)
     received: list[DispatchedTokens] = field(init=False)
+    arrivals: list[torch.Tensor | None] = field(init=False)
 
     def __post_init__(self) -> None:
         self.ranks = SymmetricExchange.virtual([self.case.spec(r) for r in range(2)], CPU)
@@ -55,21 +56,20 @@ class Turns:
             each._sections["partials"].view(torch.uint8).fill_(0xFF)  # NaN
             each._sections["rows"].view(torch.uint8).fill_(0xFF)
         self.received = [None, None]  # type: ignore[list-item]
+        self.arrivals = [None, None]
 
     def tokens(self, rank: int) -> Tokens:
         """Tokens of a rank, most of which need experts of both."""
         return random_tokens(self.case, rank, 3 - rank, COUNT)
 
-    def dispatch(self, rank: int) -> None:
-        self.received[rank] = dispatch(self.ranks[rank], self.tokens(rank), self.case.max_tokens)
-
-    def wait(self, rank: int) -> DispatchedTokens:
-        """Wait for tokens by the wait kernel."""
-        return self.ranks[rank].wait(self.received[rank])
+    def dispatch(self, rank: int, *, waits: bool = False) -> None:
+        """Dispatch; if it `waits`, the other rank has dispatched before."""
+        given = self.ranks[rank], self.tokens(rank), self.case.max_tokens
+        self.received[rank], self.arrivals[rank] = send(*given, waits=waits)
 
     def sort(self, rank: int) -> torch.Tensor:
         """Wait for tokens in the sort; returns the rows that the local experts make of them."""
-        return Experts(self.case, rank, CPU)(self.received[rank])
+        return Experts(self.case, rank, CPU)(self.received[rank], self.arrivals[rank])
 
     def rows(self, rank: int) -> torch.Tensor:
         """The rows that the local experts make of tokens that were waited for."""
@@ -93,12 +93,17 @@ class Turns:
         other._sections["partials"][slots] = self.rows(rank)[theirs]
         other._sections["returned"][rank] = epoch + 1
 
+    def received_ids(self, rank: int) -> torch.Tensor:
+        """Local ids [COUNT, k] of the other one's tokens."""
+        first = (1 - rank) * self.case.max_tokens
+        return self.received[rank].topk_ids[first : first + COUNT]
+
     def rows_are_right(self, rank: int) -> bool:
         """Whether a rank has received the other one's rows."""
         received, theirs = self.received[rank], self.tokens(1 - rank)
         first = (1 - rank) * self.case.max_tokens
         got = values(received.x)[first : first + COUNT]
-        sent = (received.topk_ids[first : first + COUNT] >= 0).any(1)
+        sent = (self.received_ids(rank) >= 0).any(1)
         return bool(sent.any()) and torch.equal(got[sent], theirs.x.float()[sent])
 
     def result_is_right(self, rank: int, out: torch.Tensor) -> bool:
@@ -172,14 +177,13 @@ def captured(kernel: str) -> Launch:
         found.append(Launch(kernel, code, grid, arguments, binary, memory))
         raise _CapturedError
 
-    patch = mock.patch.object(emulation, "run", spy)
-    with emulate(), turns() as pair, contextlib.suppress(_CapturedError), patch:
-        for rank in (0, 1):
-            pair.dispatch(rank)
-        pair.wait(0)
-        pair.sort(0)
-        pair.announce(1)
-        pair.combine(0)
+    with emulate(), turns() as pair, contextlib.suppress(_CapturedError):
+        pair.dispatch(1)
+        with mock.patch.object(emulation, "run", spy):
+            pair.dispatch(0, waits=kernel == "_exchange_dispatch_kernel")
+            pair.sort(0)
+            pair.announce(1)
+            pair.combine(0)
     return found[0]
 
 

@@ -22,6 +22,8 @@ from support.exchange import Case
 from support.launches import H200, RecordedLaunch, recorded_launches
 
 META = torch.device("meta")
+DISPATCH, COMBINE = "_exchange_dispatch_kernel", "_exchange_combine_kernel"
+WAITING_DISPATCH = f"{DISPATCH} that waits"
 TARGETS = {
     "sm_90": H200,
     "sm_100": Target("cuda", "sm_100", "NVIDIA B200", 148, 232448),
@@ -38,7 +40,10 @@ LITTLE_SHARED_MEMORY = 4096
 def launches_of(
     target: str, bound: int, wire: str = "mxfp8", case: Case = GPT_OSS
 ) -> dict[str, RecordedLaunch]:
-    """The launches of a layer between two ranks, by the kernel's name."""
+    """The launches of an exchange between two ranks, by the kernel's name.
+
+    A dispatch that waits is WAITING_DISPATCH; for the other one sorts wait.
+    """
     wire_format = "bf16" if wire == "bf16" else "mxfp8"
     case = Case(**{**vars(case), "wire_format": wire_format, "max_tokens": 4096})
     with pytest.MonkeyPatch.context() as patch, recorded_launches() as launches:
@@ -54,15 +59,20 @@ def launches_of(
             )
             x = MXTensor.unchecked(codes, scale, get_format("mxfp8"))
         ids = torch.empty(bound, case.top_k, dtype=torch.int32, device=META)
-        received = exchange.dispatch(
-            x, ids.float(), ids, bound=bound, scale_rule=ScaleRule.RCEIL, out_dtype=torch.bfloat16
-        )
+        options = dict(bound=bound, scale_rule=ScaleRule.RCEIL, out_dtype=torch.bfloat16)
         slots = case.size * bound
-        exchange.wait(received)
-        _sort(TARGETS[target], slots, case, received.arrivals)
         returned = torch.empty(slots, case.hidden_size, dtype=case.combine_dtype, device=META)
-        exchange.combine(returned, received, rows)
-    return {launch.kernel.__name__: launch for launch in launches}
+        for waits in (False, True):
+            received = exchange.dispatch(x, ids.float(), ids, **options, waits=waits)
+            exchange.combine(returned, received, rows)
+        _sort(TARGETS[target], slots, case, exchange.arrivals(bound))
+    return {_name(launch): launch for launch in launches}
+
+
+def _name(launch: RecordedLaunch) -> str:
+    name: str = launch.kernel.__name__
+    waits = name == DISPATCH and launch.arguments["arrivals"] is not None
+    return WAITING_DISPATCH if waits else name
 
 
 def _sort(target: Target, slots: int, case: Case, arrivals: torch.Tensor | None) -> None:
@@ -85,13 +95,13 @@ def compiled(launch: RecordedLaunch, target: str) -> CompiledKernel:
 
 
 WAITING = (
-    "_exchange_wait_kernel",
-    "_exchange_combine_kernel",
+    WAITING_DISPATCH,
+    COMBINE,
     "_routing_plan_expert_kernel",
     "_routing_plan_count_kernel",
     "_routing_plan_scatter_kernel",
 )
-SETTING = ("_exchange_dispatch_kernel", "_exchange_combine_kernel")
+SETTING = (DISPATCH, WAITING_DISPATCH, COMBINE)
 CONSTANT_WORDS = 5
 """Of `arrivals`, and the time-out."""
 
@@ -110,16 +120,15 @@ CONSTANT_WORDS = 5
 def test_rows_are_stored_16_bytes_at_a_time(target, bound, wire, case):
     """No spills, little shared memory; rows take 16-byte stores, and so do partial rows."""
     launches = launches_of(target, bound, wire, case)
-    for name in (*SETTING, "_exchange_wait_kernel"):
+    for name in SETTING:
         metrics = compiled(launches[name], target).metrics
         assert metrics.scratch == 0, name
         if target != "gfx950":  # there scalar registers go to vector registers
             assert metrics.spills == 0, name
         assert metrics.shared_memory <= LITTLE_SHARED_MEMORY, name
-        if name in SETTING:
-            assert metrics.global_stores.get(128, 0) >= 1, (name, metrics.global_stores)
-            narrow = sum(n for width, n in metrics.global_stores.items() if width == 64)
-            assert narrow <= 2, (name, metrics.global_stores)  # words of tokens and epochs
+        assert metrics.global_stores.get(128, 0) >= 1, (name, metrics.global_stores)
+        narrow = sum(n for width, n in metrics.global_stores.items() if width == 64)
+        assert narrow <= 2, (name, metrics.global_stores)  # words of tokens and epochs
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
@@ -170,7 +179,8 @@ def test_dependent_launch(bound):
         ahead, _ = ptx.split("griddepcontrol.wait")
         assert not re.findall(r"\b(?:st|atom|red)\.\w*\.?global", ahead), name
         loads = re.findall(r"\bld\.\w*\.?global", ahead)
-        assert len(loads) == (1 if name in SETTING else CONSTANT_WORDS), name
+        takes = launch.arguments.get("arrivals") is not None
+        assert len(loads) == (name in SETTING) + CONSTANT_WORDS * takes, name
         started = ptx.index("griddepcontrol.launch_dependents")
         if name in WAITING:
             assert ptx.index("ld.acquire.sys") < started, name
@@ -195,7 +205,7 @@ def test_binaries_do_not_depend_on_ranks_and_model():
         case = Case(**{**vars(GPT_OSS), "size": size, "num_experts": experts})
         for bound in (1024, 2000, 4096):
             for name, launch in launches_of("sm_90", bound, case=case).items():
-                if name.startswith("_exchange"):
+                if name in SETTING:
                     named = {
                         key: value
                         for key, value in launch.arguments.items()
@@ -203,8 +213,4 @@ def test_binaries_do_not_depend_on_ranks_and_model():
                     }
                     keys.setdefault(name, set()).add(specialize(launch.kernel, named, "sm_90").key)
     # Offsets beyond 2 GiB have 64 bits: a second binary of each kernel.
-    assert {name: len(each) for name, each in keys.items()} == {
-        "_exchange_dispatch_kernel": 1,
-        "_exchange_wait_kernel": 1,
-        "_exchange_combine_kernel": 1,
-    }
+    assert {name: len(each) for name, each in keys.items()} == dict.fromkeys(SETTING, 1)

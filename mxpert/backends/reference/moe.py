@@ -266,9 +266,8 @@ class FusedMoE(_MoEKernel):
         expert_map: torch.Tensor | None = None,
         num_local_tokens: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
-        arrivals: None = None,
     ) -> torch.Tensor:
-        """Return [T, H], or `out`. It cannot wait for `arrivals`: the tokens have to be there."""
+        """Return [T, H], or `out`."""
         num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
         routing = RoutingProblem(
             Op.ROUTING_PLAN,

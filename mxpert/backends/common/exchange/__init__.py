@@ -17,11 +17,12 @@ Timeline of epoch e, the same kernels on every rank, in stream order:
 
     1. dispatch. Stores each token's row, ids and weights once to every rank that owns one of its
        experts, and ids −1 to the others and in slots without a token. Each CTA then sets
-       ``arrived[rank, CTA] = e`` on every rank (release, system scope). It never waits for a rank.
-    2. sort (or the wait kernel). Each program waits until all N · CTAs flags of `arrived` are at
-       least e (acquire, system scope), then agrees with the other programs on one verdict by a
-       compare-and-swap: epoch e is complete, or a rank is lost. All programs must sort the same
-       ids, although a rank that is late may still write its own.
+       ``arrived[rank, CTA] = e`` on every rank (release, system scope).
+    2. sort. Each program waits until all N · CTAs flags of `arrived` are at least e (acquire,
+       system scope), then agrees with the other programs on one verdict by a compare-and-swap:
+       epoch e is complete, or a rank is lost. All programs must sort the same ids, although a rank
+       that is late may still write its own. For callers with a sort of their own the last CTA of
+       dispatch does step 2, once it has set its flags.
     3. GEMMs read the received rows.
     4. combine. Each CTA stores its share of the partial rows to the ranks that the tokens came
        from, sets ``returned[rank, CTA] = e`` there (release), waits for the same CTA of every rank
@@ -46,7 +47,8 @@ or a poisoned flag writes NaN. So all living ranks learn of the loss, and none r
 result.
 
 Occupancy. A kernel that waits must not keep out a kernel that another rank on the same GPU, or
-another object, waits for. Dispatch never waits. Sort and combine let the next kernel of the stream
-start only after their wait. Combine uses little shared memory, and a CTA stores its share before it
-waits. Its CTAs can fill an H200 while they wait: ranks that share a GPU in one process need fewer.
+another object, waits for. One CTA of dispatch waits at most. Kernels that wait let the next kernel
+of the stream start only after their wait. Combine uses little shared memory, and a CTA stores its
+share before it waits. Its CTAs can fill an H200 while they wait: ranks that share a GPU in one
+process need fewer.
 """

@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 from ..mx_codec import quantize_tile
-from ..pdl import launch_dependents_and_wait
+from ..pdl import grid_dependency_wait, launch_dependents, launch_dependents_and_wait
 from .flags import flag_or_poison, load_addresses, section, set_flags
-from .wait import load_volatile
+from .wait import load_awaited, load_volatile, wait_for_tokens
 from .words import DECIDED, EPOCHS, MAX_CTAS, RUNNING, TWO_STREAMS
 
 _FILL = tl.constexpr(256)
-"""Ids of unused slots that a program stores at once."""
+"""Ids of slots without a token that a program stores at once."""
 
 DISPATCH_SIZES = (
     "rows_offset",
@@ -157,6 +157,17 @@ def _clear_unused(table, num_ranks, sections, num_used, num_ids, top_k):
 
 
 @triton.jit
+def _drop_tokens(peers, sections, num_ids):
+    """Store −1 in the ids, `num_ids` of each rank, that this rank has received from the others."""
+    ids = section(tl.load(peers.table + peers.rank), sections.ids, tl.int32)
+    for first in range(0, peers.num_ranks * num_ids, _FILL):
+        place = first + tl.arange(0, _FILL)
+        source = place // num_ids
+        mask = (source < peers.num_ranks) & (source != peers.rank)
+        tl.store(ids + place, tl.full([_FILL], -1, tl.int32), mask=mask)
+
+
+@triton.jit
 def _end(state, epoch):
     """Store the copies of the epoch. Note a second stream if another call runs, too."""
     copy = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, MAX_CTAS)
@@ -196,6 +207,7 @@ def _exchange_dispatch_kernel(
     topk_ids,
     owners,
     local_ids,
+    arrivals,
     rows_offset,
     scales_offset,
     ids_offset,
@@ -217,7 +229,11 @@ def _exchange_dispatch_kernel(
     KIND: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Send tokens; step 1 of the protocol.
+    """Send tokens; step 1 of the protocol, and step 2 for callers whose own kernels do not wait.
+
+    With `arrivals` the last program waits for the tokens of all ranks; if a rank is lost it stores
+    −1 in all ids of other ranks' tokens. The next kernel starts only then: its CTAs must not occupy
+    the GPU behind a wait for another rank.
 
     After a loss it stores as before and poisons its flags: the slots are this rank's alone, so what
     it overwrites can reach no result but its own, which is NaN.
@@ -230,10 +246,16 @@ def _exchange_dispatch_kernel(
         table: int64 [N], addresses of the ranks' memories.
         x: [T, 32 · num_blocks]. scale: its E8M0 scales, or None.
         owners, local_ids: int32 [num_experts], of this rank as the source.
+        arrivals: int64 [NUM_ARRIVALS], see words.py; None if the next kernel waits.
         EMAX, THRESHOLD, INF_BYTE: scale rule; None if rows travel as they are.
     """
     addresses = load_addresses(table, num_ranks)
-    launch_dependents_and_wait(USE_PDL)
+    if arrivals is None:
+        launch_dependents_and_wait(USE_PDL)
+    else:
+        awaited = load_awaited(arrivals)
+        if USE_PDL:
+            grid_dependency_wait()
     pid, num_ctas = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + EPOCHS + pid) + 1
     decided = load_volatile(state + DECIDED, None, None, KIND)
@@ -266,3 +288,10 @@ def _exchange_dispatch_kernel(
     flag = flag_or_poison(epoch, decided, rank)
     set_flags(addresses, flags_offset, rank, num_ranks, flag, KIND)
     _end(state, epoch)
+    if arrivals is not None:
+        if pid == num_ctas - 1:
+            complete = wait_for_tokens(awaited, epoch, KIND)
+            if not complete:
+                _drop_tokens(peers, sections, bound * top_k)
+        if USE_PDL:
+            launch_dependents()

@@ -19,7 +19,7 @@ from ..targets import refuse_without
 from .combine import _exchange_combine_kernel
 from .dispatch import _exchange_dispatch_kernel
 from .schedule import combine_schedule, dispatch_schedule
-from .wait import TICKS_PER_SECOND, _exchange_wait_kernel
+from .wait import TICKS_PER_SECOND
 from .words import (
     ARRIVED_ADDRESS,
     DECIDED,
@@ -192,17 +192,6 @@ def combine_launch(own: Rank, num_tokens: int, bound: int) -> Launch:
         ROWS=schedule.rows,
         BLOCK=schedule.block,
         **_options(own.target, schedule.num_warps),
-    )
-
-
-@functools.lru_cache(CACHED_LAUNCHES)
-def wait_launch(own: Rank, bound: int) -> Launch:
-    """The launch of the wait kernel."""
-    return Launch(
-        _exchange_wait_kernel,
-        (1,),
-        num_ids=own.layout.num_ranks * bound * own.layout.top_k,
-        **_options(own.target, 4),
     )
 
 

@@ -25,7 +25,6 @@ from .words import (
 
 _LANES = tl.constexpr(128)
 """Flags that a program polls at once."""
-_FILL = tl.constexpr(1024)
 _THERE, _LATE, _TIMED_OUT, _POISONED = (tl.constexpr(state) for state in range(4))
 """What a poll finds. Of several flags the largest counts."""
 
@@ -76,8 +75,9 @@ def load_volatile(pointers, mask, other, KIND: tl.constexpr):
 
 @triton.jit
 def load_words(state, KIND: tl.constexpr):
-    """Load the first of an exchange's words, for `word_of`."""
-    return load_volatile(state + tl.arange(0, _LANES), None, None, KIND)
+    """Load an exchange's words before the copies of the epoch, for `word_of`."""
+    word = tl.arange(0, _LANES)
+    return load_volatile(state + word, word < EPOCHS, POISON, KIND)
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def wait_for_flags(flags, target, num_ranks, num_ctas, timeout, KIND: tl.constex
     return verdict
 
 
-class _Awaited(NamedTuple):
+class Awaited(NamedTuple):
     """What never changes: the flags, the words, ranks, CTAs of a rank, and the time-out."""
 
     flags: Any
@@ -153,10 +153,13 @@ class _Awaited(NamedTuple):
 
 
 @triton.jit
-def _awaited(arrivals):
-    """Load the constants of a wait; a kernel may do so before the previous one has ended."""
+def load_awaited(arrivals):
+    """Load the constants of a wait; a kernel may do so before the previous one has ended.
+
+    arrivals: int64 [NUM_ARRIVALS]; see words.py.
+    """
     state = tl.load(arrivals + WORDS_ADDRESS).to(tl.pointer_type(tl.int64))
-    return _Awaited(
+    return Awaited(
         flags=tl.load(arrivals + ARRIVED_ADDRESS).to(tl.pointer_type(tl.int64)),
         state=state,
         num_ranks=tl.load(arrivals + NUM_RANKS).to(tl.int32),
@@ -166,7 +169,7 @@ def _awaited(arrivals):
 
 
 @triton.jit
-def _wait_for_tokens(awaited, KIND: tl.constexpr):
+def wait_for_tokens(awaited, epoch, KIND: tl.constexpr):
     """Wait for the tokens of all ranks, and agree on the verdict with all programs of this rank.
 
     The first program that sees all flags, or none in time, sets words[DECIDED] by a
@@ -176,7 +179,6 @@ def _wait_for_tokens(awaited, KIND: tl.constexpr):
         Whether all tokens are there; if not, no id may be used.
     """
     flags, state, num_ranks, num_ctas, timeout = awaited
-    epoch = tl.load(state + EPOCHS)
     decided = word_of(load_words(state, KIND), DECIDED)
     if decided >= 0:
         verdict = wait_for_flags(flags, epoch, num_ranks, num_ctas, timeout, KIND)
@@ -199,23 +201,10 @@ def wait_for_predecessor(arrivals, KIND: tl.constexpr, USE_PDL: tl.constexpr):
     Returns:
         Whether all tokens are there; if not, no id may be used.
     """
-    awaited = _awaited(arrivals)
+    awaited = load_awaited(arrivals)
     if USE_PDL:
         grid_dependency_wait()
-    complete = _wait_for_tokens(awaited, KIND)
+    complete = wait_for_tokens(awaited, tl.load(awaited.state + EPOCHS), KIND)
     if USE_PDL:
         launch_dependents()
     return complete
-
-
-@triton.jit(do_not_specialize=["num_ids"])
-def _exchange_wait_kernel(topk_ids, arrivals, num_ids, KIND: tl.constexpr, USE_PDL: tl.constexpr):
-    """Wait for the tokens of all ranks; if one is lost, store −1 in all `num_ids` received ids.
-
-    Grid: (1,). For callers whose own kernels take no `arrivals`.
-    """
-    complete = wait_for_predecessor(arrivals, KIND, USE_PDL)
-    if not complete:
-        for first in range(0, num_ids, _FILL):
-            place = first + tl.arange(0, _FILL)
-            tl.store(topk_ids + place, tl.full([_FILL], -1, tl.int32), mask=place < num_ids)
