@@ -61,7 +61,7 @@ def make(case: Case) -> SymmetricExchange:
 def small_schedules() -> Iterator[None]:
     """Few CTAs, of which each has several tiles, rows and column tiles."""
 
-    def few(bound: int, hidden_size: int) -> Schedule:
+    def few(bound: int, *_: int) -> Schedule:
         return Schedule(ctas=2 if bound > 2 else 1, rows=2, block=32, num_warps=4)
 
     with mock.patch.multiple(host, dispatch_schedule=few, combine_schedule=few):

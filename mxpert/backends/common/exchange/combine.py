@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..pdl import grid_dependency_wait, launch_dependents
 from .flags import flag_or_poison, load_addresses, section, set_flags
-from .wait import load_words, wait_for_flags, word_of
+from .wait import load_volatile, load_words, wait_for_flags, word_of
 from .words import DECIDED, EPOCHS, NO_WAIT, RUNNING, TIMEOUT, TWO_STREAMS
 
 _RANKS = tl.constexpr(4)
@@ -131,14 +131,13 @@ def _verdict(state, seen, epoch):
 
 
 @triton.jit
-def _await_rows(state, returned, epoch, num_ranks, KIND: tl.constexpr):
-    """Wait for this CTA's flags of all ranks; return words[DECIDED], negative after a loss."""
-    timeout = tl.load(state + TIMEOUT)
+def _await_rows(state, returned, epoch, num_ranks, timeout, KIND: tl.constexpr):
+    """Wait for this CTA's flags of all ranks; return a negative number if one is lost."""
     flags = returned + tl.program_id(0)
     verdict = wait_for_flags(flags, epoch, num_ranks, 1, timeout, KIND)
     if verdict < 0:
         tl.atomic_min(state + DECIDED, verdict, sem="relaxed", scope="gpu")
-    return tl.minimum(verdict, word_of(load_words(state, KIND), DECIDED))
+    return verdict
 
 
 @triton.jit(do_not_specialize=COMBINE_SIZES)
@@ -180,7 +179,7 @@ def _exchange_combine_kernel(
         returned: this rank's flags. topk_ids: int32 [N · bound, top_k], as received.
         destinations: int64 [max_tokens], ranks that each of this rank's tokens was sent to.
     """
-    addresses = load_addresses(table, num_ranks)
+    addresses, timeout = load_addresses(table, num_ranks), tl.load(state + TIMEOUT)
     if USE_PDL:
         grid_dependency_wait()
     pid, num_ctas = tl.program_id(0), tl.num_programs(0)
@@ -195,16 +194,17 @@ def _exchange_combine_kernel(
     flag = flag_or_poison(epoch, decided, rank)
     set_flags(addresses, flags_offset, rank, num_ranks, flag, KIND)
     if decided >= 0:
-        decided = _await_rows(state, returned, epoch, num_ranks, KIND)
+        decided = _await_rows(state, returned, epoch, num_ranks, timeout, KIND)
     if USE_PDL:
         launch_dependents()
+    # What other programs have found. Each warp loads it, and none waits for it before the sum.
+    found = load_volatile(state + DECIDED, None, None, KIND)
     for item in range(pid, tl.cdiv(num_tokens, ROWS) * tiles, num_ctas):
         tile = _tile(share, item, ROWS, BLOCK)
         exists = tile.slot < num_tokens
         ranks = tl.load(destinations + tile.slot, mask=exists, other=0)
         total = _sum_rows(rows, partials, ranks, exists, share, tile)
-        if decided < 0:
-            total = tl.full(total.shape, float("nan"), tl.float32)
+        total = tl.where((decided < 0) | (found < 0), float("nan"), total)
         place = tile.slot.to(tl.int64)[:, None] * share.width + tile.columns
         mask = exists[:, None] & (tile.columns < share.width)
         tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)

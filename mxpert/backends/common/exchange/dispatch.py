@@ -13,7 +13,7 @@ import triton.language as tl
 from ..mx_codec import quantize_tile
 from ..pdl import grid_dependency_wait, launch_dependents, launch_dependents_and_wait
 from .flags import flag_or_poison, load_addresses, section, set_flags
-from .wait import load_awaited, load_volatile, wait_for_tokens
+from .wait import load_awaited, load_volatile, load_words, wait_alone, word_of
 from .words import DECIDED, EPOCHS, MAX_CTAS, RUNNING, TWO_STREAMS
 
 _FILL = tl.constexpr(256)
@@ -259,6 +259,8 @@ def _exchange_dispatch_kernel(
     pid, num_ctas = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + EPOCHS + pid) + 1
     decided = load_volatile(state + DECIDED, None, None, KIND)
+    if arrivals is not None:
+        seen = load_words(state, KIND)
     if pid == 0:  # nobody waits for it here
         tl.atomic_add(state + RUNNING, 1, sem="relaxed", scope="gpu")
     peers = Peers(table, rank, num_ranks)
@@ -290,7 +292,7 @@ def _exchange_dispatch_kernel(
     _end(state, epoch)
     if arrivals is not None:
         if pid == num_ctas - 1:
-            complete = wait_for_tokens(awaited, epoch, KIND)
+            complete = wait_alone(awaited, word_of(seen, DECIDED), epoch, KIND)
             if not complete:
                 _drop_tokens(peers, sections, bound * top_k)
         if USE_PDL:

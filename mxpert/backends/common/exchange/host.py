@@ -182,7 +182,7 @@ def dispatch_launch(own: Rank, num_tokens: int, bound: int, rule: ScaleRule | No
 def combine_launch(own: Rank, num_tokens: int, bound: int) -> Launch:
     """The launch of combine."""
     layout = own.layout
-    schedule = combine_schedule(bound, layout.hidden_size)
+    schedule = combine_schedule(bound, layout.hidden_size, layout.combine_dtype.itemsize)
     return Launch(
         _exchange_combine_kernel,
         (schedule.ctas,),
@@ -212,6 +212,7 @@ def _options(target: Target, num_warps: int) -> dict[str, Any]:
     """KIND and launch options. `num_warps` counts warps of 32 threads."""
     if target.kind == "hip":
         num_warps //= 2
-    # Without a limit ptxas spills registers to raise the occupancy, which does not matter here.
-    limit = {"maxnreg": 160} if target.kind == "cuda" else {}
+    # Without a limit ptxas spills registers to raise the occupancy, which does not matter here. The
+    # 65536 registers of an SM must do for all threads of a CTA.
+    limit = {"maxnreg": min(160, 2048 // num_warps)} if target.kind == "cuda" else {}
     return {"KIND": target.kind, "num_warps": num_warps, **limit, **pdl_options(target)}

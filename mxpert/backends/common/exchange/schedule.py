@@ -12,12 +12,11 @@ import triton
 
 from .words import MAX_CTAS
 
-_LARGEST_BLOCK = 4096
-"""Columns of a tile of one row, at most."""
-_MANY_BLOCK = 1024
-_MANY_ROWS = 8
-_MANY = 1024
-"""Slots from which on a tile has several rows, so that each thread has several loads in flight."""
+_FEW_TILES = 3
+"""Tiles of one row and 1024 columns that a CTA takes; beyond that a tile has several rows."""
+_ROWS = (4, 8, 16)
+_ROUND_COST = 6
+"""What a tile costs beside its rows, in rows: its loads wait for those of the tile before."""
 
 
 @dataclass(frozen=True)
@@ -38,31 +37,50 @@ class Schedule:
 
 @functools.lru_cache
 def dispatch_schedule(bound: int, hidden_size: int) -> Schedule:
-    """Schedule of dispatch for `bound` slots a rank; timed on two H200s.
+    """Schedule of dispatch for `bound` slots a rank; timed on H200s.
 
-    A tile of 2048 codes is one 16-byte store of each of 128 threads. Tiles grow where a CTA would
-    have several, because each further one costs a microsecond.
+    A row of few slots has tiles of 2048 codes, one 16-byte store of each of 128 threads, or larger
+    ones where a CTA would have several.
     """
-    return _schedule(bound, hidden_size, 2048, 1)
+    if _has_many(bound, hidden_size):
+        return _tiles_of_rows(bound, hidden_size, 1024)
+    one_each = bound * triton.cdiv(hidden_size, 2048) <= MAX_CTAS.value
+    return _schedule(bound, hidden_size, 1, 2048 if one_each else 4096, 4)
 
 
 @functools.lru_cache
-def combine_schedule(bound: int, hidden_size: int) -> Schedule:
-    """Schedule of combine for `bound` slots a rank; timed on two H200s.
+def combine_schedule(bound: int, hidden_size: int, itemsize: int) -> Schedule:
+    """Schedule of combine for `bound` slots a rank and values of `itemsize` bytes; timed on H200s.
 
-    A tile of 1024 bfloat16 values is one 16-byte store of each of 128 threads. A CTA may have four,
-    because the loads of a tile do not wait for each other.
+    A row of few slots has tiles of 2048 bytes, one 16-byte store of each of 128 threads. A CTA may
+    have several, because their loads do not wait for each other.
     """
-    return _schedule(bound, hidden_size, 1024, 4)
+    block = 2048 // itemsize
+    if _has_many(bound, hidden_size):
+        return _tiles_of_rows(bound, hidden_size, block)
+    return _schedule(bound, hidden_size, 1, block, 4)
 
 
-def _schedule(bound: int, hidden_size: int, block: int, tiles: int) -> Schedule:
-    """Tiles of `block` columns, or larger ones where a CTA would have more than `tiles`."""
-    most = MAX_CTAS.value
-    if bound >= _MANY:
-        return Schedule(most, _MANY_ROWS, _MANY_BLOCK, 8)
-    while bound * triton.cdiv(hidden_size, block) > tiles * most and block < _LARGEST_BLOCK:
-        block *= 2
+def _has_many(bound: int, hidden_size: int) -> bool:
+    return bound * triton.cdiv(hidden_size, 1024) > _FEW_TILES * MAX_CTAS.value
+
+
+def _tiles_of_rows(bound: int, hidden_size: int, block: int) -> Schedule:
+    """Tiles of several rows, so that each thread has several loads in flight.
+
+    The busiest CTA has the fewest rows and tiles.
+    """
+
+    def cost(rows: int) -> int:
+        items = triton.cdiv(bound, rows) * triton.cdiv(hidden_size, block)
+        return triton.cdiv(items, MAX_CTAS.value) * (rows + _ROUND_COST)
+
+    rows = min(_ROWS, key=cost)
+    return _schedule(bound, hidden_size, rows, block, min(2 * rows, 16))
+
+
+def _schedule(bound: int, hidden_size: int, rows: int, block: int, num_warps: int) -> Schedule:
     block = min(block, triton.next_power_of_2(hidden_size))
-    items = bound * triton.cdiv(hidden_size, block)
-    return Schedule(min(most, triton.next_power_of_2(items)), 1, block, 4)
+    items = triton.cdiv(bound, rows) * triton.cdiv(hidden_size, block)
+    ctas = min(MAX_CTAS.value, triton.next_power_of_2(items))
+    return Schedule(ctas, rows, block, num_warps)

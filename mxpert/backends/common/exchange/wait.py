@@ -169,7 +169,7 @@ def load_awaited(arrivals):
 
 
 @triton.jit
-def wait_for_tokens(awaited, epoch, KIND: tl.constexpr):
+def _wait_for_tokens(awaited, KIND: tl.constexpr):
     """Wait for the tokens of all ranks, and agree on the verdict with all programs of this rank.
 
     The first program that sees all flags, or none in time, sets words[DECIDED] by a
@@ -179,6 +179,7 @@ def wait_for_tokens(awaited, epoch, KIND: tl.constexpr):
         Whether all tokens are there; if not, no id may be used.
     """
     flags, state, num_ranks, num_ctas, timeout = awaited
+    epoch = tl.load(state + EPOCHS)
     decided = word_of(load_words(state, KIND), DECIDED)
     if decided >= 0:
         verdict = wait_for_flags(flags, epoch, num_ranks, num_ctas, timeout, KIND)
@@ -186,6 +187,24 @@ def wait_for_tokens(awaited, epoch, KIND: tl.constexpr):
             found = tl.atomic_cas(state + DECIDED, decided, verdict, sem="acq_rel", scope="gpu")
             decided = tl.where(found == decided, verdict, found)
     return decided >= 0
+
+
+@triton.jit
+def wait_alone(awaited, decided, epoch, KIND: tl.constexpr):
+    """Wait for the tokens of all ranks, in a kernel where no other program has to agree.
+
+    decided: words[DECIDED] as the previous kernel left it.
+
+    Returns:
+        Whether all tokens are there; if not, no id may be used.
+    """
+    flags, state, num_ranks, num_ctas, timeout = awaited
+    verdict = decided
+    if decided >= 0:
+        verdict = wait_for_flags(flags, epoch, num_ranks, num_ctas, timeout, KIND)
+        # Nothing here waits for the result, and the next kernel sees it.
+        tl.atomic_cas(state + DECIDED, decided, verdict, sem="relaxed", scope="gpu")
+    return verdict >= 0
 
 
 @triton.jit
@@ -204,7 +223,7 @@ def wait_for_predecessor(arrivals, KIND: tl.constexpr, USE_PDL: tl.constexpr):
     awaited = load_awaited(arrivals)
     if USE_PDL:
         grid_dependency_wait()
-    complete = wait_for_tokens(awaited, tl.load(awaited.state + EPOCHS), KIND)
+    complete = _wait_for_tokens(awaited, KIND)
     if USE_PDL:
         launch_dependents()
     return complete
