@@ -12,6 +12,7 @@ import triton
 
 from .words import MAX_CTAS
 
+_MOST_CTAS: int = MAX_CTAS.value
 _FEW_TILES = 3
 """Tiles of one row and 1024 columns that a CTA takes; beyond that a tile has several rows."""
 _ROWS = (4, 8, 16)
@@ -44,7 +45,7 @@ def dispatch_schedule(bound: int, hidden_size: int) -> Schedule:
     """
     if _has_many(bound, hidden_size):
         return _tiles_of_rows(bound, hidden_size, 1024)
-    one_each = bound * triton.cdiv(hidden_size, 2048) <= MAX_CTAS.value
+    one_each = _tiles(bound, hidden_size, 1, 2048) <= _MOST_CTAS
     return _schedule(bound, hidden_size, 1, 2048 if one_each else 4096, 4)
 
 
@@ -62,7 +63,7 @@ def combine_schedule(bound: int, hidden_size: int, itemsize: int) -> Schedule:
 
 
 def _has_many(bound: int, hidden_size: int) -> bool:
-    return bound * triton.cdiv(hidden_size, 1024) > _FEW_TILES * MAX_CTAS.value
+    return _tiles(bound, hidden_size, 1, 1024) > _FEW_TILES * _MOST_CTAS
 
 
 def _tiles_of_rows(bound: int, hidden_size: int, block: int) -> Schedule:
@@ -72,8 +73,8 @@ def _tiles_of_rows(bound: int, hidden_size: int, block: int) -> Schedule:
     """
 
     def cost(rows: int) -> int:
-        items = triton.cdiv(bound, rows) * triton.cdiv(hidden_size, block)
-        return triton.cdiv(items, MAX_CTAS.value) * (rows + _ROUND_COST)
+        tiles: int = triton.cdiv(_tiles(bound, hidden_size, rows, block), _MOST_CTAS)
+        return tiles * (rows + _ROUND_COST)
 
     rows = min(_ROWS, key=cost)
     return _schedule(bound, hidden_size, rows, block, min(2 * rows, 16))
@@ -81,6 +82,10 @@ def _tiles_of_rows(bound: int, hidden_size: int, block: int) -> Schedule:
 
 def _schedule(bound: int, hidden_size: int, rows: int, block: int, num_warps: int) -> Schedule:
     block = min(block, triton.next_power_of_2(hidden_size))
-    items = triton.cdiv(bound, rows) * triton.cdiv(hidden_size, block)
-    ctas = min(MAX_CTAS.value, triton.next_power_of_2(items))
-    return Schedule(ctas, rows, block, num_warps)
+    tiles = _tiles(bound, hidden_size, rows, block)
+    return Schedule(min(_MOST_CTAS, triton.next_power_of_2(tiles)), rows, block, num_warps)
+
+
+def _tiles(bound: int, hidden_size: int, rows: int, block: int) -> int:
+    tiles: int = triton.cdiv(bound, rows) * triton.cdiv(hidden_size, block)
+    return tiles
