@@ -57,14 +57,36 @@ class Routing(NamedTuple):
     num_experts: Any
 
 
-class Routed(NamedTuple):
-    """Some tokens' slots, [ROWS, SLOTS]: index, mask, owning rank or −1, id there, weight."""
+class Slots(NamedTuple):
+    """Some tokens' slots, [ROWS, SLOTS]: index, mask, global expert or −1, weight."""
 
     place: Any
     mask: Any
+    expert: Any
+    weight: Any
+
+
+class Loaded(NamedTuple):
+    """What is loaded of a tile: slots, rows [ROWS, BLOCK], their scales [ROWS, BLOCK/32] or 0."""
+
+    slots: Any
+    rows: Any
+    scales: Any
+
+
+class Routed(NamedTuple):
+    """Where slots [ROWS, SLOTS] go: owning rank or −1, and the expert's id there."""
+
     owner: Any
     local_id: Any
-    weight: Any
+
+
+class Tokens(NamedTuple):
+    """This rank's tokens: their number, the blocks of 32 columns of a row, and its tiles."""
+
+    count: Any
+    num_blocks: Any
+    tiles: Any
 
 
 class Tile(NamedTuple):
@@ -90,27 +112,48 @@ class Peers(NamedTuple):
 
 
 @triton.jit
-def _route(routing, token, exists, SLOTS: tl.constexpr):
-    """Look up where the slots of tokens [ROWS] go."""
-    slot = tl.arange(0, SLOTS)[None, :]
-    place = token[:, None] * routing.top_k + slot
-    mask = exists[:, None] & (slot < routing.top_k)
-    expert = tl.load(routing.topk_ids + place, mask=mask, other=-1)
-    weight = tl.load(routing.topk_weights + place, mask=mask, other=0.0).to(tl.float32)
-    known = (expert >= 0) & (expert < routing.num_experts)  # others never index memory
-    owner = tl.load(routing.owners + expert, mask=known, other=-1)
-    local_id = tl.load(routing.local_ids + expert, mask=known, other=-1)
-    return Routed(place, mask, owner, local_id, weight)
+def _tile(tokens, item, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Tile number `item`."""
+    first = item % tokens.tiles
+    token = item // tokens.tiles * ROWS + tl.arange(0, ROWS)
+    return Tile(
+        token=token,
+        exists=token < tokens.count,
+        columns=first * BLOCK + tl.arange(0, BLOCK)[None, :],
+        blocks=first * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[None, :],
+        num_blocks=tokens.num_blocks,
+        is_first=first == 0,
+    )
 
 
 @triton.jit
-def _store_routing(address, sections, top_k, routed, mine):
+def _load_slots(routing, tile, SLOTS: tl.constexpr):
+    """Load experts and weights of a tile's tokens."""
+    slot = tl.arange(0, SLOTS)[None, :]
+    place = tile.token[:, None] * routing.top_k + slot
+    mask = tile.exists[:, None] & (slot < routing.top_k)
+    expert = tl.load(routing.topk_ids + place, mask=mask, other=-1)
+    weight = tl.load(routing.topk_weights + place, mask=mask, other=0.0)
+    return Slots(place, mask, expert, weight)
+
+
+@triton.jit
+def _route(routing, expert):
+    """Look up the owners of experts [ROWS, SLOTS]."""
+    known = (expert >= 0) & (expert < routing.num_experts)  # others never index memory
+    owner = tl.load(routing.owners + expert, mask=known, other=-1)
+    local_id = tl.load(routing.local_ids + expert, mask=known, other=-1)
+    return Routed(owner, local_id)
+
+
+@triton.jit
+def _store_routing(address, sections, top_k, slots, local_id, mine):
     """Store ids and weights of tokens on one rank: local ids where `mine`, else −1."""
-    place = sections.first_slot * top_k + routed.place
+    place = sections.first_slot * top_k + slots.place
     ids = section(address, sections.ids, tl.int32)
-    tl.store(ids + place, tl.where(mine, routed.local_id, -1), mask=routed.mask)
+    tl.store(ids + place, tl.where(mine, local_id, -1), mask=slots.mask)
     weights = section(address, sections.weights, tl.float32)
-    tl.store(weights + place, routed.weight, mask=routed.mask & mine)
+    tl.store(weights + place, slots.weight.to(tl.float32), mask=slots.mask & mine)
 
 
 @triton.jit
@@ -128,18 +171,22 @@ def _store_rows(address, sections, tile, sent, rows, scales):
 
 
 @triton.jit
-def _send(peers, sections, top_k, tile, routed, rows, scales, destinations):
+def _either(left, right):
+    return left | right
+
+
+@triton.jit
+def _send(peers, sections, top_k, tile, slots, routed, rows, scales, destinations):
     """Store a tile on the ranks of its tokens' experts, and the routing with the first one."""
-    ranks = tl.zeros(tile.token.shape, tl.int64)
+    owner = routed.owner.to(tl.int64)
+    ranks = tl.reduce(tl.where(owner >= 0, tl.full([], 1, tl.int64) << owner, 0), 1, _either)
     for step in range(1, peers.num_ranks + 1):  # this rank's own memory last
         peer = (peers.rank + step) % peers.num_ranks
         address = tl.load(peers.table + peer)
-        mine = routed.owner == peer
-        sent = tl.max(mine.to(tl.int32), 1) > 0
-        _store_rows(address, sections, tile, sent, rows, scales)
+        _store_rows(address, sections, tile, ((ranks >> peer) & 1) != 0, rows, scales)
         if tile.is_first:
-            _store_routing(address, sections, top_k, routed, mine)
-        ranks |= sent.to(tl.int64) << peer
+            mine = routed.owner == peer
+            _store_routing(address, sections, top_k, slots, routed.local_id, mine)
     if tile.is_first:
         tl.store(destinations + tile.token, ranks, mask=tile.exists)
 
@@ -194,6 +241,16 @@ def _load_scales(scale, tile):
     inside = tile.exists[:, None] & (tile.blocks < tile.num_blocks)
     place = tile.token.to(tl.int64)[:, None] * tile.num_blocks + tile.blocks
     return tl.load(scale + place, mask=inside, other=0)
+
+
+@triton.jit
+def _load(x, scale, routing, tile, SLOTS: tl.constexpr):
+    """Load a tile; nothing of a tile behind the last token."""
+    slots, rows = _load_slots(routing, tile, SLOTS), _load_rows(x, tile)
+    if scale is None:
+        return Loaded(slots, rows, 0)
+    else:
+        return Loaded(slots, rows, _load_scales(scale, tile))
 
 
 @triton.jit(do_not_specialize=DISPATCH_SIZES)
@@ -266,26 +323,23 @@ def _exchange_dispatch_kernel(
     peers = Peers(table, rank, num_ranks)
     sections = Sections(rows_offset, scales_offset, ids_offset, weights_offset, rank * bound)
     routing = Routing(topk_ids, topk_weights, owners, local_ids, top_k, num_experts)
-    tiles = tl.cdiv(num_blocks * 32, BLOCK)
-    for item in range(pid, tl.cdiv(num_tokens, ROWS) * tiles, num_ctas):
-        first = item % tiles
-        token = item // tiles * ROWS + tl.arange(0, ROWS)
-        tile = Tile(
-            token=token,
-            exists=token < num_tokens,
-            columns=first * BLOCK + tl.arange(0, BLOCK)[None, :],
-            blocks=first * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[None, :],
-            num_blocks=num_blocks,
-            is_first=first == 0,
-        )
-        routed = _route(routing, token, tile.exists, SLOTS)
-        rows = _load_rows(x, tile)
-        scales = None
+    tokens = Tokens(num_tokens, num_blocks, tl.cdiv(num_blocks * 32, BLOCK))
+    num_tiles = tl.cdiv(num_tokens, ROWS) * tokens.tiles
+    ahead = _load(x, scale, routing, _tile(tokens, pid, ROWS, BLOCK), SLOTS)
+    for item in range(pid, num_tiles, num_ctas):
+        tile = _tile(tokens, item, ROWS, BLOCK)
+        loaded, after = ahead, item + num_ctas
+        if after < num_tiles:  # on its way while this tile is stored
+            ahead = _load(x, scale, routing, _tile(tokens, after, ROWS, BLOCK), SLOTS)
+        if ROWS == 1:  # else ptxas moves loads behind those of the owners, which wait for the ids
+            tl.debug_barrier()
+        routed = _route(routing, loaded.slots.expert)
+        rows, scales = loaded.rows, None
         if EMAX is not None:
             rows, scales = quantize_tile(rows.to(tl.float32), "e4m3", EMAX, THRESHOLD, INF_BYTE)
         elif scale is not None:
-            scales = _load_scales(scale, tile)
-        _send(peers, sections, top_k, tile, routed, rows, scales, destinations)
+            scales = loaded.scales
+        _send(peers, sections, top_k, tile, loaded.slots, routed, rows, scales, destinations)
     _clear_unused(table, num_ranks, sections, num_tokens * top_k, bound * top_k, top_k)
     flag = flag_or_poison(epoch, decided, rank)
     set_flags(addresses, flags_offset, rank, num_ranks, flag, KIND)
