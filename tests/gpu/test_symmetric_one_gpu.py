@@ -1,6 +1,7 @@
 """SYMMETRIC on one GPU: two processes that share it, and eight ranks as streams of one process.
 
-The GPU runs processes in turn. What they do is in multi_gpu/exchange_ranks.py.
+The GPU runs processes in turn. What they do is in exchange_ranks.py and expert_parallel_ranks.py of
+multi_gpu, and in distributed/modules/warm_up_gpu_ranks.py.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from support.ranks import Outcomes
 
 pytestmark = pytest.mark.timeout(900)
 
-SCENARIOS = (*ANY_SIZE, "quantised_rows_give_the_same_bits")
+LAYERS = "multi_gpu.expert_parallel_ranks"
+SCENARIOS = (
+    *ANY_SIZE,
+    "quantised_rows_give_the_same_bits",
+    f"{LAYERS}.eager_layers_equal_one_gpu",
+    f"{LAYERS}.graphs_equal_eager_calls",
+    "distributed.modules.warm_up_gpu_ranks.no_kernel_compiles_after_warm_up",
+)
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import torch
+
+from mxpert.distributed import workspace
+
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -20,3 +24,14 @@ def gpu_environment() -> Iterator[None]:
     """Processes that are started inside of the block get `ENVIRONMENT`."""
     with mock.patch.dict(os.environ, ENVIRONMENT):
         yield
+
+
+def share_one_gpu() -> bool:
+    """Whether there is one GPU; then SYMMETRIC takes ranks that share it, in this process.
+
+    Callers get GATHER there.
+    """
+    shared = torch.cuda.device_count() == 1
+    if shared:
+        workspace.symmetric_refusal = lambda links: None  # type: ignore[assignment]
+    return shared

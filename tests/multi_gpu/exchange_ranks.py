@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 import mxpert
-from mxpert.distributed import ExpertParallel, Transport, workspace
+from multi_gpu.environment import share_one_gpu
+from mxpert.distributed import ExpertParallel, Transport
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.errors import PeerLostError
 from mxpert.ops.local_weights import take_experts
@@ -35,8 +36,7 @@ TIMEOUT_S = 120.0
 SHAPE = MoEShape(2880, 2880, 32, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True)
 
 
-if torch.cuda.device_count() == 1:  # ranks share it in tests; callers get GATHER there
-    workspace.symmetric_refusal = lambda links: None
+share_one_gpu()
 
 
 def rank() -> int:

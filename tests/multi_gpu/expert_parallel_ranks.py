@@ -1,5 +1,7 @@
 """What the processes of test_expert_parallel_gpu.py do; each function runs on all ranks.
 
+Ranks that share one GPU have SYMMETRIC alone: NCCL takes one rank a GPU.
+
 The problems are exact: every correct kernel gives the same bits, whatever its tiles and the order
 of its sums. The judge is the same layer with all experts on this rank's GPU.
 """
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import mxpert
+from multi_gpu.environment import share_one_gpu
 from mxpert import MoEWeights
 from mxpert.distributed import ExpertParallel, Transport
 from mxpert.ops.local_weights import take_experts
@@ -26,8 +29,9 @@ from support.poison import nan_filled_scratch
 
 SHAPE = MoEShape(hidden_size=704, intermediate_size=384, num_experts=13, top_k=3, has_bias=True)
 MAX_TOKENS = 160
-CAPTURED = (Transport.GATHER, Transport.SYMMETRIC)
-TRANSPORTS = (*CAPTURED, Transport.ALL_TO_ALL)
+SHARED = share_one_gpu()
+CAPTURED = (Transport.SYMMETRIC,) if SHARED else (Transport.GATHER, Transport.SYMMETRIC)
+TRANSPORTS = CAPTURED if SHARED else (*CAPTURED, Transport.ALL_TO_ALL)
 FORMATS = (("bf16", "bf16"), ("bf16", "mxfp8"), ("mxfp8", "mxfp8"))
 """Wire format, activation format."""
 
@@ -69,9 +73,10 @@ class Layer:
 
 
 @functools.cache
-def nccl_group() -> Any:
-    torch.cuda.set_device(dist.get_rank())
-    return dist.new_group(backend="nccl")
+def gpu_group() -> Any:
+    """The group of the transports: NCCL's where each rank has a GPU, else the default one."""
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return dist.group.WORLD if SHARED else dist.new_group(backend="nccl")
 
 
 def make_layer(
@@ -80,7 +85,7 @@ def make_layer(
     activation_format: str,
     combine_dtype: torch.dtype = torch.bfloat16,
 ) -> Layer:
-    group = nccl_group()
+    group = gpu_group()
     ep = ExpertParallel(
         group,
         num_experts=SHAPE.num_experts,
@@ -91,8 +96,9 @@ def make_layer(
         wire_format=wire_format,
         combine_dtype=combine_dtype,
         timeout_s=120.0,  # ranks compile in between
+        device="cuda" if SHARED else None,
     )
-    assert ep.device == torch.device("cuda", dist.get_rank())
+    assert ep.device == torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
     inputs = exact_moe_problem(SHAPE, 400)  # on the CPU: the same on every rank
     local = take_experts(inputs.weights, ep.local_experts)
     whole, mine = (weights.prepare(device=ep.device) for weights in (inputs.weights, local))

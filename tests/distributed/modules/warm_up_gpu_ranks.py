@@ -1,4 +1,4 @@
-"""What the processes of test_warm_up_gpu.py do; each function runs on all ranks, one a GPU."""
+"""What the processes of test_warm_up_gpu.py do; each function runs on all ranks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from multi_gpu.expert_parallel_ranks import FORMATS, MAX_TOKENS, SHAPE, make_layer
+from multi_gpu.expert_parallel_ranks import FORMATS, MAX_TOKENS, SHAPE, TRANSPORTS, make_layer
 from triton import knobs
 
 import mxpert
-from mxpert.distributed import Transport
 from mxpert.testing.numerics import assert_exact
 
 
 def no_kernel_compiles_after_warm_up() -> None:
     """Triton is asked for no binary after warm_up, and results equal one GPU's."""
-    for transport in list(Transport)[1:]:
+    for transport in TRANSPORTS:
         for wire_format, activation_format in FORMATS:
             layer = make_layer(transport, wire_format, activation_format)
             options: dict[str, Any] = dict(
