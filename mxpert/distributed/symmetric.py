@@ -20,6 +20,7 @@ from ..kernel_spec import KernelSpec, Launchable
 from ..ops.schema import rebuild
 from ..runtime.replay import replayed
 from ..weights import MoEWeights
+from .groups import gather_objects
 from .transport import DispatchedTokens, ExchangeSpec, Rows
 from .wire import rows_from_wire
 from .workspace import Workspace, make_workspace, plain_workspaces, refuse_group
@@ -52,7 +53,8 @@ class SymmetricExchange:
         self._spec, self._device = spec, device
         target = detect_target(device)
         layout = layout_of(spec)
-        self._own = host.Rank(layout, spec.rank, spec.placement.num_experts, target)
+        ctas = min(gather_objects(group, host.most_ctas_of(target)))
+        self._own = host.Rank(layout, spec.rank, spec.placement.num_experts, target, ctas)
         self._workspace = workspace or make_workspace(group, layout.nbytes, device)
         self._sections = layout.views(self._workspace.own)
         self._words = host.new_words(spec.timeout_s, target, device)
@@ -128,7 +130,7 @@ class SymmetricExchange:
 
     def arrivals(self, bound: int) -> torch.Tensor:
         """What kernels wait for in calls with `bound` slots a rank: int64 [NUM_ARRIVALS]."""
-        return self._arrivals[host.arrivals_row(self._own.layout, bound)]
+        return self._arrivals[host.arrivals_row(self._own, bound)]
 
     def _view(self, bound: int) -> dict[str, Any]:
         """The received tokens of calls with `bound` slots a rank."""

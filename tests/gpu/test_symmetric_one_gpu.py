@@ -53,7 +53,7 @@ def test_eight_ranks_as_streams_of_one_process(
 ) -> None:
     """Few CTAs: those of all ranks are resident together."""
 
-    def few(*_: int) -> Schedule:
+    def few(*_: object) -> Schedule:
         return Schedule(ctas=8, rows=2, block=1024, num_warps=4)
 
     monkeypatch.setattr(host, "dispatch_schedule", few)

@@ -24,12 +24,12 @@ from distributed import exchange_scenarios
 import mxpert
 from mxpert import GateUpOrder, SiLU
 from mxpert.backends.common.exchange import combine, dispatch, host, wait
-from mxpert.backends.common.exchange.schedule import Schedule
+from mxpert.backends.common.exchange.schedule import Schedule, Work
 from mxpert.backends.common.exchange.wait import TICKS_PER_SECOND
 from mxpert.backends.common.exchange.words import EPOCHS, NO_WAIT, TIMEOUT, TWO_STREAMS
 from mxpert.backends.common.routing.host import PlanConfig
 from mxpert.dispatch import detect_target
-from mxpert.distributed import ExpertParallel, Transport
+from mxpert.distributed import DispatchedTokens, ExpertParallel, Transport
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.errors import PeerLostError
 from mxpert.ops.local_weights import take_experts
@@ -58,11 +58,11 @@ def make(case: Case) -> SymmetricExchange:
 
 
 @contextlib.contextmanager
-def small_schedules() -> Iterator[None]:
+def small_schedules(block: int = 32) -> Iterator[None]:
     """Few CTAs, of which each has several tiles, rows and column tiles."""
 
-    def few(bound: int, *_: int) -> Schedule:
-        return Schedule(ctas=2 if bound > 2 else 1, rows=2, block=32, num_warps=4)
+    def few(work: Work, *_: int) -> Schedule:
+        return Schedule(ctas=2 if work.bound > 2 else 1, rows=2, block=block, num_warps=4)
 
     with mock.patch.multiple(host, dispatch_schedule=few, combine_schedule=few):
         yield
@@ -367,10 +367,13 @@ def _ranks_go_on(case: Case) -> None:
 
 
 def a_loss_reaches_every_rank() -> None:
-    """The last rank never dispatches. Rank 0 loses patience, the others see its poisoned flags."""
+    """The last rank never dispatches. Rank 0 loses patience, the others see its poisoned flags.
+
+    Each thread has a value of a tile: no row is loaded twice while another rank may store it.
+    """
     case = Case(dist.get_world_size(), timeout_s=600.0)
     last = case.size - 1
-    with small_schedules():
+    with small_schedules(block=64):
         exchange = make(case)
         if rank() == 0:
             limit_wait(exchange, 4.0)
@@ -405,12 +408,23 @@ def two_streams_are_seen() -> None:
         exchange._is_dispatched = False
         received, _ = send(exchange, tokens, case.max_tokens)
         assert int(exchange._words[0]) == TWO_STREAMS.value
-        out = torch.zeros(4, case.hidden_size)
-        exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
-        assert out.isnan().all()
+        _nan_in_turn(exchange, case, received)
         with pytest.raises(ValueError, match="stream — need calls on one stream"):
             exchange.check()
         dist.barrier()
+
+
+def _nan_in_turn(exchange: SymmetricExchange, case: Case, received: DispatchedTokens) -> None:
+    """Combine on one rank after the other: a rank that waits for none would load rows that change.
+
+    It drops them, but the emulation refuses such loads.
+    """
+    for each in range(case.size):
+        dist.barrier()
+        if rank() == each:
+            out = torch.zeros(4, case.hidden_size)
+            exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
+            assert out.isnan().all()
 
 
 def combine_without_a_wait_is_seen() -> None:
@@ -419,9 +433,7 @@ def combine_without_a_wait_is_seen() -> None:
         exchange = make(case)
         tokens = random_tokens(case, rank(), 3, 4)
         received, _ = send(exchange, tokens, case.max_tokens)
-        out = torch.zeros(4, case.hidden_size)
-        exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
-        assert out.isnan().all()
+        _nan_in_turn(exchange, case, received)
         assert int(exchange._words[0]) == NO_WAIT.value
         with pytest.raises(ValueError, match="combine without a wait"):
             exchange.check()

@@ -125,7 +125,7 @@ def test_compile_only_compiles_and_launches_nothing() -> None:
 
     placement = Placement.contiguous(3, 1)
     spec = ExchangeSpec("", 0, placement, 3, 96, 5, "bf16", torch.bfloat16, 1.0)
-    launch = host.combine_launch(host.Rank(symmetric.layout_of(spec), 0, 3, H200), 5, 5)
+    launch = host.combine_launch(host.Rank(symmetric.layout_of(spec), 0, 3, H200, 128), 5, 5)
     rows, words = torch.zeros(5, 96, dtype=torch.bfloat16), torch.zeros(5, dtype=torch.int64)
     tensors = dict.fromkeys(("out", "rows", "partials"), rows)
     tensors |= dict.fromkeys(("state", "table", "returned", "destinations"), words)

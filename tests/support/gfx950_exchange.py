@@ -32,7 +32,7 @@ COUNT = 4
 """Tokens of each rank."""
 
 
-def two_waves(*_: int) -> Schedule:
+def two_waves(*_: object) -> Schedule:
     """Two CTAs of two waves, each with several tiles of two rows."""
     return Schedule(ctas=2, rows=2, block=32, num_warps=4)
 

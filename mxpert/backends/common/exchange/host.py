@@ -18,7 +18,7 @@ from ..pdl import pdl_options
 from ..targets import refuse_without
 from .combine import _exchange_combine_kernel
 from .dispatch import _exchange_dispatch_kernel
-from .schedule import combine_schedule, dispatch_schedule
+from .schedule import Work, combine_schedule, dispatch_schedule, most_ctas
 from .wait import TICKS_PER_SECOND
 from .words import (
     ARRIVED_ADDRESS,
@@ -105,12 +105,23 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Rank:
-    """What the launches of one rank depend on, beside the tokens of a call."""
+    """What the launches of one rank depend on, beside the tokens of a call.
+
+    Args:
+        layout: of the ranks' memories. rank, num_experts: this rank, and the global experts.
+        target: its device.
+        most_ctas: CTAs of a kernel, at most; the same on all ranks.
+    """
 
     layout: Layout
     rank: int
     num_experts: int
     target: Target
+    most_ctas: int
+
+    def work(self, bound: int) -> Work:
+        """What kernels of calls with `bound` slots a rank divide into tiles."""
+        return Work(bound, self.layout.hidden_size, self.most_ctas)
 
 
 def refuse(num_ranks: int, target: Target) -> str | None:
@@ -118,6 +129,11 @@ def refuse(num_ranks: int, target: Target) -> str | None:
     if num_ranks > MAX_RANKS.value:
         return f"serves at most {MAX_RANKS.value} ranks, got {num_ranks}"
     return refuse_without(target, "stores to other GPUs")
+
+
+def most_ctas_of(target: Target) -> int:
+    """The most CTAs of a kernel of this rank; the ranks take the least of theirs."""
+    return MAX_CTAS.value if target.kind == "cpu" else most_ctas(target.num_sms)
 
 
 def new_words(timeout_s: float, target: Target, device: torch.device) -> torch.Tensor:
@@ -140,9 +156,9 @@ def new_arrivals(arrived: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return rows.to(arrived.device)
 
 
-def arrivals_row(layout: Layout, bound: int) -> int:
+def arrivals_row(own: Rank, bound: int) -> int:
     """The row of `new_arrivals` for calls with `bound` slots a rank."""
-    return dispatch_schedule(bound, layout.hidden_size).ctas.bit_length() - 1
+    return dispatch_schedule(own.work(bound)).ctas.bit_length() - 1
 
 
 def lost(words: torch.Tensor) -> tuple[int | None, str | None]:
@@ -159,7 +175,7 @@ def lost(words: torch.Tensor) -> tuple[int | None, str | None]:
 def dispatch_launch(own: Rank, num_tokens: int, bound: int, rule: ScaleRule | None) -> Launch:
     """The launch of dispatch; `rule` is None if rows travel as they are."""
     layout = own.layout
-    schedule = dispatch_schedule(bound, layout.hidden_size)
+    schedule = dispatch_schedule(own.work(bound))
     offsets = layout.offsets
     return Launch(
         _exchange_dispatch_kernel,
@@ -182,7 +198,7 @@ def dispatch_launch(own: Rank, num_tokens: int, bound: int, rule: ScaleRule | No
 def combine_launch(own: Rank, num_tokens: int, bound: int) -> Launch:
     """The launch of combine."""
     layout = own.layout
-    schedule = combine_schedule(bound, layout.hidden_size, layout.combine_dtype.itemsize)
+    schedule = combine_schedule(own.work(bound), layout.combine_dtype.itemsize)
     return Launch(
         _exchange_combine_kernel,
         (schedule.ctas,),

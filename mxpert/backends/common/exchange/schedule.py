@@ -1,6 +1,6 @@
 """CTAs and tiles of the exchange's kernels, by the number of slots a rank.
 
-All ranks of a call have the same number of slots, and therefore the same schedule.
+All ranks of a call have the same number of slots and of CTAs, and therefore the same schedule.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ import triton
 
 from .words import MAX_CTAS
 
-_MOST_CTAS: int = MAX_CTAS.value
-_FEW_TILES = 3
-"""Tiles of one row and 1024 columns that a CTA takes; beyond that a tile has several rows."""
+_MANY = 3
+"""Tiles of one row and 1024 columns for each CTA; if there are more, tiles have several rows."""
 _ROWS = (4, 8, 16)
-_ROUND_COST = 6
+_TILE_COST = 6
 """What a tile costs beside its rows, in rows: its loads wait for those of the tile before."""
 
 
@@ -36,56 +35,77 @@ class Schedule:
     num_warps: int
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a kernel divides into tiles.
+
+    Args:
+        bound: slots of a rank. hidden_size: columns of a slot.
+        most_ctas: CTAs, at most; a power of two.
+    """
+
+    bound: int
+    hidden_size: int
+    most_ctas: int
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a tile has one row."""
+        return self.tiles(1, 1024) <= _MANY * self.most_ctas
+
+    def tiles(self, rows: int, block: int) -> int:
+        """Number of tiles."""
+        count: int = triton.cdiv(self.bound, rows) * triton.cdiv(self.hidden_size, block)
+        return count
+
+    def schedule(self, rows: int, block: int, num_warps: int) -> Schedule:
+        """A CTA for each tile, as far as there are so many."""
+        block = min(block, triton.next_power_of_2(self.hidden_size))
+        ctas = min(self.most_ctas, triton.next_power_of_2(self.tiles(rows, block)))
+        return Schedule(ctas, rows, block, num_warps)
+
+    def with_rows(self, block: int) -> Schedule:
+        """Tiles of several rows, so that each thread has several loads in flight.
+
+        Their number of rows gives the CTA with the most tiles the least work.
+        """
+
+        def cost(rows: int) -> int:
+            tiles: int = triton.cdiv(self.tiles(rows, block), self.most_ctas)
+            return tiles * (rows + _TILE_COST)
+
+        rows = min(_ROWS, key=cost)
+        return self.schedule(rows, block, min(2 * rows, 16))
+
+
+def most_ctas(num_sms: int) -> int:
+    """The most CTAs of a kernel: a power of two, so few that some SMs stay free.
+
+    A CTA of 16 warps may take all registers of an SM while it waits for another rank. Kernels that
+    the other rank waits for, of a second object on another stream, need SMs meanwhile.
+    """
+    fewer: int = max(1, min(num_sms - 1, MAX_CTAS.value))
+    return 1 << (fewer.bit_length() - 1)
+
+
 @functools.lru_cache
-def dispatch_schedule(bound: int, hidden_size: int) -> Schedule:
-    """Schedule of dispatch for `bound` slots a rank; timed on H200s.
+def dispatch_schedule(work: Work) -> Schedule:
+    """Schedule of dispatch; timed on H200s.
 
     A row of few slots has tiles of 2048 codes, one 16-byte store of each of 128 threads, or larger
     ones where a CTA would have several.
     """
-    if _has_many(bound, hidden_size):
-        return _tiles_of_rows(bound, hidden_size, 1024)
-    one_each = _tiles(bound, hidden_size, 1, 2048) <= _MOST_CTAS
-    return _schedule(bound, hidden_size, 1, 2048 if one_each else 4096, 4)
+    if not work.is_small:
+        return work.with_rows(1024)
+    return work.schedule(1, 2048 if work.tiles(1, 2048) <= work.most_ctas else 4096, 4)
 
 
 @functools.lru_cache
-def combine_schedule(bound: int, hidden_size: int, itemsize: int) -> Schedule:
-    """Schedule of combine for `bound` slots a rank and values of `itemsize` bytes; timed on H200s.
+def combine_schedule(work: Work, itemsize: int) -> Schedule:
+    """Schedule of combine for values of `itemsize` bytes; timed on H200s.
 
     A row of few slots has tiles of 2048 bytes, one 16-byte store of each of 128 threads. A CTA may
     have several, because their loads do not wait for each other.
     """
     block = 2048 // itemsize
-    if _has_many(bound, hidden_size):
-        return _tiles_of_rows(bound, hidden_size, block)
-    return _schedule(bound, hidden_size, 1, block, 4)
-
-
-def _has_many(bound: int, hidden_size: int) -> bool:
-    return _tiles(bound, hidden_size, 1, 1024) > _FEW_TILES * _MOST_CTAS
-
-
-def _tiles_of_rows(bound: int, hidden_size: int, block: int) -> Schedule:
-    """Tiles of several rows, so that each thread has several loads in flight.
-
-    The busiest CTA has the fewest rows and tiles.
-    """
-
-    def cost(rows: int) -> int:
-        tiles: int = triton.cdiv(_tiles(bound, hidden_size, rows, block), _MOST_CTAS)
-        return tiles * (rows + _ROUND_COST)
-
-    rows = min(_ROWS, key=cost)
-    return _schedule(bound, hidden_size, rows, block, min(2 * rows, 16))
-
-
-def _schedule(bound: int, hidden_size: int, rows: int, block: int, num_warps: int) -> Schedule:
-    block = min(block, triton.next_power_of_2(hidden_size))
-    tiles = _tiles(bound, hidden_size, rows, block)
-    return Schedule(min(_MOST_CTAS, triton.next_power_of_2(tiles)), rows, block, num_warps)
-
-
-def _tiles(bound: int, hidden_size: int, rows: int, block: int) -> int:
-    tiles: int = triton.cdiv(bound, rows) * triton.cdiv(hidden_size, block)
-    return tiles
+    return work.schedule(1, block, 4) if work.is_small else work.with_rows(block)
