@@ -367,16 +367,12 @@ def _ranks_go_on(case: Case) -> None:
 
 
 def a_loss_reaches_every_rank() -> None:
-    """The last rank never dispatches. Rank 0 loses patience, the others see its poisoned flags.
-
-    Each thread has a value of a tile: no row is loaded twice while another rank may store it.
-    """
+    """The last rank never dispatches. Rank 0 loses patience, the others see its poisoned flags."""
     case = Case(dist.get_world_size(), timeout_s=600.0)
     last = case.size - 1
-    with small_schedules(block=64):
+    with small_schedules(block=64):  # no wave loads what another one has loaded
         exchange = make(case)
-        if rank() == 0:
-            limit_wait(exchange, 4.0)
+        limit_wait(exchange, 4.0 if rank() == 0 else 600.0)
         dist.barrier()
         if rank() != last:
             tokens = one_expert_of(case, 0)
@@ -415,10 +411,7 @@ def two_streams_are_seen() -> None:
 
 
 def _nan_in_turn(exchange: SymmetricExchange, case: Case, received: DispatchedTokens) -> None:
-    """Combine on one rank after the other: a rank that waits for none would load rows that change.
-
-    It drops them, but the emulation refuses such loads.
-    """
+    """Combine on one rank after the other: the emulation refuses loads of rows that change."""
     for each in range(case.size):
         dist.barrier()
         if rank() == each:

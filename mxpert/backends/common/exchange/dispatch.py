@@ -75,8 +75,9 @@ class Loaded(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Where slots [ROWS, SLOTS] go: owning rank or −1, and the expert's id there."""
+    """Slots [ROWS, SLOTS], and where they go: owning rank or −1, and the expert's id there."""
 
+    slots: Any
     owner: Any
     local_id: Any
 
@@ -111,6 +112,16 @@ class Peers(NamedTuple):
     num_ranks: Any
 
 
+class Sending(NamedTuple):
+    """What a rank sends where; `destinations` gets the ranks of each token."""
+
+    tokens: Any
+    routing: Any
+    peers: Any
+    sections: Any
+    destinations: Any
+
+
 @triton.jit
 def _tile(tokens, item, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Tile number `item`."""
@@ -138,20 +149,22 @@ def _load_slots(routing, tile, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _route(routing, expert):
-    """Look up the owners of experts [ROWS, SLOTS]."""
+def _route(routing, slots):
+    """Look up the owners of the slots' experts."""
+    expert = slots.expert
     known = (expert >= 0) & (expert < routing.num_experts)  # others never index memory
     owner = tl.load(routing.owners + expert, mask=known, other=-1)
     local_id = tl.load(routing.local_ids + expert, mask=known, other=-1)
-    return Routed(owner, local_id)
+    return Routed(slots, owner, local_id)
 
 
 @triton.jit
-def _store_routing(address, sections, top_k, slots, local_id, mine):
+def _store_routing(address, sections, top_k, routed, mine):
     """Store ids and weights of tokens on one rank: local ids where `mine`, else −1."""
+    slots = routed.slots
     place = sections.first_slot * top_k + slots.place
     ids = section(address, sections.ids, tl.int32)
-    tl.store(ids + place, tl.where(mine, local_id, -1), mask=slots.mask)
+    tl.store(ids + place, tl.where(mine, routed.local_id, -1), mask=slots.mask)
     weights = section(address, sections.weights, tl.float32)
     tl.store(weights + place, slots.weight.to(tl.float32), mask=slots.mask & mine)
 
@@ -176,8 +189,9 @@ def _either(left, right):
 
 
 @triton.jit
-def _send(peers, sections, top_k, tile, slots, routed, rows, scales, destinations):
+def _send(sending, tile, routed, rows, scales):
     """Store a tile on the ranks of its tokens' experts, and the routing with the first one."""
+    peers, sections = sending.peers, sending.sections
     owner = routed.owner.to(tl.int64)
     ranks = tl.reduce(tl.where(owner >= 0, tl.full([], 1, tl.int64) << owner, 0), 1, _either)
     for step in range(1, peers.num_ranks + 1):  # this rank's own memory last
@@ -186,9 +200,9 @@ def _send(peers, sections, top_k, tile, slots, routed, rows, scales, destination
         _store_rows(address, sections, tile, ((ranks >> peer) & 1) != 0, rows, scales)
         if tile.is_first:
             mine = routed.owner == peer
-            _store_routing(address, sections, top_k, slots, routed.local_id, mine)
+            _store_routing(address, sections, sending.routing.top_k, routed, mine)
     if tile.is_first:
-        tl.store(destinations + tile.token, ranks, mask=tile.exists)
+        tl.store(sending.destinations + tile.token, ranks, mask=tile.exists)
 
 
 @triton.jit
@@ -253,6 +267,39 @@ def _load(x, scale, routing, tile, SLOTS: tl.constexpr):
         return Loaded(slots, rows, _load_scales(scale, tile))
 
 
+@triton.jit
+def _send_tokens(
+    x,
+    scale,
+    sending,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    INF_BYTE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """Send this program's tiles. A tile is loaded while the one before is stored."""
+    tokens, routing = sending.tokens, sending.routing
+    pid, num_ctas = tl.program_id(0), tl.num_programs(0)
+    num_tiles = tl.cdiv(tokens.count, ROWS) * tokens.tiles
+    ahead = _load(x, scale, routing, _tile(tokens, pid, ROWS, BLOCK), SLOTS)
+    for item in range(pid, num_tiles, num_ctas):
+        tile = _tile(tokens, item, ROWS, BLOCK)
+        loaded, after = ahead, item + num_ctas
+        if after < num_tiles:
+            ahead = _load(x, scale, routing, _tile(tokens, after, ROWS, BLOCK), SLOTS)
+        if ROWS == 1:  # else ptxas moves loads behind those of the owners, which wait for the ids
+            tl.debug_barrier()
+        routed = _route(routing, loaded.slots)
+        rows, scales = loaded.rows, None
+        if EMAX is not None:
+            rows, scales = quantize_tile(rows.to(tl.float32), "e4m3", EMAX, THRESHOLD, INF_BYTE)
+        elif scale is not None:
+            scales = loaded.scales
+        _send(sending, tile, routed, rows, scales)
+
+
 @triton.jit(do_not_specialize=DISPATCH_SIZES)
 def _exchange_dispatch_kernel(
     state,
@@ -286,11 +333,7 @@ def _exchange_dispatch_kernel(
     KIND: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
-    """Send tokens; step 1 of the protocol, and step 2 for callers whose own kernels do not wait.
-
-    With `arrivals` the last program waits for the tokens of all ranks; if a rank is lost it stores
-    −1 in all ids of other ranks' tokens. The next kernel starts only then: its CTAs must not occupy
-    the GPU behind a wait for another rank.
+    """Send tokens; step 1 of the protocol, and with `arrivals` also step 2, in the last program.
 
     After a loss it stores as before and poisons its flags: the slots are this rank's alone, so what
     it overwrites can reach no result but its own, which is NaN.
@@ -324,22 +367,8 @@ def _exchange_dispatch_kernel(
     sections = Sections(rows_offset, scales_offset, ids_offset, weights_offset, rank * bound)
     routing = Routing(topk_ids, topk_weights, owners, local_ids, top_k, num_experts)
     tokens = Tokens(num_tokens, num_blocks, tl.cdiv(num_blocks * 32, BLOCK))
-    num_tiles = tl.cdiv(num_tokens, ROWS) * tokens.tiles
-    ahead = _load(x, scale, routing, _tile(tokens, pid, ROWS, BLOCK), SLOTS)
-    for item in range(pid, num_tiles, num_ctas):
-        tile = _tile(tokens, item, ROWS, BLOCK)
-        loaded, after = ahead, item + num_ctas
-        if after < num_tiles:  # on its way while this tile is stored
-            ahead = _load(x, scale, routing, _tile(tokens, after, ROWS, BLOCK), SLOTS)
-        if ROWS == 1:  # else ptxas moves loads behind those of the owners, which wait for the ids
-            tl.debug_barrier()
-        routed = _route(routing, loaded.slots.expert)
-        rows, scales = loaded.rows, None
-        if EMAX is not None:
-            rows, scales = quantize_tile(rows.to(tl.float32), "e4m3", EMAX, THRESHOLD, INF_BYTE)
-        elif scale is not None:
-            scales = loaded.scales
-        _send(peers, sections, top_k, tile, loaded.slots, routed, rows, scales, destinations)
+    sending = Sending(tokens, routing, peers, sections, destinations)
+    _send_tokens(x, scale, sending, EMAX, THRESHOLD, INF_BYTE, ROWS, BLOCK, SLOTS=SLOTS)
     _clear_unused(table, num_ranks, sections, num_tokens * top_k, bound * top_k, top_k)
     flag = flag_or_poison(epoch, decided, rank)
     set_flags(addresses, flags_offset, rank, num_ranks, flag, KIND)
@@ -347,7 +376,7 @@ def _exchange_dispatch_kernel(
     if arrivals is not None:
         if pid == num_ctas - 1:
             complete = wait_alone(awaited, word_of(seen, DECIDED), epoch, KIND)
-            if not complete:
+            if not complete:  # no program may use ids of a rank that is late
                 _drop_tokens(peers, sections, bound * top_k)
         if USE_PDL:
             launch_dependents()
