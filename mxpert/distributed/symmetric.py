@@ -7,11 +7,12 @@ rank, the launches, and what a lost rank looks like on the host. Nothing waits o
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..backends.common.exchange import host
+from ..backends.common.exchange.schedule import most_ctas
 from ..dispatch import detect_target
 from ..errors import PeerLostError, message
 from ..formats.spec import ScaleRule
@@ -31,6 +32,18 @@ _MISUSE = {
     "two streams": ("stream", "calls on one stream", "calls that overlap on two streams"),
     "no wait": ("arrivals", "a wait for the tokens before their use", "combine without a wait"),
 }
+
+
+class _Buffers(NamedTuple):
+    """Buffers of calls with one number of slots a rank.
+
+    Args:
+        received: x, topk_weights and topk_ids of DispatchedTokens.
+        arrivals: int64 [NUM_ARRIVALS], what kernels wait for.
+    """
+
+    received: dict[str, Any]
+    arrivals: torch.Tensor
 
 
 class SymmetricExchange:
@@ -53,7 +66,7 @@ class SymmetricExchange:
         self._spec, self._device = spec, device
         target = detect_target(device)
         layout = layout_of(spec)
-        ctas = min(gather_objects(group, host.most_ctas_of(target)))
+        ctas = min(gather_objects(group, most_ctas(target)))
         self._own = host.Rank(layout, spec.rank, spec.placement.num_experts, target, ctas)
         self._workspace = workspace or make_workspace(group, layout.nbytes, device)
         self._sections = layout.views(self._workspace.own)
@@ -68,7 +81,7 @@ class SymmetricExchange:
             "owners": spec.placement.owners[spec.rank].to(device),
             "local_ids": spec.placement.local_ids[spec.rank].to(device),
         }
-        self._received: dict[int, dict[str, Any]] = {}
+        self._buffers: dict[int, _Buffers] = {}
         self._layers: dict[tuple[KernelSpec, int, torch.dtype], Launchable] = {}
         self._is_dispatched = False
         self._lost: Exception | None = None
@@ -112,36 +125,44 @@ class SymmetricExchange:
         self._begin("dispatch", not self._is_dispatched)
         rows, scale = (x.qdata, x.scale) if isinstance(x, MXTensor) else (x, None)
         quantises = self._own.layout.mx_rows and scale is None
-        num_tokens = topk_ids.shape[0]
+        num_tokens, buffers = topk_ids.shape[0], self._of(bound)
         host.dispatch_launch(self._own, num_tokens, bound, scale_rule if quantises else None)(
             x=rows.contiguous(),
             scale=None if scale is None else scale.contiguous(),
             topk_weights=topk_weights.contiguous(),
             topk_ids=topk_ids.contiguous(),
-            arrivals=self.arrivals(bound) if waits else None,
+            arrivals=buffers.arrivals if waits else None,
             **self._state,
             **self._experts,
         )
         self._is_dispatched = True
-        received = self._received.get(bound) or self._view(bound)
         return rebuild(
-            DispatchedTokens, **received, num_tokens=num_tokens, out_dtype=out_dtype, state=bound
+            DispatchedTokens,
+            **buffers.received,
+            num_tokens=num_tokens,
+            out_dtype=out_dtype,
+            state=bound,
         )
 
     def arrivals(self, bound: int) -> torch.Tensor:
         """What kernels wait for in calls with `bound` slots a rank: int64 [NUM_ARRIVALS]."""
-        return self._arrivals[host.arrivals_row(self._own, bound)]
+        return self._of(bound).arrivals
 
-    def _view(self, bound: int) -> dict[str, Any]:
-        """The received tokens of calls with `bound` slots a rank."""
+    def _of(self, bound: int) -> _Buffers:
+        """The buffers of calls with `bound` slots a rank."""
+        if bound in self._buffers:
+            return self._buffers[bound]
         slots = self._spec.size * bound
         rows, scales, ids, weights = (
             self._sections[name][:slots] for name in ("rows", "scales", "ids", "weights")
         )
         parts = (rows, scales) if self._own.layout.mx_rows else (rows.view(torch.uint8),)
         x = rows_from_wire(parts, self._spec.wire_format)
-        self._received[bound] = dict(x=x, topk_weights=weights, topk_ids=ids)
-        return self._received[bound]
+        self._buffers[bound] = _Buffers(
+            dict(x=x, topk_weights=weights, topk_ids=ids),
+            self._arrivals[host.arrivals_row(self._own, bound)],
+        )
+        return self._buffers[bound]
 
     def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:
         """Store each row on its token's rank, and sum a token's rows there in rank order.
@@ -151,7 +172,8 @@ class SymmetricExchange:
             ValueError: `dispatched` is not of the last dispatch; the object was closed.
         """
         bound = dispatched.state
-        is_last = dispatched.topk_ids is self._received.get(bound, {}).get("topk_ids")
+        last = self._buffers.get(bound)
+        is_last = last is not None and dispatched.topk_ids is last.received["topk_ids"]
         self._begin("combine", self._is_dispatched and is_last)
         host.combine_launch(self._own, dispatched.num_tokens, bound)(
             out=out,
@@ -221,7 +243,7 @@ class SymmetricExchange:
                 torch.cuda.synchronize(self._device)
             text = message(_OP, "object", "an open ExpertParallel", "a closed one")
             self._lost = self._lost or ValueError(text)
-            self._sections, self._received, self._layers = {}, {}, {}
+            self._sections, self._buffers, self._layers = {}, {}, {}
             del self._workspace, self._arrivals
 
 

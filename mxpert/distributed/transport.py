@@ -174,7 +174,7 @@ class Exchange(Protocol):
     ) -> DispatchedTokens:
         """Send each token to the ranks that own one of its experts, and receive theirs.
 
-        If a rank is lost, the ids of all other ranks' tokens are −1.
+        A lost rank raises PeerLostError, or the ids of all other ranks' tokens are −1.
         """
 
     def layer_kernel(

@@ -95,14 +95,16 @@ class Turns:
 
     def received_ids(self, rank: int) -> torch.Tensor:
         """Local ids [COUNT, k] of the other one's tokens."""
+        return self.received[rank].topk_ids[self._slots_of_other(rank)]
+
+    def _slots_of_other(self, rank: int) -> slice:
         first = (1 - rank) * self.case.max_tokens
-        return self.received[rank].topk_ids[first : first + COUNT]
+        return slice(first, first + COUNT)
 
     def rows_are_right(self, rank: int) -> bool:
         """Whether a rank has received the other one's rows."""
-        received, theirs = self.received[rank], self.tokens(1 - rank)
-        first = (1 - rank) * self.case.max_tokens
-        got = values(received.x)[first : first + COUNT]
+        theirs = self.tokens(1 - rank)
+        got = values(self.received[rank].x)[self._slots_of_other(rank)]
         sent = (self.received_ids(rank) >= 0).any(1)
         return bool(sent.any()) and torch.equal(got[sent], theirs.x.float()[sent])
 

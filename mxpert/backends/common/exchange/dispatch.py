@@ -289,7 +289,7 @@ def _send_tokens(
         loaded, after = ahead, item + num_ctas
         if after < num_tiles:
             ahead = _load(x, scale, routing, _tile(tokens, after, ROWS, BLOCK), SLOTS)
-        if ROWS == 1:  # else ptxas moves loads behind those of the owners, which wait for the ids
+        if ROWS == 1:  # keeps these loads ahead of the owners' loads, which wait for the ids
             tl.debug_barrier()
         routed = _route(routing, loaded.slots)
         rows, scales = loaded.rows, None

@@ -18,7 +18,7 @@ from ..pdl import pdl_options
 from ..targets import refuse_without
 from .combine import _exchange_combine_kernel
 from .dispatch import _exchange_dispatch_kernel
-from .schedule import Work, combine_schedule, dispatch_schedule, most_ctas
+from .schedule import Work, combine_schedule, dispatch_schedule
 from .wait import TICKS_PER_SECOND
 from .words import (
     ARRIVED_ADDRESS,
@@ -129,11 +129,6 @@ def refuse(num_ranks: int, target: Target) -> str | None:
     if num_ranks > MAX_RANKS.value:
         return f"serves at most {MAX_RANKS.value} ranks, got {num_ranks}"
     return refuse_without(target, "stores to other GPUs")
-
-
-def most_ctas_of(target: Target) -> int:
-    """The most CTAs of a kernel of this rank; the ranks take the least of theirs."""
-    return MAX_CTAS.value if target.kind == "cpu" else most_ctas(target.num_sms)
 
 
 def new_words(timeout_s: float, target: Target, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import triton
 
+from ....problem import Target
 from .words import MAX_CTAS
 
 _MANY = 3
@@ -78,13 +79,16 @@ class Work:
         return self.schedule(rows, block, min(2 * rows, 16))
 
 
-def most_ctas(num_sms: int) -> int:
-    """The most CTAs of a kernel: a power of two, so few that some SMs stay free.
+def most_ctas(target: Target) -> int:
+    """The most CTAs of a kernel on `target`: a power of two, so few that some SMs stay free.
 
     A CTA of 16 warps may take all registers of an SM while it waits for another rank. Kernels that
     the other rank waits for, of a second object on another stream, need SMs meanwhile.
     """
-    fewer: int = max(1, min(num_sms - 1, MAX_CTAS.value))
+    most: int = MAX_CTAS.value
+    if target.kind == "cpu":
+        return most
+    fewer = max(1, min(target.num_sms - 1, most))
     return 1 << (fewer.bit_length() - 1)
 
 
