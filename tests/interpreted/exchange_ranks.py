@@ -58,11 +58,11 @@ def make(case: Case) -> SymmetricExchange:
 
 
 @contextlib.contextmanager
-def small_schedules(block: int = 32) -> Iterator[None]:
+def small_schedules() -> Iterator[None]:
     """Few CTAs, of which each has several tiles, rows and column tiles."""
 
     def few(work: Work, *_: int) -> Schedule:
-        return Schedule(ctas=2 if work.bound > 2 else 1, rows=2, block=block, num_warps=4)
+        return Schedule(ctas=2 if work.bound > 2 else 1, rows=2, block=32, num_warps=4)
 
     with mock.patch.multiple(host, dispatch_schedule=few, combine_schedule=few):
         yield
@@ -370,7 +370,7 @@ def a_loss_reaches_every_rank() -> None:
     """The last rank never dispatches. Rank 0 loses patience, the others see its poisoned flags."""
     case = Case(dist.get_world_size(), timeout_s=600.0)
     last = case.size - 1
-    with small_schedules(block=64):  # no wave loads what another one has loaded
+    with small_schedules():
         exchange = make(case)
         limit_wait(exchange, 4.0 if rank() == 0 else 600.0)
         dist.barrier()
@@ -380,9 +380,7 @@ def a_loss_reaches_every_rank() -> None:
                 received, _ = send(exchange, tokens, case.max_tokens, waits=True)
                 theirs = torch.arange(case.size * case.max_tokens) // case.max_tokens != rank()
                 assert (received.topk_ids[theirs] == -1).all()
-                out = torch.zeros(4, case.hidden_size)
-                exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
-                assert out.isnan().all()
+                _combine_is_nan(exchange, case, received)
             with pytest.raises(PeerLostError, match=f"rank {last}"):
                 exchange.check()
         dist.barrier()
@@ -404,20 +402,16 @@ def two_streams_are_seen() -> None:
         exchange._is_dispatched = False
         received, _ = send(exchange, tokens, case.max_tokens)
         assert int(exchange._words[0]) == TWO_STREAMS.value
-        _nan_in_turn(exchange, case, received)
+        _combine_is_nan(exchange, case, received)
         with pytest.raises(ValueError, match="stream — need calls on one stream"):
             exchange.check()
         dist.barrier()
 
 
-def _nan_in_turn(exchange: SymmetricExchange, case: Case, received: DispatchedTokens) -> None:
-    """Combine on one rank after the other: the emulation refuses loads of rows that change."""
-    for each in range(case.size):
-        dist.barrier()
-        if rank() == each:
-            out = torch.zeros(4, case.hidden_size)
-            exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
-            assert out.isnan().all()
+def _combine_is_nan(exchange: SymmetricExchange, case: Case, received: DispatchedTokens) -> None:
+    out = torch.zeros(4, case.hidden_size)
+    exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
+    assert out.isnan().all()
 
 
 def combine_without_a_wait_is_seen() -> None:
@@ -426,7 +420,7 @@ def combine_without_a_wait_is_seen() -> None:
         exchange = make(case)
         tokens = random_tokens(case, rank(), 3, 4)
         received, _ = send(exchange, tokens, case.max_tokens)
-        _nan_in_turn(exchange, case, received)
+        _combine_is_nan(exchange, case, received)
         assert int(exchange._words[0]) == NO_WAIT.value
         with pytest.raises(ValueError, match="combine without a wait"):
             exchange.check()

@@ -85,13 +85,18 @@ def _return_rows(table, partials_offset, rows, topk_ids, share, tile, top_k, SLO
 
 
 @triton.jit
-def _sum_rows(rows, partials, ranks, exists, share, tile):
+def _sum_rows(rows, partials, ranks, complete, share, tile):
     """Sum a tile of this rank's tokens over the ranks that computed them, in rank order.
 
     A tile of one row loads the rows of all ranks and drops those that `ranks` leaves out, because
     with few tokens latency decides. A tile of several rows loads only what it sums.
+
+    Args:
+        ranks: int64 [ROWS], a bit for each rank; 0 where not `complete`.
+        complete: bool [ROWS], tokens whose rows are all here. Nothing is loaded of the others.
     """
     total = tl.zeros([tile.slot.shape[0], tile.columns.shape[1]], tl.float32)
+    inside = tile.columns < share.width
     for first in range(0, share.num_ranks, _RANKS):
         parts = ()
         for place in tl.static_range(_RANKS):
@@ -100,15 +105,15 @@ def _sum_rows(rows, partials, ranks, exists, share, tile):
             own = owner == share.rank
             address = tl.where(own, rows.to(tl.int64), partials.to(tl.int64))
             source = section(address, 0, rows.dtype.element_ty)
-            computed = ((ranks >> owner) & 1) != 0
-            mask = exists[:, None] & (tile.columns < share.width) & (owner < share.num_ranks)
-            if exists.shape[0] > 1:
-                mask &= computed[:, None]
+            computed = ((ranks >> owner) & 1)[:, None] != 0
+            mask = computed & inside
+            if ranks.shape[0] == 1:
+                mask = complete[:, None] & inside & (owner < share.num_ranks)
             part = tl.load(
                 source + _places(share, tile, owner), mask=mask, other=0.0, cache_modifier=_ONCE
             )
-            if exists.shape[0] == 1:
-                part = tl.where(computed[:, None], part, 0.0)
+            if ranks.shape[0] == 1:
+                part = tl.where(computed, part, 0.0)
             parts += (part,)
         for place in tl.static_range(_RANKS):
             total += parts[place].to(tl.float32)
@@ -202,8 +207,9 @@ def _exchange_combine_kernel(
     for item in range(pid, tl.cdiv(num_tokens, ROWS) * tiles, num_ctas):
         tile = _tile(share, item, ROWS, BLOCK)
         exists = tile.slot < num_tokens
-        ranks = tl.load(destinations + tile.slot, mask=exists, other=0)
-        total = _sum_rows(rows, partials, ranks, exists, share, tile)
+        complete = exists & (decided >= 0)  # after a loss other ranks may still be storing
+        ranks = tl.load(destinations + tile.slot, mask=complete, other=0)
+        total = _sum_rows(rows, partials, ranks, complete, share, tile)
         total = tl.where((decided < 0) | (found < 0), float("nan"), total)
         place = tile.slot.to(tl.int64)[:, None] * share.width + tile.columns
         mask = exists[:, None] & (tile.columns < share.width)
