@@ -76,6 +76,20 @@ def table(rows: Sequence[Row], phase: str, mode: str) -> str:
     return pivot(f"{HEADINGS[phase, mode]} (MoE share)", cells, sizes) if cells else ""
 
 
+def bands(rows: Sequence[Row]) -> str:
+    """Width of the 10–90 % band as a share of the time; the host's pauses show in `generate`."""
+    order = {key: index for index, key in enumerate(HEADINGS)}
+    ranked = sorted(rows, key=lambda row: (order[row["phase"], row["mode"]], row["batch"]))
+    cells = {
+        (
+            name_of(row),
+            f"{row['mode']}, {size_of(row)}",
+        ): f"{100 * row['ms_spread'] / row['ms']:.1f} %"
+        for row in ranked
+    }
+    return pivot("implementation", cells, list(dict.fromkeys(column for _, column in cells)))
+
+
 def full(document: Mapping[str, Any]) -> str:
     """Everything: tables, gates, protocol, what was not measured."""
     meta, rows = document["meta"], document["rows"]
@@ -88,6 +102,8 @@ def full(document: Mapping[str, Any]) -> str:
         "# A whole model through Transformers",
         conditions(meta),
         *(table(rows, *key) for key in HEADINGS),
+        "## Width of the 10–90 % band, as a share of the median time",
+        bands(rows),
         "## Gates: cosine to Transformers' eager on the same weights",
         markdown_table(("implementation", "worst layer", "logits"), lines),
         bullets(meta["protocol"]),
