@@ -107,7 +107,8 @@ class ExpertParallel:
         sizes = num_experts, top_k, hidden_size, max_tokens
         try:
             if not isinstance(transport, Transport):
-                raise TypeError(message(_OP, "transport", "a Transport", repr(transport)))
+                names = ", ".join(f"Transport.{each.name}" for each in Transport)
+                raise TypeError(message(_OP, "transport", f"one of {names}", repr(transport)))
             require_int(num_experts, _OP, "num_experts", least=size)
             placement = _checked_placement(placement, num_experts, size)
             formats = wire_format, combine_dtype

@@ -79,7 +79,7 @@ def test_a_bf16_result_is_the_rounded_float32_one() -> None:
         (dict(max_tokens=1 << 23), ValueError, "max_tokens — need ranks · max_tokens · top_k"),
         (dict(placement=[0]), TypeError, "placement — need None or a Placement"),
         (dict(placement=Placement.contiguous(5, 1)), ValueError, "placement.num_experts"),
-        (dict(transport="gather"), TypeError, "transport — need a Transport"),
+        (dict(transport="gather"), TypeError, "transport — need one of Transport.AUTO, "),
         (dict(wire_format="fp8"), ValueError, r"wire_format — need one of \['bf16', 'mxfp8'\]"),
         (dict(combine_dtype=torch.float16), TypeError, "combine_dtype — need bfloat16 or float32"),
         (dict(timeout_s=0), ValueError, "timeout_s — need seconds above 0"),
