@@ -112,6 +112,19 @@ class Peers(NamedTuple):
     num_ranks: Any
 
 
+class Source(NamedTuple):
+    """Rows x [T, 32 · num_blocks]; their E8M0 scales or None; constants of the scale rule.
+
+    `emax` is None if rows travel as they are; else they are quantised to MXFP8.
+    """
+
+    x: Any
+    scale: Any
+    emax: Any
+    threshold: Any
+    inf_byte: Any
+
+
 class Sending(NamedTuple):
     """What a rank sends where; `destinations` gets the ranks of each token."""
 
@@ -258,44 +271,36 @@ def _load_scales(scale, tile):
 
 
 @triton.jit
-def _load(x, scale, routing, tile, SLOTS: tl.constexpr):
+def _load(source, routing, tile, SLOTS: tl.constexpr):
     """Load a tile; nothing of a tile behind the last token."""
-    slots, rows = _load_slots(routing, tile, SLOTS), _load_rows(x, tile)
-    if scale is None:
+    slots, rows = _load_slots(routing, tile, SLOTS), _load_rows(source.x, tile)
+    if source.scale is None:
         return Loaded(slots, rows, 0)
     else:
-        return Loaded(slots, rows, _load_scales(scale, tile))
+        return Loaded(slots, rows, _load_scales(source.scale, tile))
 
 
 @triton.jit
-def _send_tokens(
-    x,
-    scale,
-    sending,
-    EMAX: tl.constexpr,
-    THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SLOTS: tl.constexpr,
-):
+def _send_tokens(source, sending, ROWS: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
     """Send this program's tiles. A tile is loaded while the one before is stored."""
     tokens, routing = sending.tokens, sending.routing
     pid, num_ctas = tl.program_id(0), tl.num_programs(0)
     num_tiles = tl.cdiv(tokens.count, ROWS) * tokens.tiles
-    ahead = _load(x, scale, routing, _tile(tokens, pid, ROWS, BLOCK), SLOTS)
+    ahead = _load(source, routing, _tile(tokens, pid, ROWS, BLOCK), SLOTS)
     for item in range(pid, num_tiles, num_ctas):
         tile = _tile(tokens, item, ROWS, BLOCK)
         loaded, after = ahead, item + num_ctas
         if after < num_tiles:
-            ahead = _load(x, scale, routing, _tile(tokens, after, ROWS, BLOCK), SLOTS)
+            ahead = _load(source, routing, _tile(tokens, after, ROWS, BLOCK), SLOTS)
         if ROWS == 1:  # keeps these loads ahead of the owners' loads, which wait for the ids
             tl.debug_barrier()
         routed = _route(routing, loaded.slots)
         rows, scales = loaded.rows, None
-        if EMAX is not None:
-            rows, scales = quantize_tile(rows.to(tl.float32), "e4m3", EMAX, THRESHOLD, INF_BYTE)
-        elif scale is not None:
+        if source.emax is not None:
+            rows, scales = quantize_tile(
+                rows.to(tl.float32), "e4m3", source.emax, source.threshold, source.inf_byte
+            )
+        elif source.scale is not None:
             scales = loaded.scales
         _send(sending, tile, routed, rows, scales)
 
@@ -368,7 +373,8 @@ def _exchange_dispatch_kernel(
     routing = Routing(topk_ids, topk_weights, owners, local_ids, top_k, num_experts)
     tokens = Tokens(num_tokens, num_blocks, tl.cdiv(num_blocks * 32, BLOCK))
     sending = Sending(tokens, routing, peers, sections, destinations)
-    _send_tokens(x, scale, sending, EMAX, THRESHOLD, INF_BYTE, ROWS, BLOCK, SLOTS=SLOTS)
+    source = Source(x, scale, EMAX, THRESHOLD, INF_BYTE)
+    _send_tokens(source, sending, ROWS, BLOCK, SLOTS)
     _clear_unused(table, num_ranks, sections, num_tokens * top_k, bound * top_k, top_k)
     flag = flag_or_poison(epoch, decided, rank)
     set_flags(addresses, flags_offset, rank, num_ranks, flag, KIND)
