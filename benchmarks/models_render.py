@@ -78,14 +78,11 @@ def table(rows: Sequence[Row], phase: str, mode: str) -> str:
 
 def bands(rows: Sequence[Row]) -> str:
     """Width of the 10–90 % band as a share of the time; the host's pauses show in `generate`."""
-    order = {key: index for index, key in enumerate(HEADINGS)}
-    ranked = sorted(rows, key=lambda row: (order[row["phase"], row["mode"]], row["batch"]))
     cells = {
-        (
-            name_of(row),
-            f"{row['mode']}, {size_of(row)}",
-        ): f"{100 * row['ms_spread'] / row['ms']:.1f} %"
-        for row in ranked
+        (name_of(row), f"{mode}, {size}"): f"{100 * row['ms_spread'] / row['ms']:.1f} %"
+        for phase, mode in HEADINGS
+        for size, found in groups(rows, phase, mode).items()
+        for row in found
     }
     return pivot("implementation", cells, list(dict.fromkeys(column for _, column in cells)))
 

@@ -102,10 +102,10 @@ WAITING = (
     "_routing_plan_scatter_kernel",
 )
 SETTING = (DISPATCH, WAITING_DISPATCH, COMBINE)
-CONSTANT_WORDS = {DISPATCH: 1, WAITING_DISPATCH: 1 + 5, COMBINE: 1 + 1}
-"""Loads before the wait for the previous kernel: of addresses, and of what a wait needs."""
-SORT_WORDS = 5
+AWAITED_WORDS = 5
 """Words of `arrivals`, and the time-out."""
+CONSTANT_WORDS = {DISPATCH: 1, WAITING_DISPATCH: 1 + AWAITED_WORDS, COMBINE: 1 + 1}
+"""Loads before the wait for the previous kernel: of addresses, and of what a wait needs."""
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_dependent_launch(bound):
         ahead, _ = ptx.split("griddepcontrol.wait")
         assert not re.findall(r"\b(?:st|atom|red)\.\w*\.?global", ahead), name
         loads = re.findall(r"\bld\.\w*\.?global", ahead)
-        assert len(loads) == CONSTANT_WORDS.get(name, SORT_WORDS), name
+        assert len(loads) == CONSTANT_WORDS.get(name, AWAITED_WORDS), name
         started = ptx.index("griddepcontrol.launch_dependents")
         if name in WAITING:
             assert ptx.index("ld.acquire.sys") < started, name
