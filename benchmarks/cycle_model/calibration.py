@@ -13,7 +13,8 @@ from harness.document import Row
 
 from cycle_model.published import LADDER, SKINNY, SKINNY_FOLDER, TILES, Rung
 from mxpert.testing.gfx950 import Report, WaveTrace, emulate
-from mxpert.testing.gfx950.program import Program, parse_instruction
+from mxpert.testing.gfx950.listing import read_instruction
+from mxpert.testing.gfx950.program import Program
 from mxpert.testing.gfx950.timing import MI355X, Execution, model_loop
 
 STEPS = 12
@@ -163,5 +164,5 @@ def tile_loop(rows: int, columns: int, depth: int = 64, waves: int = 4) -> Execu
 
 def _program(lines: Sequence[str]) -> Program:
     """A program of these instructions, for the model alone."""
-    instructions = tuple(map(parse_instruction, lines))
+    instructions = tuple(map(read_instruction, lines))
     return Program("tile", instructions, {"loop": 0}, (), {}, 0, {}, {})

@@ -1,10 +1,12 @@
-"""The binary says what the listing says, and the table knows all that kernels use.
+"""Words are decoded as they are listed, and the table knows all that kernels use.
 
-Code objects are decoded with tinygrad's tables, which come from AMD's machine-readable ISA.
+Each word is decoded three times: by the executor, by tinygrad's tables, which come from AMD's
+machine-readable ISA, and from the text of the listing, which LLVM wrote.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from types import SimpleNamespace
@@ -13,16 +15,18 @@ from unittest import mock
 
 import pytest
 import torch
-from triton._C.libtriton import amd, llvm
 
 import mxpert
 from mxpert.testing.gfx950 import emulate, emulation
+from mxpert.testing.gfx950.decode import DecodingError, decode, decode_at
 from mxpert.testing.gfx950.instructions import bind
-from mxpert.testing.gfx950.program import Program, parse_instruction, parse_listing
+from mxpert.testing.gfx950.listing import assemble, read_instruction, read_program, text_section
+from mxpert.testing.gfx950.program import Instruction, Program
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
-from support.gfx950.decoder import decoded, from_binary, listed
+from support.gfx950.decoder import as_text, decoded, from_binary
 from support.gfx950.pseudocode import PSEUDOCODE
+from support.gfx950.text import parse_instruction
 from support.gfx950_exchange import turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::mxpert.errors.PerformanceWarning")
@@ -152,8 +156,8 @@ def kernels() -> tuple[Any, ...]:
 
 @functools.cache
 def programs() -> tuple[Program, ...]:
-    """Their listings, parsed."""
-    return tuple(parse_listing(kernel.asm["amdgcn"]) for kernel in kernels())
+    """Their code objects, decoded."""
+    return tuple(read_program(kernel.asm["amdgcn"], kernel.asm["hsaco"]) for kernel in kernels())
 
 
 def _call_ops() -> None:
@@ -183,36 +187,97 @@ def _call_ops() -> None:
         pair.combine(0)
 
 
-def test_binaries_are_their_listings() -> None:
-    """Mnemonics, operands and modifiers; code objects have padding besides."""
+def differs(read: Instruction, written: Instruction) -> bool:
+    """Whether the decoded word is not what the text says. Texts may leave out the suffix e32."""
+    forms = {"": "e32", **dict.fromkeys(("e32", "e64", "dpp", "sdwa"))}
+    return (
+        read.name != written.name
+        or read.operands != written.operands
+        or dict(read.modifiers) != dict(written.modifiers)
+        or read.target != written.target
+        or written.encoding not in (read.encoding, forms.get(read.encoding), "")
+    )
+
+
+def test_words_are_what_the_listing_says() -> None:
+    """Every instruction of the library's ops: mnemonic, form, operands, modifiers, targets."""
     count = 0
-    for kernel, program in zip(kernels(), programs(), strict=True):
-        binary = map(from_binary, decoded(kernel.asm["hsaco"]))
+    for program in programs():
         for instruction in program.instructions:
-            found = next(binary)
-            while found[0] == "s_nop" != instruction.name:
-                found = next(binary)
-            assert found == listed(instruction), (program.name, instruction.text)
+            written = parse_instruction(instruction.text)
+            if written.target is not None:
+                assert program.labels[written.target] == program.labels[str(instruction.target)]
+                written = dataclasses.replace(written, target=instruction.target)
+            assert not differs(instruction, written), (program.name, instruction.text, instruction)
             count += 1
     assert count > 15_000
 
 
+def test_words_are_what_other_tables_say() -> None:
+    """The same words by tinygrad's decoder, padding included."""
+    for kernel in kernels():
+        words = decode(text_section(kernel.asm["hsaco"]))
+        for word, found in zip(words, decoded(kernel.asm["hsaco"]), strict=True):
+            assert as_text(word.instruction) == from_binary(found), (hex(word.address), word)
+
+
 def test_forms_are_their_encodings() -> None:
-    """Assembled by LLVM, decoded by tinygrad, parsed by the executor."""
+    """Assembled by LLVM, decoded by tinygrad and by the executor, and read as text."""
     lines = FORMS.strip().splitlines()
-    llvm.init_targets()
     source = '\t.amdgcn_target "amdgcn-amd-amdhsa--gfx950"\n\t.text\n' + "".join(
         f"\t{line}\n" for line in lines
     )
-    binary = list(map(from_binary, decoded(amd.assemble_amdgcn(source, "gfx950", ""))))
-    assert len(binary) == len(lines)
-    for line, found in zip(lines, binary, strict=True):
-        assert found == listed(parse_instruction(line)), line
+    code_object = assemble(source)
+    words = decode(text_section(code_object))
+    binary = list(map(from_binary, decoded(code_object)))
+    assert len(words) == len(binary) == len(lines)
+    for line, word, found in zip(lines, words, binary, strict=True):
+        assert as_text(word.instruction) == found, line
+        assert not differs(word.instruction, parse_instruction(line)), line
+
+
+MISREAD = {
+    "v_mov_b32_dpp v1, v2 row_shl:1 row_mask:0xf bank_mask:0xf bound_ctrl:0": ("bound_ctrl", 1),
+    "v_mfma_scale_f32_16x16x128_f8f6f4 a[0:3], v[0:7], v[8:15], a[0:3], v16, v17": (
+        "op_sel_hi",
+        (0, 0, 0),
+    ),
+}
+"""Texts that say something else than they seem to, and the modifier that their word has."""
+
+
+@pytest.mark.parametrize("text", MISREAD)
+def test_the_word_decides(text: str) -> None:
+    name, value = MISREAD[text]
+    assert read_instruction(text).modifiers[name] == value
+
+
+@pytest.mark.parametrize("bit", range(64))
+def test_each_bit_of_a_word_counts(bit: int) -> None:
+    """A word with one other bit is another instruction, or none; three fields change nothing."""
+    plain = "v_fma_f32 v1, v2, v3, v4"
+    code = bytearray(text_section(assemble(_HEAD + plain)))
+    first = decode_at(bytes(code), 0).instruction
+    code[bit // 8] ^= 1 << bit % 8
+    try:
+        second = decode_at(bytes(code), 0).instruction
+    except DecodingError:
+        return
+    assert second != first
+
+
+_HEAD = '\t.amdgcn_target "amdgcn-amd-amdhsa--gfx950"\n\t.text\n\t'
+
+
+@pytest.mark.parametrize("word", ["ffffffff", "0000e0d900000000", "0000ffd200000000"])
+def test_what_is_no_instruction_is_refused(word: str) -> None:
+    with pytest.raises(DecodingError, match="at 0x0"):
+        decode_at(bytes.fromhex(word), 0)
 
 
 def used() -> set[str]:
     """Mnemonics of the kernels above and of `FORMS`."""
-    names = {parse_instruction(line).name for line in FORMS.strip().splitlines()}
+    names = {read_instruction(line).name for line in FORMS.strip().splitlines()}
     for program in programs():
         names |= {instruction.name for instruction in program.instructions}
     return names
@@ -224,7 +289,7 @@ def test_table_knows_what_kernels_use() -> None:
         for instruction in program.instructions:
             bind(instruction, program)
     for line in FORMS.strip().splitlines():
-        bind(parse_instruction(line), programs()[0])
+        bind(read_instruction(line), programs()[0])
     assert len(used()) >= 230
 
 

@@ -7,7 +7,7 @@ import torch
 
 from mxpert.testing import gfx950
 from mxpert.testing.gfx950.effects import effects
-from mxpert.testing.gfx950.program import parse_instruction, parse_listing
+from mxpert.testing.gfx950.listing import read_instruction, read_program
 from mxpert.testing.gfx950.wait_states import find_hazard, passes
 from support.gfx950.listings import ADDRESS, execute, listing
 
@@ -356,7 +356,7 @@ def test_a_distance(first: str, second: str) -> None:
     need = DISTANCES[first, second]
     for states in range(need + 1):
         space = [f"s_nop {states - 1}"] if states else []
-        program = parse_listing(listing("\n".join([first, *space, second])))
+        program = read_program(listing("\n".join([first, *space, second])))
         fault = find_hazard(program, tuple(map(effects, program.instructions)))
         if states == need:
             assert fault is None, fault
@@ -373,7 +373,7 @@ def test_a_distance_across_a_branch() -> None:
     body = f".LBB0_1:\nv_accvgpr_read_b32 v1, a0\ns_nop {{}}\n{MFMA}\ns_nop {{}}"
     body += "\ns_cbranch_scc0 .LBB0_1"
     for space, ok in ((6, True), (5, False)):
-        program = parse_listing(listing(body.format(7, space)))
+        program = read_program(listing(body.format(7, space)))
         fault = find_hazard(program, tuple(map(effects, program.instructions)))
         assert (fault is None) == ok, fault
 
@@ -391,7 +391,7 @@ PASSES = {
 
 @pytest.mark.parametrize("text", PASSES)
 def test_passes(text: str) -> None:
-    assert passes(parse_instruction(text)) == PASSES[text]
+    assert passes(read_instruction(text)) == PASSES[text]
 
 
 def test_scratch_memory() -> None:

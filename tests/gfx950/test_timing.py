@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mxpert.testing.gfx950.program import Program, parse_instruction
+from mxpert.testing.gfx950.listing import read_instruction
+from mxpert.testing.gfx950.program import Program
 from mxpert.testing.gfx950.timing import MI355X, Execution, LoopError, LoopReport, model_loop
 from mxpert.testing.gfx950.timing.classes import CLASSES, classify, matrix_cycles
 from mxpert.testing.gfx950.timing.costs import decode
@@ -29,7 +30,7 @@ BRANCH = "s_cbranch_scc1 loop"
 
 def program(lines: Sequence[str], **labels: int) -> Program:
     """A program of these instructions, for the model alone; the loop begins with the first."""
-    instructions = tuple(map(parse_instruction, lines))
+    instructions = tuple(map(read_instruction, lines))
     return Program("micro", instructions, {"loop": 0} | labels, (), {}, 0, {}, {})
 
 
@@ -286,4 +287,4 @@ def test_matrix_cycles_of_all_shapes_are_known() -> None:
     shapes = {"16x16x32_f16": 16, "32x32x16_bf16": 32, "16x16x16_f16": 16, "32x32x8_f16": 32}
     for shape, cycles in shapes.items():
         text = f"v_mfma_f32_{shape} a[0:3], v[0:3], v[4:7], a[0:3]"
-        assert matrix_cycles(parse_instruction(text)) == cycles
+        assert matrix_cycles(read_instruction(text)) == cycles

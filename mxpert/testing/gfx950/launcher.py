@@ -69,7 +69,7 @@ class CodeObject:
             raise TypeError(message(_OP, "compiled", need, got))
         signature = compiled.src.signature
         names = tuple(name for name, kind in signature.items() if kind != "constexpr")
-        return cls(load(asm["amdgcn"]), compiled.metadata.shared, names)
+        return cls(load(asm["amdgcn"], asm.get("hsaco")), compiled.metadata.shared, names)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from .effects import Effects, effects
 from .faults import EndlessLoopFault, Fault, MisalignedFault, OutOfBoundsFault, Place
 from .instructions import bind
 from .lds_check import LdsCheck
+from .listing import read_program
 from .memory import GlobalMemory, Lds, Offsets, Use
-from .program import SCALARS, Program, parse_listing
+from .program import SCALARS, Program
 from .state import LANES, Indices, Lanes, WaveState, Words
 from .trace import WaveTrace
 from .wait_states import find_hazard
@@ -92,9 +93,9 @@ class Executable:
 
 
 @functools.lru_cache(maxsize=256)
-def load(listing: str) -> Executable:
-    """The executable of a listing; the same listing is parsed once."""
-    return Executable(parse_listing(listing))
+def load(listing: str, code_object: bytes | None = None) -> Executable:
+    """The executable of a kernel, see `read_program`; the same kernel is read once."""
+    return Executable(read_program(listing, code_object))
 
 
 class Machine:

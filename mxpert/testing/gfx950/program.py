@@ -1,17 +1,10 @@
-"""A gfx950 kernel's assembly listing as instructions, and the facts of its code object.
-
-Source: the syntax of LLVM's AMDGPU back end (`AMDGPUAsmGFX9`, `AMDGPUModifierSyntax`,
-`AMDGPUUsage`).
-"""
+"""A gfx950 kernel: its instructions, and the facts of its code object."""
 
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from ...errors import message
 
 ACCUMULATORS = 256
 """Number of the accumulator register a0 among the vector registers."""
@@ -22,47 +15,6 @@ SCALARS = 1000
 VCC, M0, EXEC = 106, 124, 126
 
 Modifier = int | str | bool | tuple[int, ...]
-
-_NAMED_SCALARS = {
-    "flat_scratch": (102, 2),
-    "flat_scratch_lo": (102, 1),
-    "flat_scratch_hi": (103, 1),
-    "xnack_mask": (104, 2),
-    "xnack_mask_lo": (104, 1),
-    "xnack_mask_hi": (105, 1),
-    "vcc": (VCC, 2),
-    "vcc_lo": (VCC, 1),
-    "vcc_hi": (VCC + 1, 1),
-    "m0": (M0, 1),
-    "exec": (EXEC, 2),
-    "exec_lo": (EXEC, 1),
-    "exec_hi": (EXEC + 1, 1),
-}
-_INLINE_FLOATS = {
-    "0.5": 0x3F000000,
-    "-0.5": 0xBF000000,
-    "1.0": 0x3F800000,
-    "-1.0": 0xBF800000,
-    "2.0": 0x40000000,
-    "-2.0": 0xC0000000,
-    "4.0": 0x40800000,
-    "-4.0": 0xC0800000,
-    "0.15915494": 0x3E22F983,
-    "0.15915494309189532": 0x3E22F983,
-}
-_FLAGS = frozenset(
-    ("clamp", "high", "idxen", "lds", "nt", "offen", "row_half_mirror", "row_mirror", "sc0", "sc1")
-)
-"""Modifiers without a value."""
-
-_MNEMONIC = re.compile(r"(\w+?)(?:_(e32|e64|dpp|sdwa|e64_dpp))?")
-_REGISTER = re.compile(r"([vas])(?:(\d+)|\[(\d+):(\d+)\])")
-_LOCATION = re.compile(r"\.loc\s.*;\s*(\S+:\d+)")
-_NO_LOCATION = re.compile(r"\.loc\s+\d+\s+0\s")
-_SEPARATOR = re.compile(r",\s+(?![^(]*\))")
-"""Between operands; numbers in brackets are separated by commas without a space."""
-_HARDWARE_REGISTER = re.compile(r"hwreg\((\w+)(?:,\s*(\d+),\s*(\d+))?\)")
-_METADATA_ARGUMENT = re.compile(r"\.offset:\s*(\d+)\s+\.size:\s*(\d+)\s+\.value_kind:\s*(\w+)")
 
 
 @dataclass(frozen=True)
@@ -95,16 +47,18 @@ class Operand:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of a listing.
+    """One decoded instruction.
 
     Args:
         name: mnemonic without the suffix of its encoding.
-        encoding: "", "e32", "e64", "dpp" or "sdwa".
-        operands: in the order of the listing, the destination first.
-        modifiers: value by name: integers, tuples for "[...]", True for flags, else the text.
-            Counters of ``s_waitcnt`` and ``hwreg`` ("MODE", with "hwreg_offset", "hwreg_size") are
-            modifiers, too.
-        target: label of a branch. text: as listed. line: source position, "file.py:12" or "".
+        encoding: "e32", "e64", "dpp" or "sdwa" where a vector instruction has several, else "".
+        operands: in the order of listings, the destination first.
+        modifiers: value by name, as listings name them: integers, tuples for "[...]", True for
+            flags, a name for registers and selections. Defaults are left out, except the masks of
+            DPP and ``op_sel_hi`` of matrix instructions with scales. Counters of ``s_waitcnt`` and
+            ``hwreg`` ("MODE", with "hwreg_offset", "hwreg_size") are modifiers, too.
+        target: label of a branch.
+        text: as listed, for messages alone. line: source position, "file.py:12" or "".
     """
 
     name: str
@@ -217,152 +171,3 @@ class Program:
             | flags.get("ieee_mode", 1) << 9
             | flags.get("fp16_overflow", 0) << 23
         )
-
-
-def parse_listing(listing: str) -> Program:
-    """Parse the amdgcn text of one kernel, as Triton's ``asm["amdgcn"]`` holds it.
-
-    Raises:
-        ValueError: the text is no gfx950 listing of one kernel, or has an unknown operand.
-    """
-    code, _, metadata = listing.partition("\t.amdgpu_metadata")
-    body, _, descriptor = code.partition("\t.section\t.rodata")
-    name = re.search(r"\.amdhsa_kernel\s+(\S+)", descriptor)
-    if name is None or not re.search(r'\.amdgcn_target\s+"[^"]*gfx950', body):
-        raise ValueError(
-            message("gfx950", "listing", "amdgcn text of a kernel for gfx950", repr(listing[:60]))
-        )
-    instructions, labels = _parse_body(body)
-    arguments = [
-        Argument(int(offset), int(size), kind)
-        for offset, size, kind in _METADATA_ARGUMENT.findall(metadata)
-    ]
-    facts = _integers(r"^ +(?:- )?\.(\w+):\s+(\d+)$", metadata)
-    return Program(
-        name=name[1],
-        instructions=tuple(instructions),
-        labels=labels,
-        arguments=tuple(a for a in arguments if not a.kind.startswith("hidden")),
-        hidden={a.kind: a for a in arguments if a.kind.startswith("hidden")},
-        kernarg_size=facts.get("kernarg_segment_size", 0),
-        descriptor=_integers(r"\.amdhsa_(\w+)\s+(\d+)", descriptor),
-        metadata=facts,
-    )
-
-
-def _integers(pattern: str, text: str) -> dict[str, int]:
-    return {name: int(value) for name, value in re.findall(pattern, text, re.M)}
-
-
-def _parse_body(body: str) -> tuple[list[Instruction], dict[str, int]]:
-    instructions: list[Instruction] = []
-    labels: dict[str, int] = {}
-    line = ""
-    for raw in body.splitlines():
-        if ".loc" in raw and (found := _LOCATION.search(raw)):
-            line = "" if _NO_LOCATION.search(raw) else found[1]
-        text = raw.partition(";")[0].strip()
-        if label := re.fullmatch(r"([\w.$]+):", text):
-            labels[label[1]] = len(instructions)
-        elif text and not text.startswith("."):
-            instructions.append(parse_instruction(text, line))
-    return instructions, labels
-
-
-def parse_instruction(text: str, line: str = "") -> Instruction:
-    """Parse one line of a listing.
-
-    >>> add = parse_instruction("v_add_f32_e64 v1, |v2|, -s3 clamp")
-    >>> add.name, add.encoding, add.operands[2].neg, add.modifiers["clamp"]
-    ('v_add_f32', 'e64', True, True)
-
-    Raises:
-        ValueError: an operand is not known.
-    """
-    mnemonic, _, rest = text.partition(" ")
-    found = _MNEMONIC.fullmatch(mnemonic)
-    if found is None:
-        raise ValueError(f"{text}: no instruction")
-    name, encoding = found[1], (found[2] or "").removeprefix("e64_")
-    if name == "s_waitcnt":
-        return Instruction(name, "", (), _waits(text, rest), None, text, line)
-    if re.match(r"s_c?branch", name):
-        return Instruction(name, "", (), {}, rest.strip(), text, line)
-    operands: list[Operand] = []
-    modifiers: dict[str, Modifier] = {}
-    parts = _SEPARATOR.split(rest.strip()) if rest.strip() else []
-    try:
-        for place, part in enumerate(parts):
-            tokens = part.split()
-            if hardware := _HARDWARE_REGISTER.fullmatch(part):
-                modifiers["hwreg"] = hardware[1].removeprefix("HW_REG_")
-                modifiers["hwreg_offset"] = int(hardware[2] or 0)
-                modifiers["hwreg_size"] = int(hardware[3] or 32)
-                continue
-            if not _is_modifier(tokens[0]):
-                operands.append(parse_operand(tokens.pop(0)))
-            if tokens and place + 1 < len(parts):
-                raise ValueError(f"modifier {tokens} before the last operand")
-            modifiers.update(_modifier(token) for token in tokens)
-    except ValueError as error:
-        raise ValueError(f"{text}: {error}") from error
-    return Instruction(name, encoding, tuple(operands), modifiers, None, text, line)
-
-
-def _waits(text: str, rest: str) -> dict[str, Modifier]:
-    counters: dict[str, Modifier] = {
-        name: int(count) for name, count in re.findall(r"(vmcnt|lgkmcnt|expcnt)\((\d+)\)", rest)
-    }
-    if not counters or re.sub(r"\w+\(\d+\)|[\s&,]", "", rest):
-        raise ValueError(f"{text}: no counters")
-    return counters
-
-
-@functools.lru_cache(maxsize=4096)
-def parse_operand(text: str) -> Operand:
-    """Parse one operand, for example "v[2:3]", "-|s4|", "sext(v1)", "0x3f", "-4.0" or "vcc"."""
-    sext = neg = absolute = False
-    if found := re.fullmatch(r"sext\((.*)\)", text):
-        sext, text = True, found[1]
-    if re.match(r"-[|vas]", text):
-        neg, text = True, text[1:]
-    elif found := re.fullmatch(r"neg\((.*)\)", text):
-        neg, text = True, found[1]
-    if found := re.fullmatch(r"\|(.*)\||abs\((.*)\)", text):
-        absolute, text = True, found[1] or found[2]
-    if found := re.fullmatch(r"lit\((.*)\)", text):
-        text = found[1]
-    if found := _REGISTER.fullmatch(text):
-        bank, single, first, last = found.groups()
-        index = int(single or first)
-        count = 1 if single else int(last) - index + 1
-        kind = "s" if bank == "s" else "v"
-        return Operand(kind, index + ACCUMULATORS * (bank == "a"), count, neg, absolute, sext)
-    if text in _NAMED_SCALARS:
-        return Operand("s", *_NAMED_SCALARS[text], neg, absolute, sext)
-    if text == "off":
-        return Operand("off")
-    if text in _INLINE_FLOATS:
-        return Operand("c", _INLINE_FLOATS[text], 0, neg, absolute, sext)
-    try:
-        return Operand("c", int(text, 0), 1, neg, absolute, sext)
-    except ValueError:
-        raise ValueError(f"operand {text!r} is not known") from None
-
-
-def _is_modifier(token: str) -> bool:
-    return token in _FLAGS or re.match(r"[a-z]\w*:", token) is not None
-
-
-def _modifier(token: str) -> tuple[str, Modifier]:
-    name, colon, value = token.partition(":")
-    if not colon:
-        if name not in _FLAGS:
-            raise ValueError(f"modifier {token!r} is not known")
-        return name, True
-    if value.startswith("["):
-        return name, tuple(int(part, 0) for part in value[1:-1].split(","))
-    try:
-        return name, int(value, 0)
-    except ValueError:
-        return name, value

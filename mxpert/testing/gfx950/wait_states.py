@@ -37,8 +37,8 @@ _NEAR = 2
 def passes(instruction: Instruction) -> int:
     """Passes of a matrix instruction, each of 4 cycles.
 
-    >>> from mxpert.testing.gfx950.program import parse_instruction
-    >>> passes(parse_instruction("v_mfma_f32_32x32x16_bf16 a[0:15], v[0:3], v[4:7], a[0:15]"))
+    >>> from mxpert.testing.gfx950.listing import read_instruction
+    >>> passes(read_instruction("v_mfma_f32_32x32x16_bf16 a[0:15], v[0:3], v[4:7], a[0:15]"))
     8
     """
     shape = _SHAPE.fullmatch(instruction.name)

@@ -9,6 +9,7 @@ from typing import Any
 
 from tinygrad.renderer.amd import decode_inst
 
+from mxpert.testing.gfx950.listing import text_section
 from mxpert.testing.gfx950.program import Instruction, Operand
 
 Text = tuple[str, list[str], dict[str, Any]]
@@ -22,19 +23,6 @@ _FLOATS = {
 }
 
 
-def text_section(code_object: bytes) -> bytes:
-    """The section ``.text`` of an ELF file."""
-    (table,) = struct.unpack_from("<Q", code_object, 40)
-    size, count, names = struct.unpack_from("<HHH", code_object, 58)
-    sections = [struct.unpack_from("<IIQQQQ", code_object, table + k * size) for k in range(count)]
-    strings = sections[names][4]
-    for name, _, _, _, offset, length in sections:
-        start = strings + name
-        if code_object[start : code_object.index(b"\0", start)] == b".text":
-            return code_object[offset : offset + length]
-    raise ValueError("no section .text")
-
-
 def decoded(code_object: bytes) -> Iterator[Any]:
     """tinygrad's instructions, in order."""
     code, place = text_section(code_object), 0
@@ -44,11 +32,11 @@ def decoded(code_object: bytes) -> Iterator[Any]:
         place += instruction.size()
 
 
-# -- the listing's side ----------------------------------------------------------------------------
+# -- the executor's side ---------------------------------------------------------------------------
 
 
-def listed(instruction: Instruction) -> Text:
-    """A parsed instruction."""
+def as_text(instruction: Instruction) -> Text:
+    """An instruction that the executor has decoded."""
     modifiers: dict[str, Any] = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in instruction.modifiers.items()
@@ -56,9 +44,6 @@ def listed(instruction: Instruction) -> Text:
     operands = [_operand(operand) for operand in instruction.operands]
     if instruction.target is not None:
         operands = []
-    selected = modifiers.get("op_sel")
-    if instruction.name.startswith("v_cvt_scalef32") and selected and len(selected) == 3:
-        modifiers["op_sel"] = [*selected[:2], 0, selected[2]]  # two sources and the destination
     for name, default in (("row_mask", 15), ("bank_mask", 15)):
         if modifiers.get(name) == default:
             del modifiers[name]
@@ -243,7 +228,7 @@ def _local(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:
     given = ("offset0", "offset1") if wide else ()
     modifiers: dict[str, Any] = {key: getattr(inst, key) for key in given if getattr(inst, key)}
     if not wide and (offset := inst.offset0 | inst.offset1 << 8):
-        modifiers["offset"] = _swizzle(offset) if name == "ds_swizzle_b32" else offset
+        modifiers["offset"] = offset
     keys = [key for key in ("vdst", "addr", "data0", "data1") if key in inst.operands]
     if name == "ds_swizzle_b32":
         keys = ["vdst", "addr"]
@@ -251,12 +236,6 @@ def _local(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:
     return [
         _register(getattr(inst, key).offset, None, bool(inst.acc and key in data)) for key in keys
     ], modifiers
-
-
-def _swizzle(offset: int) -> str:
-    """The macro of a bit mask: and 0x1f, or 0, xor."""
-    assert offset & 0x83FF == 0x1F, hex(offset)
-    return f"swizzle(SWAP,{offset >> 10})"
 
 
 def _global(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:

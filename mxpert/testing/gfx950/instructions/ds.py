@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -208,22 +206,16 @@ def _permute_forward(decoding: Decoding) -> Run:
     return run
 
 
-_SWIZZLES: dict[str, Callable[..., Array]] = {
-    "SWAP": lambda distance: LANE ^ distance,
-    "REVERSE": lambda size: LANE ^ (size - 1),
-    "BROADCAST": lambda size, lane: (LANE & ~(size - 1)) | lane,
-    "QUAD_PERM": lambda *places: (LANE & ~3) | np.array(places)[LANE & 3],
-}
-"""Lane that each lane reads, by the macros of listings."""
-
-
 def _swizzle(decoding: Decoding) -> Run:
     """ds_swizzle_b32: lanes read a fixed pattern of lanes; inactive lanes give 0."""
-    pattern = str(decoding.take("offset", ""))
-    found = re.fullmatch(r"swizzle\((\w+)((?:,\d+)+)\)", pattern)
-    if found is None or found[1] not in _SWIZZLES:
-        raise decoding.unknown(f"a swizzle of {sorted(_SWIZZLES)}", pattern)
-    source = _SWIZZLES[found[1]](*map(int, found[2][1:].split(",")))
+    pattern = decoding.integer("offset")
+    if pattern >> 14 == 3:
+        raise decoding.unknown("a swizzle of four lanes, or by masks", f"offset {pattern:#x}")
+    if pattern >> 15:
+        source = (LANE & ~3) | (pattern >> 2 * (LANE & 3)) & 3
+    else:
+        kept, added, flipped = (pattern >> 5 * k & 31 for k in range(3))
+        source = (LANE & 32) | ((LANE & kept) | added) ^ flipped
     register, data = decoding.destination(), words(decoding.operand(1, "v"))
 
     def run(machine: Any) -> None:

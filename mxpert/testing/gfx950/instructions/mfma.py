@@ -162,11 +162,8 @@ def _mixed(decoding: Decoding) -> Run:
         chunks = 1 if element == "fp4" else 2
         matrices.append(_matrix(decoding, place, element, rows, depth, chunks))
     if "_scale_" in decoding.name:
-        # The defaults of VOP3P: listings leave out [1,1,1].
-        low, high = (
-            decoding.integers("op_sel", (0, 0, 0)),
-            decoding.integers("op_sel_hi", (1, 1, 1)),
-        )
+        zeros = (0, 0, 0)
+        low, high = (decoding.integers(name, zeros) for name in ("op_sel", "op_sel_hi"))
         matrices = [
             _scaled(matrix, decoding, 4 + k, low[k] + 2 * high[k], rows)
             for k, matrix in enumerate(matrices)

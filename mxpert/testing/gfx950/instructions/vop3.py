@@ -151,15 +151,6 @@ def _write_lane(decoding: Decoding) -> Run:
 # -- scaled conversions of small floats ------------------------------------------------------------
 
 
-def _selection(decoding: Decoding) -> tuple[int, ...]:
-    """The four bits of OPSEL; listings with three leave out the third source's."""
-    given = decoding.instruction.modifiers.get("op_sel")
-    bits = decoding.integers("op_sel", (0, 0, 0, 0))
-    if isinstance(given, tuple) and len(given) == 3:
-        return (bits[0], bits[1], 0, bits[2])
-    return bits
-
-
 def _scale(decoding: Decoding, place: int) -> Callable[[Any], Array]:
     """Reads a scale, which is the exponent of a float32: float64, NaN for an exponent of 255."""
     read = typed(decoding, decoding.operand(place), "f32")
@@ -173,7 +164,7 @@ def _decode(form: SmallFloat, result: str) -> Binder:
 
     def bind(decoding: Decoding) -> Run:
         register, source = decoding.destination(), words(decoding.operand(1))
-        selected = _selection(decoding)
+        selected = decoding.integers("op_sel", (0, 0, 0, 0))
         part = selected[0] if bits == 8 else selected[0] + 2 * selected[1]
         if any(selected[1:] if bits == 8 else selected[2:]):
             raise decoding.unknown("op_sel for the source alone", selected)
@@ -212,7 +203,7 @@ def _encode(form: SmallFloat, source: str) -> Binder:
 
     def bind(decoding: Decoding) -> Run:
         register, old = decoding.destination(), words(decoding.operands[0])
-        selected = _selection(decoding)
+        selected = decoding.integers("op_sel", (0, 0, 0, 0))
         part = selected[3] if bits == 8 else selected[2] + 2 * selected[3]
         if any(selected[:3] if bits == 8 else selected[:2]):
             raise decoding.unknown("op_sel for the destination alone", selected)
