@@ -369,7 +369,9 @@ def _sdwa_destination(extra: int) -> Modifiers:
 
 
 def _output(omod: int) -> Modifiers:
-    return [{}, {"mul": 2}, {"mul": 4}, {"div": 2}][omod]
+    """The output modifier: the result times 2 or 4, or halved."""
+    choices: tuple[Modifiers, ...] = ({}, {"mul": 2}, {"mul": 4}, {"div": 2})
+    return choices[omod]
 
 
 _DPP_ROWS = {0x10: "row_shl", 0x11: "row_shr", 0x12: "row_ror", 0x15: "row_newbcast"}
