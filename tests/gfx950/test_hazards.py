@@ -318,6 +318,8 @@ def test_workgroups_may_share_bytes_by_atomics() -> None:
 
 MFMA = "v_mfma_f32_16x16x32_bf16 a[0:3], v[2:5], v[6:9], a[0:3]"
 SCALED = "v_mfma_scale_f32_16x16x128_f8f6f4 a[0:3], v[2:9], v[10:17], a[0:3], v18, v19"
+FP4 = SCALED.replace("v[2:9]", "v[2:5]") + " cbsz:4"
+BOTH_FP4 = FP4.replace("v[10:17]", "v[10:13]") + " blgp:4"
 DISTANCES = {
     # (first, second): wait states that they need
     ("v_mov_b32_e32 v2, v0", MFMA): 2,
@@ -329,8 +331,8 @@ DISTANCES = {
     (MFMA, MFMA): 0,
     ("v_mfma_f32_16x16x32_bf16 a[4:7], v[2:5], v[6:9], a[0:3]", "v_accvgpr_write_b32 a0, 0"): 3,
     (SCALED, "v_accvgpr_read_b32 v1, a3"): 12,
-    (f"{SCALED} cbsz:4 blgp:4", "v_accvgpr_read_b32 v1, a3"): 8,
-    (f"{SCALED} cbsz:4", "v_accvgpr_read_b32 v1, a3"): 12,
+    (BOTH_FP4, "v_accvgpr_read_b32 v1, a3"): 8,
+    (FP4, "v_accvgpr_read_b32 v1, a3"): 12,
     ("v_exp_f32_e32 v1, v2", "v_add_f32_e32 v3, v1, v1"): 1,
     ("v_exp_f32_e32 v1, v2", "v_exp_f32_e32 v3, v1"): 0,
     ("v_cmp_lt_i32_e64 s[4:5], v1, v2", "v_cndmask_b32_e64 v3, v1, v2, s[4:5]"): 2,

@@ -20,7 +20,7 @@ from mxpert.testing.gfx950.trace import WaveTrace
 
 MFMA = "v_mfma_f32_16x16x32_f16 a[{0}:{1}], v[0:3], v[4:7], a[{0}:{1}]"
 SCALED = (
-    "v_mfma_scale_f32_16x16x128_f8f6f4 a[{0}:{1}], v[0:7], v[8:15], a[{0}:{1}], v16, v17 "
+    "v_mfma_scale_f32_16x16x128_f8f6f4 a[{0}:{1}], v[0:{3}], v[8:{4}], a[{0}:{1}], v16, v17 "
     "op_sel_hi:[0,0,0] cbsz:{2} blgp:{2}"
 )
 LOAD = "buffer_load_dwordx4 v[20:23], v40, s[0:3], 0 offen"
@@ -81,13 +81,14 @@ def test_independent_mfmas_saturate_the_matrix_cores() -> None:
 def test_an_mfma_that_adds_to_its_own_result_follows_at_once_but_a_reader_waits() -> None:
     chained = model([MFMA.format(0, 3)] * 32)
     assert chained.cycles == pytest.approx(32 * 16, rel=0.01)
-    read = model([line for _ in range(8) for line in (MFMA.format(0, 3), "v_mov_b32_e32 v30, a0")])
+    read = model([line for _ in range(8) for line in (MFMA.format(0, 3), "v_accvgpr_read_b32 v30, a0")])
     assert read.cycles / 8 >= 16 + MI355X.mfma_to_vector
 
 
 @pytest.mark.parametrize(("format", "cycles"), [(0, 32), (4, 16)], ids=["fp8", "fp4"])
 def test_scaled_mfmas_take_the_time_of_their_format(format: int, cycles: int) -> None:
-    report = model(mfmas(16, SCALED, format))
+    last = 3 if format == 4 else 7  # registers of 32 values in 4 or 8 bits
+    report = model(mfmas(16, SCALED, format, last, 8 + last))
     assert report.cycles == pytest.approx(16 * cycles, rel=0.02)
 
 
@@ -284,7 +285,12 @@ def test_every_class_has_a_source_and_is_reached() -> None:
 
 
 def test_matrix_cycles_of_all_shapes_are_known() -> None:
-    shapes = {"16x16x32_f16": 16, "32x32x16_bf16": 32, "16x16x16_f16": 16, "32x32x8_f16": 32}
-    for shape, cycles in shapes.items():
-        text = f"v_mfma_f32_{shape} a[0:3], v[0:3], v[4:7], a[0:3]"
+    shapes = {
+        ("16x16x32_f16", 3, 3): 16,
+        ("32x32x16_bf16", 15, 3): 32,
+        ("16x16x16_f16", 3, 1): 16,
+        ("32x32x8_f16", 15, 1): 32,
+    }
+    for (shape, result, source), cycles in shapes.items():
+        text = f"v_mfma_f32_{shape} a[0:{result}], v[0:{source}], v[4:{4 + source}], a[0:{result}]"
         assert matrix_cycles(read_instruction(text)) == cycles

@@ -78,7 +78,7 @@ def read_program(listing: str, code_object: bytes | None = None) -> Program:
 
 @functools.lru_cache(maxsize=4096)
 def read_instruction(text: str) -> Instruction:
-    """Assemble and decode one instruction.
+    """Assemble and decode one instruction. A branch goes to the label that the text names.
 
     >>> add = read_instruction("v_add_f32_e64 v1, |v2|, -s3 clamp")
     >>> add.name, add.encoding, add.operands[2].neg, add.modifiers["clamp"]
@@ -87,8 +87,11 @@ def read_instruction(text: str) -> Instruction:
     Raises:
         ValueError: gfx950 has no such instruction.
     """
-    found = decode_at(text_section(assemble(f"{_TARGET}\t{text}\n")), 0)
-    return dataclasses.replace(found.instruction, text=text)
+    branch = re.match(r"(s_c?branch\w*)\s+(\S+)$", text)
+    source = f"{branch[1]} 0" if branch else text
+    found = decode_at(text_section(assemble(f"{_TARGET}\t{source}\n")), 0)
+    target = branch[2] if branch else None
+    return dataclasses.replace(found.instruction, text=text, target=target)
 
 
 def assemble(listing: str) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 
 from mxpert.testing.gfx950.instructions import bind
 from mxpert.testing.gfx950.listing import read_instruction
-from mxpert.testing.gfx950.program import Instruction, Program
+from mxpert.testing.gfx950.program import Program
 from mxpert.testing.gfx950.state import WaveState
 
 BASE = 0x7_0000_0000
@@ -76,7 +75,7 @@ class Single:
         program = Program("test", (), labels or {}, (), {}, 0, DEFAULT_MODE, {})
         with np.errstate(all="ignore"):
             machine: Any = self
-            return bind(_instruction(text, program), program)(machine)
+            return bind(read_instruction(text), program)(machine)
 
     # -- what instructions call on a machine -------------------------------------------------------
 
@@ -127,12 +126,3 @@ class Single:
 
     def end(self) -> int:
         return -1
-
-
-def _instruction(text: str, program: Program) -> Instruction:
-    """The instruction of a text; a branch goes to the label that the text names."""
-    label = text.split()[-1]
-    if label not in program.labels:
-        return read_instruction(text)
-    name = text.split()[0]
-    return dataclasses.replace(read_instruction(f"{name} 0"), target=label)
