@@ -81,7 +81,8 @@ def test_independent_mfmas_saturate_the_matrix_cores() -> None:
 def test_an_mfma_that_adds_to_its_own_result_follows_at_once_but_a_reader_waits() -> None:
     chained = model([MFMA.format(0, 3)] * 32)
     assert chained.cycles == pytest.approx(32 * 16, rel=0.01)
-    read = model([line for _ in range(8) for line in (MFMA.format(0, 3), "v_accvgpr_read_b32 v30, a0")])
+    pair = [MFMA.format(0, 3), "v_accvgpr_read_b32 v30, a0"]
+    read = model(pair * 8)
     assert read.cycles / 8 >= 16 + MI355X.mfma_to_vector
 
 
