@@ -13,8 +13,8 @@ from mxpert.testing.gfx950.instructions import TABLE
 from support.gfx950.single import Single
 
 LANES = 64
-A, B, C, D = 0, 16, 32, 64
-"""First registers of the operands; D are accumulator registers."""
+A, B, C, D = 0, 16, 256 + 32, 256 + 64
+"""First registers of the operands; C and D are accumulator registers, a32 and a64."""
 
 PLAIN = sorted(n for n in TABLE if n.startswith("v_mfma") and "f8f6f4" not in n)
 MIXED = sorted(n for n in TABLE if n.startswith("v_mfma") and "f8f6f4" in n)
@@ -129,8 +129,8 @@ def compare(
     rows, depth, count, _ = shape_of(name)
     old = single.state.vector.copy()
     single.run(text)
-    got = single.state.vector[256 + D : 256 + D + count, 0].view(np.float32)
-    single.state.vector[: 256 + D] = old[: 256 + D]
+    got = single.state.vector[D : D + count, 0].view(np.float32)
+    single.state.vector[:D] = old[:D]
     for row in range(0, rows, 3):
         for column in range(0, rows, 5):
             products = []
@@ -157,7 +157,8 @@ def registers(elements: list[str], depth: int, rows: int, count: int) -> str:
         f"v[{first}:{first + size - 1}]" if size > 1 else f"v{first}"
         for first, size in zip((A, B), sizes, strict=True)
     ]
-    return f"a[{D}:{D + count - 1}], {ranges[0]}, {ranges[1]}, v[{C}:{C + count - 1}]"
+    c, d = (f"a[{first - 256}:{first - 256 + count - 1}]" for first in (C, D))
+    return f"{d}, {ranges[0]}, {ranges[1]}, {c}"
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -200,7 +201,7 @@ def test_special_codes_and_scales() -> None:
     operands = registers(["fp4", "bf8"], 128, 16, 4)
     text = f"{name} {operands}, v48, v49 op_sel_hi:[0,0,0] cbsz:4 blgp:1"
     compare(single, name, text, ["fp4", "bf8"], (0, 0))
-    constant = text.replace("v[32:35]", "1.0")
+    constant = text.replace("a[32:35]", "1.0")
     single.state.vector[C : C + 4] = 0x3F800000
     compare(single, name, constant, ["fp4", "bf8"], (0, 0))
 

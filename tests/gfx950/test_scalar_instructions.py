@@ -60,7 +60,7 @@ def test_scalar(name: str) -> None:
     text = corrected(name)
     shape = Shape(text)
     has_result = bool(re.search(r"\bD0\b", text))
-    wide = bool(re.search(r"D0\.[uib]64", text))
+    wide = bool(re.search(r"D0\.[uib]64", text)) and not name.startswith("s_bcnt1_i32")
     for number, form in enumerate(_scalar_forms(name, shape)):
         single, before = Single(WAVES, seed=number), Single(WAVES, seed=number)
         for each in (single, before):

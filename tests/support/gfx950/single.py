@@ -10,7 +10,7 @@ import numpy as np
 
 from mxpert.testing.gfx950.instructions import bind
 from mxpert.testing.gfx950.listing import read_instruction
-from mxpert.testing.gfx950.program import Program
+from mxpert.testing.gfx950.program import Instruction, Program
 from mxpert.testing.gfx950.state import WaveState
 
 BASE = 0x7_0000_0000
@@ -70,12 +70,13 @@ class Single:
         """EXEC of each wave."""
         self.state.write_exec(np.array(masks, np.uint64))
 
-    def run(self, text: str, labels: dict[str, int] | None = None) -> int | None:
-        """Execute one instruction for all waves."""
+    def run(self, what: str | Instruction, labels: dict[str, int] | None = None) -> int | None:
+        """Execute one instruction for all waves; a text is assembled and decoded first."""
+        instruction = read_instruction(what) if isinstance(what, str) else what
         program = Program("test", (), labels or {}, (), {}, 0, DEFAULT_MODE, {})
         with np.errstate(all="ignore"):
             machine: Any = self
-            return bind(read_instruction(text), program)(machine)
+            return bind(instruction, program)(machine)
 
     # -- what instructions call on a machine -------------------------------------------------------
 
