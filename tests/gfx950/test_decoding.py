@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from mxpert.testing.gfx950 import emulate, emulation
 from mxpert.testing.gfx950.decode import DecodingError, decode, decode_at
 from mxpert.testing.gfx950.instructions import bind
 from mxpert.testing.gfx950.listing import assemble, read_instruction, read_program, text_section
+from mxpert.testing.gfx950.opcodes import Opcode, opcodes
 from mxpert.testing.gfx950.program import Instruction, Program
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
@@ -31,6 +33,8 @@ from support.gfx950_exchange import turns
 
 pytestmark = pytest.mark.filterwarnings("ignore::mxpert.errors.PerformanceWarning")
 """Weights in the published layout run on the portable kernels, which are wanted, too."""
+
+VECTOR_ENCODINGS = ("VOP1", "VOP2", "VOPC", "VOP3", "VOP3SD", "VOP3P")
 
 FORMS = """
 buffer_atomic_add_f32 v0, v20, s[20:23], 0 offen
@@ -234,6 +238,45 @@ def test_forms_are_their_encodings() -> None:
     for line, word, found in zip(lines, words, binary, strict=True):
         assert as_text(word.instruction) == found, line
         assert not differs(word.instruction, parse_instruction(line)), line
+
+
+def plain_text(encoding: str, entry: Opcode) -> str:
+    """An instruction with registers of the sizes that the table states."""
+    bank = "s" if encoding.startswith("S") else "v"
+    ranges = [(8 * place, size) for place, size in enumerate(entry.sizes)]
+    if encoding.startswith("VOP"):
+        ranges = [(16 * place, size) for place, size in enumerate(entry.sizes)]
+    operands = [f"{bank}[{k}:{k + size - 1}]" if size > 1 else f"{bank}{k}" for k, size in ranges]
+    operands = {
+        "VOPC": ["vcc", *operands],
+        "VOP3SD": [*operands[:1], "s[2:3]", *operands[1:]],
+        "SOPK": [*operands, "5"],
+    }.get(encoding, operands)
+    return f"{entry.name} {', '.join(operands)}".rstrip()
+
+
+OTHER_FORMS = re.compile(
+    r"ds_gws_sema.*|s_set_gpr_idx_on|s_setreg.*|v_(clrexcp|readfirstlane_b32|readlane_b32)|"
+    r"v_writelane_b32|v_accvgpr_.*|v_(fmamk|fmaak)_f32|v_(madmk|madak)_f16|"
+    r"v_(add|sub|subrev|addc|subb|subbrev)_co_u32|v_cndmask_b32|v_mfma_ld_scale_b32|"
+    r"v_mfma_scale_.*|v_mfma_.*xf32|v_nop"
+)
+"""Opcodes whose text has other operands than registers of these sizes, or that LLVM refuses for
+gfx950; `FORMS` has those that kernels use."""
+
+
+@pytest.mark.parametrize("encoding", ["SOP1", "SOP2", "SOPC", "SOPK", "DS", *VECTOR_ENCODINGS])
+def test_opcodes_and_sizes_are_those_of_llvm(encoding: str) -> None:
+    """Assembled from the table's name and sizes, a word decodes to the same name and sizes."""
+    entries = [e for e in opcodes(encoding).values() if not OTHER_FORMS.fullmatch(e.name)]
+    assert entries
+    for entry in entries:
+        text = plain_text(encoding, entry)
+        found = read_instruction(text)
+        sizes = [each.count for each in found.operands if each.kind in "vs"]
+        extra = {"VOPC": 1, "VOP3SD": 1}.get(encoding, 0)  # the mask
+        assert found.name == entry.name, text
+        assert sorted(sizes) == sorted([*entry.sizes, *[2] * extra]), text
 
 
 MISREAD = {

@@ -27,6 +27,10 @@ _HARDWARE_REGISTERS = {
 }
 
 
+BRANCH = re.compile(r"s_branch|s_cbranch_(scc[01]|vccn?z|execn?z|cdbg\w+)")
+"""Names of branches, whose constant is a distance in dwords."""
+
+
 class DecodingError(ValueError):
     """A word that is no instruction of gfx950."""
 
@@ -83,7 +87,7 @@ def decode_at(code: bytes, address: int) -> Decoded:
 
 def _branch_target(instruction: Instruction, word: Word, address: int) -> int | None:
     """Address that a branch goes to: a number of dwords after the next instruction."""
-    if not re.match(r"s_c?branch", instruction.name):
+    if not BRANCH.fullmatch(instruction.name):
         return None
     distance = word.field(15, 0)
     return address + 4 + 4 * (distance - (distance >> 15 << 16))
@@ -136,7 +140,7 @@ def _scalar_constant(word: Word) -> tuple[Instruction, int]:
     entry = opcodes("SOPK")[word.field(27, 23)]
     constant = word.field(15, 0)
     if "reg" not in entry.name:
-        operands = [scalar(word.field(22, 16), 1), Operand("c", constant)]
+        operands = [scalar(word.field(22, 16), entry.sizes[0]), Operand("c", constant)]
         return made(entry.name, operands), 4
     modifiers: Modifiers = {
         "hwreg": _HARDWARE_REGISTERS[constant & 63],
@@ -160,7 +164,7 @@ def _program_control(word: Word) -> tuple[Instruction, int]:
         }
         waits: Modifiers = {key: count for key, (count, most) in counters.items() if count != most}
         return made(name, [], waits), 4
-    plain = re.match(r"s_c?branch", name) or name in ("s_endpgm", "s_barrier")
+    plain = BRANCH.fullmatch(name) or name in ("s_endpgm", "s_barrier")
     return made(name, [] if plain else [Operand("c", constant)]), 4
 
 

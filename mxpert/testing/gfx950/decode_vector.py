@@ -32,7 +32,10 @@ _MADE_OF_TWO = 0x2C
 
 _CARRIES = re.compile(r"v_(add|sub|subrev|addc|subb|subbrev)_co_u32")
 _TAKES_MASK = re.compile(r"v_(cndmask_b32|addc_co_u32|subb_co_u32|subbrev_co_u32)")
-_TAKES_CONSTANT = {"v_fmamk_f32": 1, "v_fmaak_f32": 2, "v_madmk_f32": 1, "v_madak_f32": 2}
+_TAKES_CONSTANT = {
+    **dict.fromkeys(("v_fmamk_f32", "v_madmk_f16"), 1),
+    **dict.fromkeys(("v_fmaak_f32", "v_madak_f16"), 2),
+}
 """Place of the literal among the sources."""
 
 

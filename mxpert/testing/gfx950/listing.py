@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import message
-from .decode import Decoded, decode, decode_at
+from .decode import BRANCH, Decoded, decode, decode_at
 from .program import Argument, Instruction, Program
 
 _TARGET = '\t.amdgcn_target "amdgcn-amd-amdhsa--gfx950"\n\t.text\n'
@@ -87,10 +87,10 @@ def read_instruction(text: str) -> Instruction:
     Raises:
         ValueError: gfx950 has no such instruction.
     """
-    branch = re.match(r"(s_c?branch\w*)\s+(\S+)$", text)
-    source = f"{branch[1]} 0" if branch else text
+    name, _, label = text.partition(" ")
+    target = label.strip() if BRANCH.fullmatch(name) else None
+    source = text if target is None else f"{name} 0"
     found = decode_at(text_section(assemble(f"{_TARGET}\t{source}\n")), 0)
-    target = branch[2] if branch else None
     return dataclasses.replace(found.instruction, text=text, target=target)
 
 

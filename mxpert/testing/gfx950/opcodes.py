@@ -41,7 +41,7 @@ def opcodes(encoding: str) -> Mapping[int, Opcode]:
         name, _, shape = described.partition("=")
         parts = (shape or _DEFAULTS.get(encoding, "")).split(".")
         letters = "".join(part[0] for part in parts if part[:1].isalpha())
-        sizes = tuple(int(part.lstrip("daxy") or 1) for part in parts if part)
+        sizes = tuple(int(part.lstrip("daxy") or 1) for part in parts if part and part != "0")
         found[int(number)] = Opcode(name, sizes, letters)
     return found
 
@@ -212,7 +212,7 @@ _TABLES: Mapping[str, str] = {
         31:s_set_valu_coexec_mode
     """,
     "VOP1": """
-        0:v_nop 1:v_mov_b32 2:v_readfirstlane_b32 3:v_cvt_i32_f64=1.2 4:v_cvt_f64_i32=2.1
+        0:v_nop=0 1:v_mov_b32 2:v_readfirstlane_b32 3:v_cvt_i32_f64=1.2 4:v_cvt_f64_i32=2.1
         5:v_cvt_f32_i32 6:v_cvt_f32_u32 7:v_cvt_u32_f32 8:v_cvt_i32_f32 10:v_cvt_f16_f32
         11:v_cvt_f32_f16 12:v_cvt_rpi_i32_f32 13:v_cvt_flr_i32_f32 14:v_cvt_off_f32_i4
         15:v_cvt_f32_f64=1.2 16:v_cvt_f64_f32=2.1 17:v_cvt_f32_ubyte0 18:v_cvt_f32_ubyte1
@@ -222,7 +222,7 @@ _TABLES: Mapping[str, str] = {
         34:v_rcp_f32 35:v_rcp_iflag_f32 36:v_rsq_f32 37:v_rcp_f64=2.2 38:v_rsq_f64=2.2 39:v_sqrt_f32
         40:v_sqrt_f64=2.2 41:v_sin_f32 42:v_cos_f32 43:v_not_b32 44:v_bfrev_b32 45:v_ffbh_u32
         46:v_ffbl_b32 47:v_ffbh_i32 48:v_frexp_exp_i32_f64=1.2 49:v_frexp_mant_f64=2.2
-        50:v_fract_f64=2.2 51:v_frexp_exp_i32_f32 52:v_frexp_mant_f32 53:v_clrexcp
+        50:v_fract_f64=2.2 51:v_frexp_exp_i32_f32 52:v_frexp_mant_f32 53:v_clrexcp=0
         55:v_screen_partition_4se_b32 56:v_mov_b64=2.2 57:v_cvt_f16_u16 58:v_cvt_f16_i16
         59:v_cvt_u16_f16 60:v_cvt_i16_f16 61:v_rcp_f16 62:v_sqrt_f16 63:v_rsq_f16 64:v_log_f16
         65:v_exp_f16 66:v_frexp_mant_f16 67:v_frexp_exp_i16_f16 68:v_floor_f16 69:v_ceil_f16
@@ -357,8 +357,8 @@ _TABLES: Mapping[str, str] = {
         7:v_pk_max_i16=1.1.1 8:v_pk_min_i16=1.1.1 9:v_pk_mad_u16 10:v_pk_add_u16=1.1.1
         11:v_pk_sub_u16=1.1.1 12:v_pk_max_u16=1.1.1 13:v_pk_min_u16=1.1.1 14:v_pk_fma_f16
         15:v_pk_add_f16=1.1.1 16:v_pk_mul_f16=1.1.1 17:v_pk_min_f16=1.1.1 18:v_pk_max_f16=1.1.1
-        26:v_dot2_f32_bf16 27:v_pk_minimum3_f16 28:v_pk_maximum3_f16 32:v_mad_mix_f32
-        33:v_mad_mixlo_f16 34:v_mad_mixhi_f16 35:v_dot2_f32_f16 38:v_dot2_i32_i16 39:v_dot2_u32_u16
+        26:v_dot2_f32_bf16 27:v_pk_minimum3_f16 28:v_pk_maximum3_f16 32:v_fma_mix_f32
+        33:v_fma_mixlo_f16 34:v_fma_mixhi_f16 35:v_dot2_f32_f16 38:v_dot2_i32_i16 39:v_dot2_u32_u16
         40:v_dot4_i32_i8 41:v_dot4_u32_u8 42:v_dot8_i32_i4 43:v_dot8_u32_u4 44:v_mfma_ld_scale_b32
         45:v_mfma_f32_16x16x128_f8f6f4=4.8.8.4 46:v_mfma_f32_32x32x64_f8f6f4=16.8.8.16
         48:v_pk_fma_f32=2.2.2.2 49:v_pk_mul_f32=2.2.2 50:v_pk_add_f32=2.2.2 51:v_pk_mov_b32=2.2.2
