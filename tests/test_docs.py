@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import mxpert
 
@@ -74,6 +75,41 @@ def test_figures_are_drawn_by_their_script(script: Path, tmp_path: Path) -> None
         assert committed.is_file()
         if path.suffix == ".svg":
             assert path.read_bytes() == committed.read_bytes()
+
+
+@pytest.mark.parametrize("tokens, added", [(16, []), (512, ["_moe_tile_schedule_kernel"])])
+def test_the_picture_of_a_layer_has_its_launches(
+    tokens: int, added: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order, for few tokens and for many: a box each, and what the legend adds."""
+    pytest.importorskip("triton")
+    from mxpert.testing.problems import MoEShape, random_moe_problem
+    from support.launches import as_if_on_h200, recorded_launches
+
+    monkeypatch.syspath_prepend(ROOT / "docs" / "figures")
+    steps = importlib.import_module("layer").STEPS
+    shape = MoEShape(256, 256, num_experts=8, top_k=2, activation=mxpert.SwiGLU())
+    problem = random_moe_problem(shape, tokens)
+    layout = mxpert.formats.Layout.HOPPER_FRAGMENT
+    weights = problem.weights.prepare(device="cpu", layout=layout)
+    layer = {"activation": shape.activation, "activation_format": "a8w4"}
+    with as_if_on_h200(), recorded_launches() as launches:
+        routing = mxpert.route_topk(torch.randn(tokens, 8), top_k=2)
+        mxpert.fused_moe(problem.x, weights, *routing, **layer)
+    names = [launch.kernel.__name__ for launch in launches]
+    assert [name for name in names if name in added] == added
+    launched = [name for name in names if name not in added]
+    assert len(launched) == len(steps)
+    for name, step in zip(launched, steps, strict=True):
+        first, *others = step.kernel.split(" or ")
+        stem = first.rpartition("_")[0]
+        assert name.startswith((f"_{first}", *(f"_{stem}{other}" for other in others)))
+    for launch in launches:
+        if launch.kernel.__name__ == "_moe_encode_rows_kernel":
+            rows = launch.arguments["codes"].shape[0]
+            assert launch.arguments["codes"].dtype == torch.float8_e4m3fn
+            assert launch.arguments["scale"].dtype == torch.float32
+            assert launch.arguments["scale"].shape == (rows,)
 
 
 def rendered_words(markdown: str) -> int:

@@ -117,6 +117,7 @@ LEGEND = (
     "T tokens, k of E experts each; H hidden, F intermediate size; P sorted rows.",
     "a16w4: steps 3 and 5 write two 8-bit codes a value. a4w4: 4-bit values.",
     "The GEMMs put weight scales into 8-bit codes, in registers.",
+    "With few rows, sums may be split: other kernels then do steps 5 and 7.",
     "An arrow is as wide as its values have bits.",
 )
 TITLE = "An MXFP4 layer on Hopper, from router logits to the output: seven kernel launches"
