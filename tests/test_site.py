@@ -6,6 +6,7 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
 import sys
 import textwrap
@@ -110,6 +111,40 @@ def public_names() -> list[str]:
 @pytest.mark.parametrize("path", DOCUMENTS)
 def test_links_lead_somewhere(path: str) -> None:
     assert not dead_links(path, text_of(path))
+
+
+def missing_names(text: str) -> list[str]:
+    """Names in inline code that do not exist: `mxpert.x`, and `Class.x` of public classes."""
+    classes = {
+        name.rpartition(".")[2]: resolved(name)
+        for name in public_names()
+        if inspect.isclass(resolved(name))
+    }
+    gone = []
+    for code in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", CODE.sub("", text)):
+        for name in re.findall(r"(?<![\w./-])(?:mxpert(?:\.\w+)+|[A-Z]\w+\.\w+)", code):
+            owner, _, member = name.partition(".")
+            if owner == "mxpert":
+                try:
+                    pkgutil.resolve_name(name)
+                except (AttributeError, ImportError):
+                    gone.append(name)
+            elif owner in classes:
+                fields = getattr(classes[owner], "__dataclass_fields__", {})
+                if not hasattr(classes[owner], member) and member not in fields:
+                    gone.append(name)
+    return gone
+
+
+def test_missing_names_are_found() -> None:
+    text = "`mxpert.nothing(x)`, `Placement.of(maps)`, `mxpert.fused_moe` and `Placement.owners`"
+    assert missing_names(text) == ["mxpert.nothing", "Placement.of"]
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path != "CHANGELOG.md"])
+def test_names_in_the_text_exist(path: str) -> None:
+    """But for the changelog, which names what was."""
+    assert not missing_names(text_of(path))
 
 
 @pytest.mark.parametrize(
