@@ -27,7 +27,7 @@ text { font: 12.5px system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans",
 .title { font-weight: 700; font-size: 14.5px; fill: #1d2533; }
 .data { font-weight: 600; fill: #1d2533; }
 .kernel { font-family: ui-monospace, "SF Mono", Menlo, "DejaVu Sans Mono", monospace;
-  font-size: 10px; fill: #4a5568; }
+  font-size: 11px; fill: #4a5568; }
 .b4 { fill: #1a7f4b; } .b8 { fill: #c05a00; } .b16 { fill: #2b5fd9; } .b32 { fill: #6b7280; }
 .rule { stroke: #9aa6bd; stroke-dasharray: 3 3; }
 @media (prefers-color-scheme: dark) {
@@ -201,7 +201,7 @@ def narrow() -> str:
         parts += labels(x + 52, y + 16, step.result)
         y += 40
     lines, end = legend(x + 2, y + 18, 62)
-    return picture(424, end, [*parts, *lines])
+    return picture(412, end, [*parts, *lines])
 
 
 def wide() -> str:
