@@ -44,7 +44,7 @@ class MXFP8Recipe:
         scale_span: how many values share a scale. BLOCK: 32; on Hopper the products are bf16 then.
             ROW: a row (of one group in wgrad), at full FP8 speed on Hopper. AUTO: the device
             chooses ROW for tensors that lose nothing by it, and BLOCK for the others. SPAN128: 128
-            of x and gradient. None, the default: AUTO on Hopper, BLOCK elsewhere. docs/training-spans.md
+            of x and gradient. None, the default: AUTO on Hopper, BLOCK elsewhere. docs/training.md
             says what each costs.
         high_precision_wgrad: compute wgrad from the bfloat16 values of x and gradient; backward
             then keeps x itself (2 bytes a value instead of 1.03).
