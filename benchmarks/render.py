@@ -2,8 +2,8 @@
 
     python benchmarks/render.py benchmarks/results/nvidia-h200/moe.json
 
-writes moe.md (everything), moe-summary.md, moe.png and layers.png beside the JSON. --readme FILE
-replaces the block of that file between its "measured" markers. Ratios are speed-ups: a peer's time
+writes moe.md (everything), moe-summary.md, moe.png and layers.png beside the JSON. --page FILE
+replaces the blocks of that file between its "measured" markers. Ratios are speed-ups: a peer's time
 over ours, so that above 1 ours is faster.
 """
 
@@ -52,7 +52,7 @@ from moe.figures import (
     token_columns,
 )
 from moe.goals import NOTES, goals
-from moe.layers import means_table, summary, write_readme
+from moe.layers import means_table, summary, write_page
 from moe.rows import SCHEMA
 
 COLORS = {
@@ -354,7 +354,7 @@ def style_layers(axes: Any, models: Sequence[str], title: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the four files; 2 if the JSON is not a comparison."""
     plots = {"": plot, "layers": plot_layers}
-    return render(arguments, __doc__, SCHEMA, full, plots, summary=summary, readme=write_readme)
+    return render(arguments, __doc__, SCHEMA, full, plots, summary=summary, fill=write_page)
 
 
 if __name__ == "__main__":

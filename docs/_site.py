@@ -27,9 +27,12 @@ PAGES = {
 
 IMAGES = (".png", ".svg")
 CODE_OR_LINK = re.compile(
-    r"(?P<fence>^```.*?^```$)|(?P<code>`[^`\n]+`)|\]\((?P<target>[^)\s]+)\)",
+    r"(?P<fence>^```.*?^```$)|(?P<code>`[^`\n]+`)|\]\((?P<target>[^)\s]+)\)"
+    r'|(?P<name>\b(?:src|srcset|href))="(?P<value>[^"\s]+)"',
     re.DOTALL | re.MULTILINE,
 )
+"""Code, whose links are none; a link or image of Markdown; an address in an HTML element."""
+
 IN_REPOSITORY = re.compile(
     f"(?:{re.escape(REPOSITORY)}/(?:blob|tree|raw)|{re.escape(RAW)})/main/(?P<path>[^#]*)"
 )
@@ -37,7 +40,8 @@ IN_REPOSITORY = re.compile(
 
 def links(markdown: str) -> list[str]:
     """Targets of the links and images of a document, without those inside code."""
-    return [found["target"] for found in CODE_OR_LINK.finditer(markdown) if found["target"]]
+    found = (each["target"] or each["value"] for each in CODE_OR_LINK.finditer(markdown))
+    return [target for target in found if target]
 
 
 def local_target(target: str, source: str) -> tuple[str, str] | None:
@@ -72,13 +76,24 @@ def site_name(path: str) -> str | None:
     return path if path.endswith(IMAGES) else None
 
 
+def folder_of(page: str) -> str:
+    """The folder of a built page, where the browser reads its addresses.
+
+    >>> folder_of("index.md"), folder_of("api/index.md"), folder_of("dev/architecture.md")
+    ('', 'api', 'dev/architecture')
+    """
+    stem = page.removesuffix(".md")
+    return posixpath.dirname(page) if posixpath.basename(stem) == "index" else stem
+
+
 def rewritten(markdown: str, source: str) -> str:
     """A document of the repository with its links as the site needs them."""
     page = PAGES.get(source, source.removeprefix("docs/"))
 
     def replace(found: re.Match[str]) -> str:
-        local = found["target"] and local_target(found["target"], source)
-        if not local or found["target"].startswith("#"):
+        target, is_html = found["target"] or found["value"], bool(found["value"])
+        local = target and local_target(target, source)
+        if not local or target.startswith("#"):
             return found[0]
         path, anchor = local
         kept = site_name(path)
@@ -86,8 +101,12 @@ def rewritten(markdown: str, source: str) -> str:
             kind = "tree" if (ROOT / path).is_dir() else "blob"
             new = f"{REPOSITORY}/{kind}/main/{path}"
         else:
-            new = posixpath.relpath(kept, posixpath.dirname(page) or ".")
-        return f"]({new}{'#' + anchor if anchor else ''})"
+            # MkDocs finds the place of a link in Markdown, but leaves HTML as it is.
+            new = posixpath.relpath(
+                kept, (folder_of(page) if is_html else posixpath.dirname(page)) or "."
+            )
+        new += "#" + anchor if anchor else ""
+        return f'{found["name"]}="{new}"' if is_html else f"]({new})"
 
     return CODE_OR_LINK.sub(replace, markdown)
 

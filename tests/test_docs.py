@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import pkgutil
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import mxpert
 
@@ -43,8 +45,9 @@ def modules() -> list[str]:
 def test_code_blocks_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page run in order, in one namespace and an empty folder."""
     text = path.read_text(encoding="utf-8")
-    if "transformers" in "".join(BLOCK.findall(text)):
-        pytest.importorskip("transformers")
+    for package in ("transformers", "torchao"):
+        if package in "".join(BLOCK.findall(text)):
+            pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "document"}
     for index, block in enumerate(BLOCK.findall(text), start=1):
@@ -65,34 +68,147 @@ def test_figures_are_drawn_by_their_script(script: Path, tmp_path: Path) -> None
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    drawn = sorted(path.name for path in tmp_path.glob("*.png"))
+    drawn = sorted(tmp_path.iterdir())
     assert drawn
-    assert all((script.parent / name).is_file() for name in drawn)
+    for path in drawn:
+        committed = script.parent / path.name
+        assert committed.is_file()
+        if path.suffix == ".svg":
+            assert path.read_bytes() == committed.read_bytes()
+
+
+@pytest.mark.parametrize("tokens, added", [(16, []), (512, ["_moe_tile_schedule_kernel"])])
+def test_the_picture_of_a_layer_has_its_launches(
+    tokens: int, added: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order, for few tokens and for many: a box each, and what the legend adds."""
+    pytest.importorskip("triton")
+    from mxpert.testing.problems import MoEShape, random_moe_problem
+    from support.launches import as_if_on_h200, recorded_launches
+
+    monkeypatch.syspath_prepend(ROOT / "docs" / "figures")
+    steps = importlib.import_module("layer").STEPS
+    shape = MoEShape(256, 256, num_experts=8, top_k=2, activation=mxpert.SwiGLU())
+    problem = random_moe_problem(shape, tokens)
+    layout = mxpert.formats.Layout.HOPPER_FRAGMENT
+    weights = problem.weights.prepare(device="cpu", layout=layout)
+    layer = {"activation": shape.activation, "activation_format": "a8w4"}
+    with as_if_on_h200(), recorded_launches() as launches:
+        routing = mxpert.route_topk(torch.randn(tokens, 8), top_k=2)
+        mxpert.fused_moe(problem.x, weights, *routing, **layer)
+    names = [launch.kernel.__name__ for launch in launches]
+    assert [name for name in names if name in added] == added
+    launched = [name for name in names if name not in added]
+    assert len(launched) == len(steps)
+    for name, step in zip(launched, steps, strict=True):
+        first, *others = step.kernel.split(" or ")
+        stem = first.rpartition("_")[0]
+        assert name.startswith((f"_{first}", *(f"_{stem}{other}" for other in others)))
+    for launch in launches:
+        if launch.kernel.__name__ == "_moe_encode_rows_kernel":
+            rows = launch.arguments["codes"].shape[0]
+            assert launch.arguments["codes"].dtype == torch.float8_e4m3fn
+            assert launch.arguments["scale"].dtype == torch.float32
+            assert launch.arguments["scale"].shape == (rows,)
+
+
+def rendered_words(markdown: str) -> int:
+    """Words that a reader sees: prose, tables, code and the texts of pictures.
+
+    A word is what stands between spaces and has a letter or a digit. Addresses of links, fences,
+    HTML and the rules of tables are not seen.
+    """
+    text = re.sub(r"<!--.*?-->", " ", markdown, flags=re.DOTALL)
+    text = re.sub(r'<[^<>]*\balt="([^"]*)"[^<>]*>', r" \1 ", text)
+    text = re.sub(r"</?[a-z][^<>]*>", " ", text)
+    text = re.sub(r"^```\w*$", " ", text, flags=re.MULTILINE)
+    text = re.sub(r"\]\([^)\s]*\)", " ", text)
+    text = re.sub(r"^\|[-:|]+\|$", " ", text, flags=re.MULTILINE).replace("|", " ")
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
+def test_words_are_counted_as_a_reader_does() -> None:
+    prose = "# Two words\n\n<!-- unseen --> A [link of four](https://example.org/a/b) words: 7.\n"
+    picture = '<picture><source srcset="a.svg"><img src="b.svg" alt="a picture"></picture>\n'
+    table = "| a | b c |\n|---|---:|\n| – | 1.5 |\n"
+    code = "```python\nx = f(1, 2)\n```\n"
+    found = [rendered_words(text) for text in (prose, picture, table, code)]
+    assert found == [8, 2, 4, 3]
+    assert rendered_words("\n".join((prose, picture, table, code))) == sum(found)
+
+
+def test_readme_can_be_read_in_five_minutes() -> None:
+    assert rendered_words((ROOT / "README.md").read_text(encoding="utf-8")) <= 1000
 
 
 def test_readme_has_its_first_screen() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     block = BLOCK.findall(text)[0].strip().splitlines()
     assert len(block) <= 12, "the first example is ten lines"
-    for part in ("make demo", "make test", "measured", "compiled-only", "mxpert bench"):
+    for part in ("make demo", "make test", "vllm serve", "from_pretrained", "MXMoE"):
         assert part in text
 
 
-def test_readme_says_what_why_how_and_where_it_ends() -> None:
-    """In this order: the speed-up, the chart, installation, the example, limits, the matrix."""
+def test_readme_says_for_whom_then_shows_it_and_ends_with_limits() -> None:
+    """In this order: three sentences, the picture, three ways, the commands, figures, limits."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     parts = (
         "times as fast as the best of",
-        "layers.png",
-        "## Install",
+        "<picture>",
+        "docs/figures/layer.svg",
+        "vllm serve",
         "```python",
+        "## Install",
+        "pip install 'torch==2.11.*' .",
+        "## Which GPU",
+        "<!-- measured speed-ups: begin -->",
+        "benchmarks/results/nvidia-h200/moe.json",
         "## Limits",
-        "| op | formats |",
-        "<!-- measured: begin -->",
     )
     places = [text.find(part) for part in parts]
     assert -1 not in places, parts[places.index(-1)]
     assert places == sorted(places)
+
+
+def test_readme_links_are_relative() -> None:
+    """A plain clone, a fork and a preview without a network show its pictures and pages."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "mxpert/mxpert" not in text
+
+
+NOT_OURS = "<!-- another program's message -->\n"
+SYMPTOM = re.compile(
+    rf"(?P<other>{re.escape(NOT_OURS)})?^```text\n(?P<text>.*?)\n```$", re.M | re.S
+)
+GLUE = re.compile(r"^[^—]*— need |^\w+(?:Error|Warning): |…|, got |; ")
+"""What joins the parts of a message: the error's class, "op: argument — need ", …"""
+
+
+def strings_of_the_package() -> str:
+    """Every string of the package's code, constants as well as parts of f-strings, on lines."""
+    found = []
+    for path in (ROOT / "mxpert").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants = (node for node in ast.walk(tree) if isinstance(node, ast.Constant))
+        found += [node.value for node in constants if isinstance(node.value, str)]
+    return "\n".join(found)
+
+
+def unknown_fragments(message: str, strings: str) -> list[str]:
+    """Parts of a message that no string of the package has, leaving out names and numbers."""
+    parts = (part.strip(" :.,") for part in GLUE.split(message))
+    return [part for part in parts if " " in part and part not in strings]
+
+
+def test_messages_of_troubleshooting_exist() -> None:
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    symptoms = [found["text"] for found in SYMPTOM.finditer(text) if not found["other"]]
+    strings = strings_of_the_package()
+    assert len(symptoms) >= 15
+    for message in symptoms:
+        assert not unknown_fragments(message, strings), message
+    told = "fused_moe: x — need two dimensions, got …; buy a larger GPU"
+    assert unknown_fragments(told, strings) == ["buy a larger GPU"]
 
 
 @pytest.mark.parametrize("name", modules())

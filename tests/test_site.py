@@ -6,11 +6,14 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import pkgutil
 import re
+import sys
+import textwrap
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -110,6 +113,40 @@ def test_links_lead_somewhere(path: str) -> None:
     assert not dead_links(path, text_of(path))
 
 
+def missing_names(text: str) -> list[str]:
+    """Names in inline code that do not exist: `mxpert.x`, and `Class.x` of public classes."""
+    classes = {
+        name.rpartition(".")[2]: resolved(name)
+        for name in public_names()
+        if inspect.isclass(resolved(name))
+    }
+    gone = []
+    for code in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", CODE.sub("", text)):
+        for name in re.findall(r"(?<![\w./-])(?:mxpert(?:\.\w+)+|[A-Z]\w+\.\w+)", code):
+            owner, _, member = name.partition(".")
+            if owner == "mxpert":
+                try:
+                    pkgutil.resolve_name(name)
+                except (AttributeError, ImportError):
+                    gone.append(name)
+            elif owner in classes:
+                fields = getattr(classes[owner], "__dataclass_fields__", {})
+                if not hasattr(classes[owner], member) and member not in fields:
+                    gone.append(name)
+    return gone
+
+
+def test_missing_names_are_found() -> None:
+    text = "`mxpert.nothing(x)`, `Placement.of(maps)`, `mxpert.fused_moe` and `Placement.owners`"
+    assert missing_names(text) == ["mxpert.nothing", "Placement.of"]
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path != "CHANGELOG.md"])
+def test_names_in_the_text_exist(path: str) -> None:
+    """But for the changelog, which names what was."""
+    assert not missing_names(text_of(path))
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -117,6 +154,8 @@ def test_links_lead_somewhere(path: str) -> None:
         "[`a`](CHANGELOG.md#nowhere)",
         "![a](docs/figures/nowhere.png)",
         "[a](#nowhere)",
+        '<img alt="a" src="docs/figures/nowhere.svg">',
+        '<source media="(max-width: 700px)" srcset="docs/figures/nowhere.svg">',
         "[a](https://github.com/mxpert/mxpert/blob/main/docs/nowhere.md)",
         "[a](https://github.com/mxpert/mxpert/blob/main/CONTRIBUTING.md#nowhere)",
         "![a](https://raw.githubusercontent.com/mxpert/mxpert/main/docs/figures/nowhere.png)",
@@ -143,7 +182,9 @@ def test_pages_of_the_site_link_to_pages_or_to_the_repository(source: str) -> No
     page = SITE.PAGES.get(source, source.removeprefix("docs/"))
     kept = {SITE.PAGES.get(each, each.removeprefix("docs/")) for each in SITE.documents()}
     kept |= SITE.outside_images()
-    kept |= {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.png")}
+    for kind in SITE.IMAGES:
+        found = (ROOT / "docs").rglob(f"*{kind}")
+        kept |= {path.relative_to(ROOT / "docs").as_posix() for path in found}
     for target in SITE.links(SITE.rewritten(text_of(source), source)):
         local = None if "://" in target else SITE.local_target(target, page)
         assert local is None or local[0] in kept, target
@@ -164,6 +205,34 @@ def test_readme_links_follow_it_to_the_site() -> None:
         == "[a](../contributing.md)"
     )
     assert SITE.rewritten("`[a](../x.py)`", "docs/tuning.md") == "`[a](../x.py)`"
+
+
+@pytest.mark.parametrize(
+    "source, address, built",
+    [
+        ("README.md", "docs/figures/layer.svg", "figures/layer.svg"),
+        ("docs/tuning.md", "figures/layer.svg", "../figures/layer.svg"),
+        ("docs/api/index.md", "../figures/layer.svg", "../figures/layer.svg"),
+        ("README.md", "https://example.org/a.svg", "https://example.org/a.svg"),
+    ],
+)
+def test_pictures_in_html_lead_from_the_built_page(source: str, address: str, built: str) -> None:
+    """MkDocs rewrites links of Markdown alone; pages but for index.md are folders of the site."""
+    text = '<source srcset="{0}"><img src="{0}" alt="a">'
+    assert SITE.rewritten(text.format(address), source) == text.format(built)
+
+
+def test_examples_of_the_reference_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prompts; what an example prints is a comment."""
+    griffe = SimpleNamespace(Extension=object, Object=object)  # of the environment of `make docs`
+    monkeypatch.setitem(sys.modules, "griffe", griffe)
+    docstrings = load(ROOT / "docs" / "_docstrings.py")
+    assert not doctest.testmod(docstrings).failed
+    for name in listed():
+        text = docstrings.fenced(inspect.getdoc(resolved(name)) or "")
+        assert ">>>" not in text, name
+        for block in re.findall(r"^ *```python\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE):
+            compile(textwrap.dedent(block), name, "exec")
 
 
 def test_navigation_names_every_page() -> None:

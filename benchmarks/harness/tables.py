@@ -158,7 +158,7 @@ def render(
     plots: Mapping[str, Callable[[Row, Path], None]],
     *,
     summary: Callable[[Row], str] | None = None,
-    readme: Callable[[Row, Path], None] | None = None,
+    fill: Callable[[Row, Path], None] | None = None,
 ) -> int:
     """The command line of a render script: Markdown, a summary if there is one, and plots.
 
@@ -166,7 +166,7 @@ def render(
         arguments: None for those of the process. description: for --help.
         full, summary: what the document becomes; without `summary` all of it is printed.
         plots: file name → what draws it; an empty name takes the JSON's.
-        readme: replaces the measured block of a file.
+        fill: replaces the measured blocks of a file.
 
     Returns:
         The exit code: 2 if the file is not the schema's.
@@ -174,14 +174,15 @@ def render(
     parser = bare_parser(description)
     parser.add_argument("json_file", type=Path)
     parser.add_argument("--folder", type=Path, help="write there (default: beside the JSON)")
-    if readme is not None:
-        text = "replace the measured block of this file"
-        parser.add_argument("--readme", type=Path, help=text)
+    if fill is not None:
+        text = "replace the measured blocks of this file; may be repeated"
+        parser.add_argument("--page", type=Path, action="append", default=[], help=text)
     options = parser.parse_args(arguments)
     try:
         document = schema.load(options.json_file)
-        if readme is not None and options.readme is not None:
-            readme(document, options.readme)
+        if fill is not None:
+            for path in options.page:
+                fill(document, path)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

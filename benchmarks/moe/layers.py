@@ -1,15 +1,18 @@
-"""Tables of whole layers: the summary of a comparison, and the README's measured block."""
+"""Tables of whole layers: the summary of a comparison, and the measured blocks of documents."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
+from harness import ROOT
 from harness.document import Row
 from harness.tables import conditions, folded, page, paragraphs, pivot
 
-from moe.cells import NAMED, REFERENCE, REFERENCE_TOKENS
+from moe.cells import NAMED, REFERENCE, REFERENCE_TOKENS, TOKENS
 from moe.figures import (
     OURS,
     SpeedUp,
@@ -24,7 +27,7 @@ from mxpert.errors import message
 
 SUMMARY_TOKENS = (1, 16, 128, 1024, 8192)
 NAMES = {"bf16": "a16w4", "mxfp8": "a8w4", "mxfp4": "a4w4"}
-"""Our formats in a README."""
+"""Our formats in a document."""
 OPEN_MODELS = 3
 """What a reader sees of the named models before unfolding them."""
 
@@ -77,7 +80,30 @@ def summary(document: Mapping[str, Any]) -> str:
     )
 
 
-def readme_block(document: Mapping[str, Any]) -> str:
+def speed_up_block(document: Mapping[str, Any], folder: str) -> str:
+    """Geometric means over the named models, by format and token count; `folder` has the JSON."""
+    found: dict[tuple[str, str], list[float]] = {}
+    uniform = ("uniform", "layer")
+    for each in speed_ups(document["rows"]):
+        ours = each.ours
+        chosen = ours["model"] in NAMED and ours["T"] in TOKENS and each.activation in NAMES
+        if chosen and (ours["routing"], ours["stage"]) == uniform:
+            key = NAMES[each.activation], f"T = {ours['T']}"
+            found.setdefault(key, []).append(each.value)
+    columns = token_columns(int(name.removeprefix("T = ")) for _, name in found)
+    cells = {key: f"{geometric_mean(values):.2f}" for key, values in found.items()}
+    return paragraphs(
+        f"Speed-up of whole MoE layers on one {document['meta']['device']}, from router logits to "
+        "the output, over the best of triton_kernels, Marlin and Humming with activations of the "
+        "same width: geometric means over six models, by the number of tokens T "
+        f"([JSON]({folder}/moe.json), [all cells]({folder}/moe.md)). Above 1 mxpert is faster. "
+        "a16w4 has bf16 activations, a8w4 MXFP8, a4w4 MXFP4, with MXFP4 weights. No peer "
+        "multiplies MXFP4 activations, so a4w4 is compared with 8-bit ones.",
+        pivot("speed-up", cells, columns),
+    )
+
+
+def layer_block(document: Mapping[str, Any], folder: str) -> str:
     """Layers of the named models and of the reference systems' shapes, all but three folded."""
     rows = [row for row in document["rows"] if row["activation"] in NAMES or row["impl"] != OURS]
 
@@ -85,34 +111,55 @@ def readme_block(document: Mapping[str, Any]) -> str:
         chosen = [row for row in rows if row["model"] in models]
         return layer_table(chosen, tokens, lambda row: f"{row['model']} {NAMES[row['activation']]}")
 
-    repository = "https://github.com/mxpert/mxpert/blob/main"  # the package index shows it, too
-    folder = f"{repository}/benchmarks/results/nvidia-h200"
     named = list(NAMED)
     others = paragraphs(
         table(named[OPEN_MODELS:], SUMMARY_TOKENS),
         table([*REFERENCE, "gpt-oss-120b"], REFERENCE_TOKENS),
     )
     return paragraphs(
-        "Whole MoE layer from logits on one NVIDIA H200, µs. In brackets the speed-up, the "
-        "best peer's time over ours: above 1 mxpert is faster. a16w4 is compared with a16 "
-        "peers, a8w4 and a4w4 with a8 peers (theirs has one scale per token, ours 1×32; no peer "
-        f"multiplies a4). [JSON]({folder}/moe.json), [all cells]({folder}/moe.md), "
-        f"[plot]({folder}/moe.png), [what limits it]({repository}/docs/performance.md).",
+        "Whole MoE layers from router logits on one NVIDIA H200, µs. In brackets the speed-up, the "
+        "best peer's time over ours: above 1 mxpert is faster. a16w4 is compared with peers of "
+        "16-bit activations, a8w4 and a4w4 with peers of 8-bit ones, which have one scale for each "
+        f"token ([JSON]({folder}/moe.json), [all cells]({folder}/moe.md), "
+        f"[plot]({folder}/moe.png)).",
         table(named[:OPEN_MODELS], SUMMARY_TOKENS),
         folded("other models and the reference systems' shapes", others) if others else "",
     )
 
 
-def write_readme(document: Mapping[str, Any], path: Path) -> None:
-    """Replace the block between the markers of a file.
+BLOCKS: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
+    "speed-ups": speed_up_block,
+    "layers": layer_block,
+}
+"""What stands between the markers of a document, by their name."""
+
+
+def filled(document: Mapping[str, Any], path: Path) -> str:
+    """The text of a file with its measured blocks written anew.
 
     Raises:
-        ValueError: the file does not have both markers.
+        ValueError: the file has no pair of markers, or one that is not whole.
     """
-    begin, end = (f"<!-- measured: {name} -->" for name in ("begin", "end"))
     text = path.read_text(encoding="utf-8")
-    if not text.count(begin) == text.count(end) == 1:
-        need = f"one {begin} and one {end}"
-        raise ValueError(message("render", f"--readme {path}", need, "another number"))
-    head, tail = text.split(begin)[0], text.split(end)[1]
-    path.write_text(f"{head}{begin}\n{readme_block(document)}\n{end}{tail}", encoding="utf-8")
+    results = os.path.relpath(ROOT / "benchmarks/results/nvidia-h200", path.resolve().parent)
+    found = 0
+    for name, block in BLOCKS.items():
+        begin, end = (f"<!-- measured {name}: {side} -->" for side in ("begin", "end"))
+        pair = text.count(begin), text.count(end)
+        if pair == (0, 0):
+            continue
+        if pair != (1, 1):
+            need = f"one {begin} and one {end}"
+            raise ValueError(message("render", f"--page {path}", need, "another number"))
+        head, tail = text.split(begin)[0], text.split(end)[1]
+        text = f"{head}{begin}\n{block(document, Path(results).as_posix())}\n{end}{tail}"
+        found += 1
+    if not found:
+        names = " or ".join(f"<!-- measured {name}: begin -->" for name in BLOCKS)
+        raise ValueError(message("render", f"--page {path}", names, "neither"))
+    return text
+
+
+def write_page(document: Mapping[str, Any], path: Path) -> None:
+    """Replace the measured blocks of a file; a ValueError leaves it as it is."""
+    path.write_text(filled(document, path), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What is said of a comparison: speed-ups, goals, tables, the README's block."""
+"""What is said of a comparison: speed-ups, goals, tables, the measured blocks of documents."""
 
 from __future__ import annotations
 
@@ -193,7 +193,11 @@ def test_everything_is_rendered_from_the_json_alone(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_readme_has_the_block_of_the_json(tmp_path: Path) -> None:
+def markers(name: str, text: str = "old") -> str:
+    return f"<!-- measured {name}: begin -->\n{text}\n<!-- measured {name}: end -->\n"
+
+
+def test_documents_get_the_blocks_that_they_have_markers_of(tmp_path: Path) -> None:
     rows = [
         row(us=10),
         row("marlin", 8),
@@ -203,24 +207,42 @@ def test_the_readme_has_the_block_of_the_json(tmp_path: Path) -> None:
         row(us=7, model="r1-e384", tokens=64),
     ]
     (tmp_path / "moe.json").write_text(json.dumps({"meta": META, "rows": rows}))
-    page = tmp_path / "README.md"
-    page.write_text("before\n<!-- measured: begin -->\nold\n<!-- measured: end -->\nafter\n")
-    assert render.main([str(tmp_path / "moe.json"), "--readme", str(page)]) == 0
-    text = page.read_text()
-    assert text.startswith("before\n<!--")
-    assert text.endswith("-->\nafter\n")
-    assert "old" not in text
-    assert "| dsv3-ep8 a16w4 | 10 (0.80×) |\n| dsv3-ep8 a4w4 | 15 (2.00×) |" in text
-    assert "| r1-e384 a16w4 | 7 |" in text
-    assert "fp8_token" not in text
-    page.write_text("no markers")
-    assert render.main([str(tmp_path / "moe.json"), "--readme", str(page)]) == 2
-    assert page.read_text() == "no markers"
+    readme, page = tmp_path / "README.md", tmp_path / "performance.md"
+    readme.write_text(f"before\n{markers('speed-ups')}after\n")
+    page.write_text(markers("speed-ups") + "between\n" + markers("layers"))
+    arguments = [str(tmp_path / "moe.json"), "--page", str(readme), "--page", str(page)]
+    assert render.main(arguments) == 0
+    short, long = readme.read_text(), page.read_text()
+    assert short.startswith("before\n<!--")
+    assert short.endswith("-->\nafter\n")
+    assert "old" not in short + long
+    assert "| a16w4 | 0.80 |\n| a4w4 | 2.00 |" in short
+    assert "r1-e384" not in short
+    assert "| dsv3-ep8 a16w4 | 10 (0.80×) |\n| dsv3-ep8 a4w4 | 15 (2.00×) |" in long
+    assert "| r1-e384 a16w4 | 7 |" in long
+    assert "fp8_token" not in short + long
+    assert "\nbetween\n" in long
 
 
-def test_the_committed_readme_block_is_that_of_the_json() -> None:
-    block = layers.readme_block(SCHEMA.load(ROOT / "benchmarks/results/nvidia-h200/moe.json"))
-    assert block in (ROOT / "README.md").read_text("utf-8")
+@pytest.mark.parametrize("text", ["no markers", markers("layers") * 2, markers("layers")[:-10]])
+def test_a_document_without_whole_markers_is_left_alone(tmp_path: Path, text: str) -> None:
+    (tmp_path / "moe.json").write_text(json.dumps({"meta": META, "rows": [row(us=10)]}))
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    assert render.main([str(tmp_path / "moe.json"), "--page", str(page)]) == 2
+    assert page.read_text() == text
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/performance.md"])
+def test_the_committed_blocks_are_those_of_the_json(name: str) -> None:
+    document = SCHEMA.load(ROOT / "benchmarks/results/nvidia-h200/moe.json")
+    assert layers.filled(document, ROOT / name) == (ROOT / name).read_text("utf-8")
+
+
+def test_links_of_a_block_lead_from_its_document(tmp_path: Path) -> None:
+    assert "](benchmarks/results/nvidia-h200/moe.json)" in (ROOT / "README.md").read_text("utf-8")
+    page = (ROOT / "docs/performance.md").read_text("utf-8")
+    assert page.count("](../benchmarks/results/nvidia-h200/moe.json)") == 2
 
 
 def test_a_long_list_of_slower_cells_is_folded() -> None:

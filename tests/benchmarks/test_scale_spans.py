@@ -11,7 +11,7 @@ import scale_spans
 import torch
 from harness import ROOT
 
-DOCUMENT = ROOT / "docs/training.md"
+DOCUMENT = ROOT / "docs/training-spans.md"
 FREE_DB = 0.2
 """Least that counts as a cost; the adversarial case within ± 6 binades is 0.06 dB."""
 

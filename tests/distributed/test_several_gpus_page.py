@@ -1,4 +1,4 @@
-"""What docs/several-gpus.md shows runs as it says: its script on two ranks, its commands."""
+"""What docs/several-gpus*.md show runs as they say: the script on two ranks, the commands."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from mxpert.cli.expert_parallel import ranks
 from mxpert.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "several-gpus.md").read_text(encoding="utf-8")
-PYTHON = re.findall(r"^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+PAGES = ("several-gpus.md", "several-gpus-measured.md", "several-gpus-plan.md")
+TEXTS = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES]
+PYTHON = re.findall(r"^```python\n(.*?)^```", TEXTS[0], re.DOTALL | re.MULTILINE)
 COMMANDS = [
     line
-    for block in re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    for block in re.findall(r"^```sh\n(.*?)^```", "".join(TEXTS), re.DOTALL | re.MULTILINE)
     for line in block.splitlines()
 ]
 
 
-def test_the_page_shows_these_commands() -> None:
+def test_the_pages_show_these_commands() -> None:
     starts = [shlex.split(command)[:2] for command in COMMANDS]
     assert starts.count(["torchrun", "--nproc-per-node"]) == 2
     assert starts.count(["mxpert", "bench"]) == 2
