@@ -50,12 +50,14 @@ def grouped_gemm(
         b: [G, N, K], bfloat16 or an MXFP8 MXTensor of axis −1; with ``trans_b=False`` [G, K, N],
             an MXTensor then of axis −2. Both operands are bfloat16 or both MX; the MX formats may
             differ (HYBRID).
-        group_offsets: int32 or int64 [G + 1] on the device: 0, then not decreasing, at most M.
+        group_offsets: int32 or int64 [G + 1] on the device, not decreasing, 0 to M: offsets, not
+            counts.
         trans_b: whether K is the last dimension of b.
         out_dtype: bfloat16, float16 or float32 (float64: reference backend alone).
 
     Returns:
-        [M, N] in `out_dtype`. Rows at or beyond ``offsets[-1]`` are zero; those of a are not read.
+        [M, N] in `out_dtype`. Rows before ``offsets[0]`` and from ``offsets[-1]`` on are zero, and
+        those of a are not read.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, format, shape or device.
