@@ -17,7 +17,7 @@ from ..formats.tensor import Layout, MXTensor
 from ..problem import GroupedProblem, Op
 from .library import OpSpec
 from .moe_checks import OUT_DTYPES
-from .quantize_dual import check_group_offsets
+from .quantize_dual import COUNTS_REMEDY, check_group_offsets, refuse_counts
 from .schema import Operand
 
 
@@ -69,6 +69,7 @@ def grouped_gemm(
         >>> mxpert.grouped_gemm(a, b, torch.tensor([0, 1, 2]), out_dtype=torch.float32)[:, 0]
         tensor([32., 32.,  0.])
     """
+    refuse_counts(group_offsets, "grouped_gemm")
     return _GEMM(out_dtype, trans_b, a=a, b=b, group_offsets=group_offsets)
 
 
@@ -110,6 +111,7 @@ def grouped_wgrad(
         >>> mxpert.grouped_wgrad(grad_col, a_col, offsets, out_dtype=torch.float32)[:, 0, 0]
         tensor([1., 2.])
     """
+    refuse_counts(group_offsets, "grouped_wgrad")
     inputs = dict(grad=grad, a=a, group_offsets=group_offsets, accumulate_into=accumulate_into)
     if accumulate_into is None:
         return _WGRAD(out_dtype, **inputs)
@@ -183,6 +185,15 @@ def check_grouped_wgrad(
         )
     if accumulate_into is not None:
         widths = (grad.shape[0], a.shape[0]) if copies else (grad.shape[1], a.shape[1])
+        require(
+            not isinstance(accumulate_into, torch.Tensor)
+            or accumulate_into.shape[:1] != (num_groups + 1,),
+            op,
+            "group_offsets.shape",
+            need=f"[G + 1] = [{num_groups + 2}], as accumulate_into has G = {num_groups + 1}",
+            got=[num_groups + 1],
+            remedy=COUNTS_REMEDY,
+        )
         require_tensor(
             accumulate_into,
             op,
