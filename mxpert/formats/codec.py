@@ -90,7 +90,8 @@ def encode(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:
     values = _working(values)
     int_dtype, float_mantissa, float_bias = _BITS[values.dtype]
     smallest_exponent = 1 - element.bias
-    magnitude = values.abs().clamp_(max=element.max_value)
+    size = values.abs()
+    magnitude = size.clamp(max=element.max_value)
     exponent = (magnitude.view(int_dtype) >> float_mantissa).sub_(float_bias)
     exponent.clamp_(min=smallest_exponent)
     # Adding the power of two whose last place is one step of the element at this exponent rounds to
@@ -103,9 +104,11 @@ def encode(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:
     code = exponent.sub_(smallest_exponent).bitwise_left_shift_(element.mantissa_bits).add_(steps)
     sign_bit = 1 << (element.bits - 1)
     code |= (values.view(int_dtype) >> (8 * values.element_size() - 1)).bitwise_and_(sign_bit)
-    lost = values.isnan() if element.has_inf else ~values.isfinite()
-    if element.has_inf:  # the code after the largest finite one
-        code += values.isinf()
+    if element.has_inf:
+        lost = values.isnan()
+        code += size == float("inf")  # the code after the largest finite one
+    else:
+        lost = (size < float("inf")).logical_not_()
     return code.masked_fill_(lost, sign_bit - 1).to(torch.uint8)
 
 
@@ -252,7 +255,7 @@ def block_scale(amax: torch.Tensor, fmt: MXFormat | str, rule: ScaleRule) -> tor
         threshold = int((element.max_value / 2**element.emax - 1) * (1 << mantissa_bits)) + 1
     byte = E8M0_BIAS + exponent - element.emax + (mantissa >= threshold).to(int_dtype)
     byte = torch.where(amax == 0, ZERO_BLOCK_SCALE, byte.clamp(0, E8M0_MAX))
-    return torch.where(amax.isfinite(), byte, E8M0_NAN).to(torch.uint8)
+    return torch.where(amax < float("inf"), byte, E8M0_NAN).to(torch.uint8)
 
 
 def decode_scale(scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -30,22 +30,32 @@ class TopKKernel(ReferenceKernel):
         options = problem.options
         logits = logits.float()
         limited = options.num_groups > 1
-        lost = torch.zeros_like(logits, dtype=torch.bool)
+        over_chosen = options.scoring is Scoring.SOFTMAX and options.normalize
+        # Scores are monotone: ranking by logits gives the same order without their rounding error.
+        by_logit = not limited and correction_bias is None
+        by_logit &= options.scoring is not Scoring.SIGMOID
+        lost = None
         if options.clamp_nan:
             lost = _scores(logits, options.scoring).isfinite().logical_not()
             logits = logits.masked_fill(lost, 0)
-        scores = _scores(logits, options.scoring).masked_fill(lost, 0)
-        # Scores are monotone: ranking by logits gives the same order without their rounding error.
-        by_logit = not limited and options.scoring is not Scoring.SIGMOID
-        ranked = logits.masked_fill(lost, float("-inf")) if by_logit else scores
+        scores = logits
+        if not (by_logit and over_chosen):
+            scores = _scores(logits, options.scoring)
+        if lost is not None:
+            scores = scores.masked_fill(lost, 0)
+        ranked = logits if by_logit else scores
+        if by_logit and lost is not None:
+            ranked = logits.masked_fill(lost, float("-inf"))
         if correction_bias is not None:
             ranked = scores + correction_bias
         rank = rank_keys(ranked)
         if limited:
             rank = _limit_to_groups(rank, ranked, options)
         ids = rank.argsort(dim=-1, descending=True, stable=True)[:, : problem.top_k]
-        if options.scoring is Scoring.SOFTMAX and options.normalize:
-            weights = logits.gather(1, ids).softmax(dim=-1).masked_fill(lost.gather(1, ids), 0)
+        if over_chosen:
+            weights = logits.gather(1, ids).softmax(dim=-1)
+            if lost is not None:
+                weights = weights.masked_fill(lost.gather(1, ids), 0)
         else:
             weights = scores.gather(1, ids)
             if options.normalize:
