@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .dispatch.ambient import isolated
 from .distributed import ExpertParallel
 from .errors import UnsupportedError, message, require, require_device, require_tensor
 from .formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
@@ -105,7 +106,13 @@ class PreparedExperts(torch.nn.Module):
                     self.no_gradient,
                 )
             )
-        rows = x if x.dim() == 2 else x.reshape(-1, self.weights.hidden_size)
+        self._refuse_exchanged_buffers()
+        hidden_size = self.weights.hidden_size
+        if x.dim() != 2 and (x.dim() == 0 or x.shape[-1] != hidden_size):
+            raise ValueError(
+                message(type(self).__name__, "x.shape", f"[..., {hidden_size}]", list(x.shape))
+            )
+        rows = x if x.dim() == 2 else x.reshape(-1, hidden_size)
         if rows.stride(-1) != 1:  # the kernels read rows whose values are adjacent
             rows = rows.contiguous()
         out = fused_moe(
@@ -126,6 +133,26 @@ class PreparedExperts(torch.nn.Module):
             )
             return result
         return out
+
+    def _refuse_exchanged_buffers(self) -> None:
+        """Raise for buffers that were assigned, or that `functional_call` exchanged."""
+        held, gate_up, down = self._buffers, self.weights.gate_up_proj, self.weights.down_proj
+        if torch.compiler.is_compiling() or (
+            held.get("gate_up_proj_qdata") is gate_up.qdata
+            and held.get("gate_up_proj_scale") is gate_up.scale
+            and held.get("down_proj_qdata") is down.qdata
+            and held.get("down_proj_scale") is down.scale
+        ):
+            return
+        raise UnsupportedError(
+            message(
+                type(self).__name__,
+                "buffers",
+                "the prepared weights, whose layout only the kernels know",
+                "other tensors: they were assigned, or passed to functional_call",
+                "load_state_dict takes the published tensors",
+            )
+        )
 
     def _apply(self, fn: Any, recurse: bool = True) -> PreparedExperts:
         """`to`, `cuda` and `cpu` prepare the weights for the new device and keep their dtypes."""
@@ -328,7 +355,8 @@ class MoE(torch.nn.Module):
             raise ValueError(message("MoE", "x.shape", f"[..., {hidden_size}]", list(x.shape)))
         rows = x.reshape(-1, hidden_size).contiguous()  # the router rounds alike for any strides
         options, correction = self.routing, self._buffers["correction_bias"]
-        with torch.no_grad():  # the choice of experts has no gradient
+        # The choice of experts has no gradient, and autocast would choose others.
+        with torch.no_grad(), isolated(rows.device.type):
             logits = self.router(_as(rows, self.router.weight.dtype))
         topk_weights, topk_ids = route_topk(
             logits,
@@ -339,6 +367,8 @@ class MoE(torch.nn.Module):
             top_groups=options.top_groups,
             correction_bias=None if correction is None else _as(correction, torch.float32),
             routed_scaling_factor=options.routed_scaling_factor,
+            group_score=options.group_score,
+            clamp_nan=options.clamp_nan,
         )
         out: torch.Tensor = self.experts(rows, topk_weights, topk_ids)
         return out.view(x.shape)

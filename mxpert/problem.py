@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -170,10 +171,14 @@ class QuantizeProblem:
 
 
 class Scoring(enum.Enum):
-    """How router logits become scores: by a softmax over experts, or a sigmoid of each logit.
+    """How router logits become scores: by a softmax over experts, or from each logit alone.
+
+    SOFTMAX: ``softmax(logits)``. SIGMOID: ``sigmoid(logit)``. SQRTSOFTPLUS:
+    ``sqrt(softplus(logit))``, softplus(x) = log(1 + exp(x)).
 
     Source:
-        Mixtral and gpt-oss (softmax), DeepSeek-V3 (sigmoid, arXiv 2412.19437).
+        Mixtral and gpt-oss (softmax), DeepSeek-V3 (sigmoid, arXiv 2412.19437), DeepSeek-V4
+        (sqrtsoftplus).
 
     Example:
         >>> Scoring("sigmoid") is Scoring.SIGMOID
@@ -182,6 +187,40 @@ class Scoring(enum.Enum):
 
     SOFTMAX = "softmax"
     SIGMOID = "sigmoid"
+    SQRTSOFTPLUS = "sqrtsoftplus"
+
+
+class GroupScore(enum.Enum):
+    """What stands for a group of experts when `route_topk` chooses groups.
+
+    MAX: the highest score of its experts. TOP2: the sum of the two highest.
+
+    Source:
+        DeepSeek-V2 (MAX, arXiv 2405.04434), DeepSeek-V3 (TOP2, arXiv 2412.19437). vLLM's
+        grouped_topk takes TOP2 with a correction bias and MAX without.
+
+    Example:
+        >>> GroupScore("max") is GroupScore.MAX
+        True
+    """
+
+    MAX = "max"
+    TOP2 = "top2"
+
+
+GroupScoreLike = GroupScore | Literal["max", "top2"]
+"""A GroupScore or its name."""
+
+
+def parse_group_score(value: object, op: str) -> GroupScore | None:
+    """Return the GroupScore that `value` is or names; None for None."""
+    if value is None or isinstance(value, GroupScore):
+        return value
+    for score in GroupScore:
+        if value == score.value:
+            return score
+    error = ValueError if isinstance(value, str) else TypeError
+    raise error(message(op, "group_score", "a GroupScore ('max' or 'top2') or None", repr(value)))
 
 
 @dataclass(frozen=True)
@@ -189,12 +228,14 @@ class TopKOptions:
     """How `route_topk` chooses and weighs experts.
 
     Args:
-        scoring: SOFTMAX or SIGMOID.
+        scoring: SOFTMAX, SIGMOID or SQRTSOFTPLUS.
         normalize: divide the chosen scores by their sum; with SOFTMAX this is the softmax over the
             chosen experts alone.
         num_groups: equal groups of experts; 1 means no groups.
         top_groups: groups that experts are chosen from, best first.
         routed_scaling_factor: multiplies the weights, after normalisation.
+        group_score: what stands for a group; None is TOP2, which needs a correction bias.
+        clamp_nan: count scores that are NaN or infinite as 0.
 
     Source:
         The options of `route_topk`, which checks them.
@@ -209,6 +250,8 @@ class TopKOptions:
     num_groups: int = 1
     top_groups: int = 1
     routed_scaling_factor: float = 1.0
+    group_score: GroupScore | None = None
+    clamp_nan: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from ..kernel_spec import Launchable
 from ..problem import Problem
 from ..runtime.geometry import CachedCall, Described
+from .ambient import isolated
 
 _MAX_CACHED = 1024
 """Geometries of an op, each with some ten kilobytes of recorded launches."""
@@ -94,4 +95,5 @@ def launch(
 
 @without_grad
 def _launch(kernel: Launchable, config: Any, problem: Problem, inputs: dict[str, Any]) -> Any:
-    return kernel.launch(problem, config, **inputs)
+    with isolated("cpu" if problem.target.kind == "cpu" else "cuda"):
+        return kernel.launch(problem, config, **inputs)

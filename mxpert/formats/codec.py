@@ -62,9 +62,10 @@ def encode(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:
     """Round `values` to the nearest codes of `element`, ties to even, saturating.
 
     ``code = argmin_c |decode(c) - clamp(value, -max, max)|``; subnormals are kept, zeros keep their
-    sign, infinities become the largest finite code. NaN becomes the code whose magnitude bits are
-    all ones, without a sign: the NaN 0x7F of e4m3 and e5m2, and the largest value 6 (code 7) of
-    e2m1, which has no NaN (inside an MX block the scale byte 255 carries it).
+    sign. NaN becomes the code whose magnitude bits are all ones, without a sign: the NaN 0x7F of
+    e4m3 and e5m2, and the largest value 6 (code 7) of e2m1, which has no NaN (inside an MX block
+    the scale byte 255 carries it). An infinity stays an infinity in e5m2, and becomes what NaN
+    becomes in e4m3 and e2m1, which have none.
 
     Args:
         values: any shape; float32, bfloat16, float16 or float64. Read exactly, never rounded first.
@@ -89,7 +90,8 @@ def encode(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:
     values = _working(values)
     int_dtype, float_mantissa, float_bias = _BITS[values.dtype]
     smallest_exponent = 1 - element.bias
-    magnitude = values.abs().clamp_(max=element.max_value)
+    size = values.abs()
+    magnitude = size.clamp(max=element.max_value)
     exponent = (magnitude.view(int_dtype) >> float_mantissa).sub_(float_bias)
     exponent.clamp_(min=smallest_exponent)
     # Adding the power of two whose last place is one step of the element at this exponent rounds to
@@ -102,7 +104,12 @@ def encode(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:
     code = exponent.sub_(smallest_exponent).bitwise_left_shift_(element.mantissa_bits).add_(steps)
     sign_bit = 1 << (element.bits - 1)
     code |= (values.view(int_dtype) >> (8 * values.element_size() - 1)).bitwise_and_(sign_bit)
-    return code.masked_fill_(values.isnan(), sign_bit - 1).to(torch.uint8)
+    if element.has_inf:
+        lost = values.isnan()
+        code += size == float("inf")  # the code after the largest finite one
+    else:
+        lost = (size < float("inf")).logical_not_()
+    return code.masked_fill_(lost, sign_bit - 1).to(torch.uint8)
 
 
 def decode(
@@ -206,9 +213,7 @@ def block_scale(amax: torch.Tensor, fmt: MXFormat | str, rule: ScaleRule) -> tor
     ``[m > 1]`` for CEIL, and for EVEN 1 where m rounds to 2 at the element's mantissa width. All
     from the bits of amax, hence exact (a float32 logarithm is not, just above powers of two).
 
-    Special values: a zero amax gives 127; NaN gives 255; an infinity gives 254 with RCEIL (as the
-    conversion instruction ue8m0 does) and otherwise counts as the power of two after the largest
-    finite value of its arithmetic (2^128, for float64 2^1024).
+    Special values: a zero amax gives 127; NaN and infinity give 255, whatever the rule.
 
     Args:
         amax: magnitudes (the sign is ignored); float32, bfloat16, float16 or float64, any shape.
@@ -249,11 +254,8 @@ def block_scale(amax: torch.Tensor, fmt: MXFormat | str, rule: ScaleRule) -> tor
     else:
         threshold = int((element.max_value / 2**element.emax - 1) * (1 << mantissa_bits)) + 1
     byte = E8M0_BIAS + exponent - element.emax + (mantissa >= threshold).to(int_dtype)
-    byte = byte.clamp(0, E8M0_MAX)
-    if rule is ScaleRule.RCEIL:
-        byte = torch.where(amax.isinf(), E8M0_MAX, byte)
-    byte = torch.where(amax == 0, ZERO_BLOCK_SCALE, byte)
-    return torch.where(amax.isnan(), E8M0_NAN, byte).to(torch.uint8)
+    byte = torch.where(amax == 0, ZERO_BLOCK_SCALE, byte.clamp(0, E8M0_MAX))
+    return torch.where(amax < float("inf"), byte, E8M0_NAN).to(torch.uint8)
 
 
 def decode_scale(scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -292,11 +294,9 @@ def quantize_blocks(
     ``scale = block_scale(max |x|, fmt, rule); qdata = encode(x * 2^(127 - scale))``
 
     Special values, per block: all zeros give scale byte 127 and zero codes with their signs. Any
-    NaN gives scale byte 255 and NaN codes (e2m1: code 7) throughout, so that all 32 values read
-    back as NaN. An infinity without NaN gives the scale that `block_scale` states; it saturates to
-    the largest code, whose value with that scale is at least 2^128, and the finite neighbours are
-    rounded at that scale (mostly to zero). float64 magnitudes above the largest value times 2^127
-    saturate. Blocks below the range of byte 0 (2^-127) round to its subnormals or to zero.
+    NaN or infinity gives scale byte 255 and NaN codes (e2m1: code 7) throughout, so that all 32
+    values read back as NaN. float64 magnitudes above the largest value times 2^127 saturate.
+    Blocks below the range of byte 0 (2^-127) round to its subnormals or to zero.
 
     Args:
         x: float32, bfloat16, float16 or float64; any shape and strides. Not differentiated.
@@ -314,9 +314,10 @@ def quantize_blocks(
 
     Source:
         OCP MX 1.0, section 6.3. Equal to torchao 0.18's `to_mx` bit for bit, except that torchao
-        writes scale byte 0 for a block of zeros (same values), scales blocks at byte 0 by 2^126 or
-        1 instead of 2^127, takes RCEIL's exponent from a float32 logarithm, which is one short just
-        above a power of two, and leaves other codes beside scale byte 255.
+        writes scale byte 0 for a block of zeros (same values), a finite scale for a block with an
+        infinity, scales blocks at byte 0 by 2^126 or 1 instead of 2^127, takes RCEIL's exponent
+        from a float32 logarithm, which is one short just above a power of two, and leaves other
+        codes beside scale byte 255.
 
     Example:
         >>> t = quantize_blocks(torch.arange(64.0).reshape(2, 32), "mxfp8_e4m3")

@@ -40,7 +40,8 @@ def quantize_spans(
     """Quantise along the last axis with one scale per span.
 
     ``scale = block_scale(max |x| over the span)``, but at least byte 1; codes as in
-    `quantize_blocks`. A span of zeros has scale byte 127. A NaN makes its whole span NaN.
+    `quantize_blocks`. A span of zeros has scale byte 127. A NaN or an infinity makes its
+    whole span NaN.
 
     Args:
         x: float32, bfloat16, float16 or float64 [..., K], K a multiple of 32.
@@ -203,7 +204,7 @@ def count_wide_blocks(
 
 
 def _have_values(tensor: MXTensor) -> torch.Tensor:
-    """Return which blocks [..., B] hold a value that is neither zero nor NaN."""
+    """Return which blocks [..., B] hold a value that is not zero and do not have the NaN scale."""
     by_block = tensor.qdata.unflatten(-1, (-1, MX_BLOCK_SIZE))
     result: torch.Tensor = ((by_block & 0x7F) != 0).any(-1) & (tensor.scale != E8M0_NAN)
     return result

@@ -17,7 +17,7 @@ from ..formats.tensor import Layout, MXTensor
 from ..problem import GroupedProblem, Op
 from .library import OpSpec
 from .moe_checks import OUT_DTYPES
-from .quantize_dual import check_group_offsets
+from .quantize_dual import COUNTS_REMEDY, check_group_offsets, refuse_counts
 from .schema import Operand
 
 
@@ -50,12 +50,14 @@ def grouped_gemm(
         b: [G, N, K], bfloat16 or an MXFP8 MXTensor of axis −1; with ``trans_b=False`` [G, K, N],
             an MXTensor then of axis −2. Both operands are bfloat16 or both MX; the MX formats may
             differ (HYBRID).
-        group_offsets: int32 or int64 [G + 1] on the device: 0, then not decreasing, at most M.
+        group_offsets: int32 or int64 [G + 1] on the device, not decreasing, 0 to M: offsets, not
+            counts.
         trans_b: whether K is the last dimension of b.
         out_dtype: bfloat16, float16 or float32 (float64: reference backend alone).
 
     Returns:
-        [M, N] in `out_dtype`. Rows at or beyond ``offsets[-1]`` are zero; those of a are not read.
+        [M, N] in `out_dtype`. Rows before ``offsets[0]`` and from ``offsets[-1]`` on are zero, and
+        those of a are not read.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, format, shape or device.
@@ -67,6 +69,7 @@ def grouped_gemm(
         >>> mxpert.grouped_gemm(a, b, torch.tensor([0, 1, 2]), out_dtype=torch.float32)[:, 0]
         tensor([32., 32.,  0.])
     """
+    refuse_counts(group_offsets, "grouped_gemm")
     return _GEMM(out_dtype, trans_b, a=a, b=b, group_offsets=group_offsets)
 
 
@@ -108,6 +111,7 @@ def grouped_wgrad(
         >>> mxpert.grouped_wgrad(grad_col, a_col, offsets, out_dtype=torch.float32)[:, 0, 0]
         tensor([1., 2.])
     """
+    refuse_counts(group_offsets, "grouped_wgrad")
     inputs = dict(grad=grad, a=a, group_offsets=group_offsets, accumulate_into=accumulate_into)
     if accumulate_into is None:
         return _WGRAD(out_dtype, **inputs)
@@ -181,6 +185,15 @@ def check_grouped_wgrad(
         )
     if accumulate_into is not None:
         widths = (grad.shape[0], a.shape[0]) if copies else (grad.shape[1], a.shape[1])
+        require(
+            not isinstance(accumulate_into, torch.Tensor)
+            or accumulate_into.shape[:1] != (num_groups + 1,),
+            op,
+            "group_offsets.shape",
+            need=f"[G + 1] = [{num_groups + 2}], as accumulate_into has G = {num_groups + 1}",
+            got=[num_groups + 1],
+            remedy=COUNTS_REMEDY,
+        )
         require_tensor(
             accumulate_into,
             op,

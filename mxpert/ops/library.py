@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
 
 from ..dispatch import CallCache, launch, resolve_cached, without_grad
+from ..dispatch.ambient import forward_mode, refuse_transforms
 from ..formats.tensor import MXTensor
 from ..problem import MoEOptions, Problem
 from ..routing import RoutingPlan
@@ -111,6 +112,7 @@ class OpSpec(Generic[_T]):
         return self.problem(*options, **inputs)
 
     def _through_torch(self, options: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+        refuse_transforms(self.name, _tensors_in(inputs.values()))
         self._check(*options, **inputs)
         flat = self._layout.flatten([*options, *[inputs[name] for name in self._inputs]])
         result = self._leaf(*flat)
@@ -161,6 +163,16 @@ def _is_compared_by_identity(hint: Any) -> bool:
     )
 
 
+def _tensors_in(arguments: Iterable[Any]) -> Iterator[Any]:
+    """The arguments, with aggregates of tensors field by field."""
+    for value in arguments:
+        names = TENSOR_FIELDS.get(type(value))
+        if names is None:
+            yield value
+        else:
+            yield from _tensors_in(getattr(value, name) for name in names)
+
+
 def _tensors(result: Any) -> list[torch.Tensor]:
     if isinstance(result, (MXTensor, RoutingPlan)):
         parts = [getattr(result, name) for name in TENSOR_FIELDS[type(result)]]
@@ -196,4 +208,5 @@ def runs_eagerly() -> bool:
     if torch.compiler.is_compiling() or _OBSERVERS is None:
         return False
     dispatch_modes, function_modes, transforms, tracing, profiler = _OBSERVERS
-    return not (dispatch_modes() or function_modes() or transforms() or tracing() or profiler())
+    observed = dispatch_modes() or function_modes() or transforms() or tracing() or profiler()
+    return not (observed or forward_mode())

@@ -14,12 +14,14 @@ from ..formats.tensor import MXTensor
 from ..kernel_spec import KernelSpec
 from ..problem import DualProblem, Op
 from ..routing import GROUP_OFFSET_DTYPES, padded_capacity
-from .library import OpSpec
+from .library import OpSpec, runs_eagerly
 from .quantize import FLOAT_DTYPES
 from .schema import FormatName, Spans, rebuild_mx, spans_of
 
 MAX_GROUPED_ROWS = 1 << 30
 """Kernels count padded columns in int32 and add one tile before they mask."""
+
+COUNTS_REMEDY = "counts become offsets by torch.nn.functional.pad(counts.cumsum(0), (1, 0))"
 
 
 def quantize_dual(
@@ -45,8 +47,9 @@ def quantize_dual(
             `group_offsets`), or weights [G, N, K], N and K multiples of 32.
         format: "mxfp8_e4m3" (or "mxfp8") or "mxfp8_e5m2", of both copies.
         group_offsets: int32 or int64 [G + 1] on the device of `x`: 0, then not decreasing, at most
-            M. They are not read on the host; `mxpert.testing.validate.validate_group_offsets`
-            checks them.
+            M; offsets, not counts. On a GPU they are not read by the host;
+            `mxpert.testing.validate.validate_group_offsets` checks them. Rows of x before
+            ``offsets[0]`` are undefined in the rowwise copy.
         scale_rule: how a scale follows from its block's maximum; see ScaleRule.
         scale_span: how many blocks share a scale, for both copies or as a pair (row, col); see
             ScaleSpan. Hopper is fastest with ROW; GPUs with block-scaled tensor cores use BLOCK. In
@@ -75,6 +78,8 @@ def quantize_dual(
         >>> mxpert.dequantize(col)[0].nonzero().flatten().tolist()
         [0, 32, 33]
     """
+    if group_offsets is not None:
+        refuse_counts(group_offsets, "quantize_dual")
     return _DUAL(scale_rule, format, scale_span, x=x, group_offsets=group_offsets)
 
 
@@ -162,6 +167,24 @@ def check_quantize_dual(
     _check_spans(scale_span)
 
 
+def refuse_counts(group_offsets: torch.Tensor, op: str) -> None:
+    """Raise for offsets that decrease, as counts do, where the host can read them.
+
+    Offsets on another device are not read: kernels make a group that ends before it begins empty.
+    """
+    if not (isinstance(group_offsets, torch.Tensor) and group_offsets.is_cpu and runs_eagerly()):
+        return
+    if group_offsets.dim() == 1 and group_offsets.dtype in GROUP_OFFSET_DTYPES:
+        require(
+            not (group_offsets[1:] < group_offsets[:-1]).any(),
+            op,
+            "group_offsets",
+            need="offsets that do not decrease",
+            got=group_offsets.tolist()[:8],
+            remedy=COUNTS_REMEDY,
+        )
+
+
 def check_group_offsets(
     group_offsets: torch.Tensor,
     op: str,
@@ -195,6 +218,7 @@ def check_group_offsets(
                 "group_offsets.shape",
                 f"[G + 1] = [{num_groups + 1}]",
                 list(group_offsets.shape),
+                COUNTS_REMEDY if groups + 1 == num_groups else "",
             )
         )
     require(

@@ -9,7 +9,16 @@ import torch
 
 from ..dispatch import detect_target
 from ..errors import message, require, require_number, require_tensor
-from ..problem import Op, RoutingProblem, Scoring, TopKOptions, TopKProblem
+from ..problem import (
+    GroupScore,
+    GroupScoreLike,
+    Op,
+    RoutingProblem,
+    Scoring,
+    TopKOptions,
+    TopKProblem,
+    parse_group_score,
+)
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, plan_capacity, require_topk
 from .library import OpSpec
 
@@ -29,32 +38,40 @@ def route_topk(
     top_groups: int = 1,
     correction_bias: torch.Tensor | None = None,
     routed_scaling_factor: float = 1.0,
+    group_score: GroupScoreLike | None = None,
+    clamp_nan: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose `top_k` experts for each token and compute their weights, in float32.
 
-    ``score = softmax(logits)`` over all experts, or ``sigmoid(logits)``. The experts with the
-    highest ``score + correction_bias`` are chosen; of equal ones the lower id comes first. The
-    weights are the scores without the bias, divided by their sum if `normalize` (with SOFTMAX this
-    is the softmax over the chosen logits; with SIGMOID the divisor is ``sum + 1e-20``), times
-    `routed_scaling_factor`. SOFTMAX without groups and without bias compares the logits themselves,
-    because different logits can round to the same probability.
+    ``score = softmax(logits)`` over all experts, ``sigmoid(logits)`` or ``sqrt(softplus(logits))``.
+    The experts with the highest ``score + correction_bias`` are chosen; of equal ones the lower id
+    comes first. The weights are the scores without the bias, divided by their sum if `normalize`
+    (with SOFTMAX this is the softmax over the chosen logits; otherwise the divisor is ``sum +
+    1e-20``), times `routed_scaling_factor`. Without groups and without bias, SOFTMAX and
+    SQRTSOFTPLUS compare the logits themselves, because different logits can round to the same
+    score.
 
-    With ``num_groups > 1`` the experts are split into that many equal groups. The score of a group
-    is the sum of its two highest ``score + correction_bias``, and experts are chosen from the best
-    `top_groups` groups only.
+    With ``num_groups > 1`` the experts are split into that many equal groups. Experts are chosen
+    from the best `top_groups` groups only. The score of a group is the highest ``score +
+    correction_bias`` of its experts ("max"), or the sum of the two highest ("top2").
 
     A NaN logit ranks as −inf, so that ids are always valid and distinct. Weights computed from a
-    NaN are NaN. The op has no gradient.
+    NaN are NaN, unless `clamp_nan`. The op has no gradient.
 
     Args:
         logits: float32, bfloat16 or float16 [T, E].
         top_k: experts per token, at most 127.
         normalize: divide the chosen scores by their sum.
-        scoring: Scoring.SOFTMAX or Scoring.SIGMOID.
+        scoring: Scoring.SOFTMAX, SIGMOID or SQRTSOFTPLUS.
         num_groups: equal groups of at least two experts; 1 is no groups.
         top_groups: groups that compete; they must hold at least `top_k` experts.
         correction_bias: float32 [E], added for the choice only.
         routed_scaling_factor: a finite factor of the weights, applied after normalisation.
+        group_score: GroupScore.MAX or TOP2, or its name. None is TOP2 with a correction bias;
+            without one it has to be given, because DeepSeek-V2 and vLLM take "max" there.
+        clamp_nan: count scores that are NaN or infinite as 0, as vLLM does: a row of NaN logits (as
+            padding of CUDA graphs has) gets experts 0 … top_k − 1 with weight 0. With SOFTMAX one
+            NaN or +inf logit makes all scores of its row such.
 
     Returns:
         topk_weights float32 [T, top_k] and topk_ids int32 [T, top_k], best expert first.
@@ -64,8 +81,10 @@ def route_topk(
         ValueError: a wrong shape or device, or more experts than the groups hold.
 
     Source:
-        gpt-oss (softmax over the chosen), Mixtral (softmax, renormalised), DeepSeek-V3 (arXiv
-        2412.19437, section 2.1.2: sigmoid, groups, correction bias, scaling factor).
+        gpt-oss (softmax over the chosen), Mixtral (softmax, renormalised), DeepSeek-V2 (arXiv
+        2405.04434: groups by their best expert), DeepSeek-V3 (arXiv 2412.19437, section 2.1.2:
+        sigmoid, groups by their best two, correction bias, scaling factor), DeepSeek-V4
+        (sqrtsoftplus); clamping as vLLM's topk_softmax.
 
     Example:
         >>> import torch, mxpert
@@ -73,6 +92,8 @@ def route_topk(
         >>> ids.tolist(), weights.tolist()
         ([[1, 2]], [[0.5, 0.5]])
     """
+    if group_score is not None:
+        group_score = parse_group_score(group_score, "route_topk")
     return _TOPK(
         scoring,
         top_k,
@@ -80,6 +101,8 @@ def route_topk(
         num_groups,
         top_groups,
         routed_scaling_factor,
+        group_score,
+        clamp_nan,
         logits=logits,
         correction_bias=correction_bias,
     )
@@ -166,11 +189,22 @@ def check_route_topk(
                 "for example mxpert.Scoring.SIGMOID",
             )
         )
-    if not isinstance(options.normalize, bool):
-        raise TypeError(message(op, "normalize", "a bool", repr(options.normalize)))
+    for name, value in (("normalize", options.normalize), ("clamp_nan", options.clamp_nan)):
+        if not isinstance(value, bool):
+            raise TypeError(message(op, name, "a bool", repr(value)))
+    group_score = parse_group_score(options.group_score, op)
     require_number(options.routed_scaling_factor, op, "routed_scaling_factor")
     if not (_is_one(options.num_groups) and _is_one(options.top_groups)):
         _check_groups(op, num_experts, top_k, options.num_groups, options.top_groups)
+        if group_score is None and correction_bias is None:
+            require(
+                options.top_groups == options.num_groups,
+                op,
+                "group_score",
+                need="'max' or 'top2' for groups without correction_bias",
+                got=None,
+                remedy="DeepSeek-V2 and vLLM take 'max', DeepSeek-V3 'top2'",
+            )
     if correction_bias is not None:
         require_tensor(
             correction_bias,
@@ -288,10 +322,15 @@ def _check_topk(
     num_groups: int,
     top_groups: int,
     routed_scaling_factor: float,
+    group_score: GroupScore | None,
+    clamp_nan: bool,
     logits: torch.Tensor,
     correction_bias: torch.Tensor | None,
 ) -> None:
-    options = TopKOptions(scoring, normalize, num_groups, top_groups, routed_scaling_factor)
+    groups = num_groups, top_groups
+    options = TopKOptions(
+        scoring, normalize, *groups, routed_scaling_factor, group_score, clamp_nan
+    )
     check_route_topk(logits, top_k, options, correction_bias)
 
 

@@ -127,7 +127,7 @@ def compile_alone(
         slots = torch.arange(num_rows * ranks.top_k, device=ranks.device).view(shape)
         received = _Received(
             quantize(x, "mxfp8") if is_quantised else x,
-            torch.full(shape, 1 / ranks.top_k, device=ranks.device),
+            torch.full(shape, 1 / ranks.top_k, dtype=torch.float32, device=ranks.device),
             ranks.expert_map[slots % ranks.placement.num_experts],
         )
         fused_moe_received(received, weights, problem.options, problem.local_top_k)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..dispatch.ambient import refuse_transforms
 from ..ops.rows import activate_rows, activate_rows_backward
 from ..problem import Activation
 
@@ -29,6 +30,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Ten
         >>> gated_activation(torch.tensor([[0.0, 20.0, 3.0, 3.0]]), mxpert.SiLU())
         tensor([[ 0., 60.]])
     """
+    refuse_transforms("gated_activation", (gate_up,))
     result: torch.Tensor = _GatedActivation.apply(gate_up, activation)
     return result
 

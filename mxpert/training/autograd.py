@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from typing import Any
 
 import torch
 
+from ..dispatch.ambient import isolated, refuse_transforms
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan
 from ..formats.tensor import MXTensor
 from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
 from ..ops.quantize import FLOAT_DTYPES, quantize
-from ..ops.quantize_dual import quantize_dual
+from ..ops.quantize_dual import COUNTS_REMEDY, quantize_dual
 from ..ops.schema import rebuild_mx
 from ..routing import group_bounds
 from .recipe import MXFP8Recipe, Spans
@@ -72,6 +72,7 @@ def grouped_linear(
         >>> y.shape, weight.grad[1].abs().max().item()
         (torch.Size([5, 64]), 0.0)
     """
+    refuse_transforms("grouped_linear", (x, weight, bias))
     main_grad = getattr(weight, "main_grad", None)
     check_grouped_linear(x, weight, group_offsets, bias, recipe, main_grad)
     result: torch.Tensor = _GroupedLinear.apply(
@@ -99,6 +100,14 @@ def check_grouped_linear(
     )
     num_groups, out_features, in_features = weight.shape
     require(num_groups > 0, op, "weight.shape[0]", need="at least one group", got=num_groups)
+    require(
+        not isinstance(group_offsets, torch.Tensor) or group_offsets.shape != (num_groups,),
+        op,
+        "group_offsets.shape",
+        need=[num_groups + 1],
+        got=[num_groups],
+        remedy=COUNTS_REMEDY,
+    )
     require_tensor(
         group_offsets,
         op,
@@ -133,13 +142,6 @@ def check_grouped_linear(
             )
 
 
-def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A context in which autocast does nothing."""
-    if torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
-
-
 class _GroupedLinear(torch.autograd.Function):
     """Autograd of `grouped_linear`; arguments are checked by then."""
 
@@ -163,7 +165,7 @@ class _GroupedLinear(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         need_x, need_weight = grad_enabled and need_x, grad_enabled and need_weight
         # The recipe says what is computed in which format: autocast has no part in it.
-        with without_autocast(x.device):
+        with isolated(x.device.type):
             if recipe.enabled:
                 y, saved = _forward_mx(x, weight, group_offsets, recipe, need_x, need_weight)
             else:
@@ -177,8 +179,8 @@ class _GroupedLinear(torch.autograd.Function):
                     None,
                     None,
                 )
-        ctx.save_for_backward(*saved, group_offsets)
-        return y if bias is None else _add_bias(y, bias, group_offsets)
+            ctx.save_for_backward(*saved, group_offsets)
+            return y if bias is None else _add_bias(y, bias, group_offsets)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -187,11 +189,11 @@ class _GroupedLinear(torch.autograd.Function):
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad = grad.contiguous()
         backward = _backward_mx if ctx.recipe.enabled else _backward_plain
-        with without_autocast(grad.device):
-            dx, dweight = backward(ctx, grad, saved, group_offsets, need_x, need_weight)
         dbias = None
-        if need_bias:
-            dbias = _sum_groups(grad, group_offsets).to(ctx.bias_dtype)
+        with isolated(grad.device.type):
+            dx, dweight = backward(ctx, grad, saved, group_offsets, need_x, need_weight)
+            if need_bias:
+                dbias = _sum_groups(grad, group_offsets).to(ctx.bias_dtype)
         if ctx.main_grad is not None:
             dweight = None  # main_grad has it
         return dx, dweight, dbias, None, None, None, None

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..dispatch.ambient import isolated, refuse_transforms
 from ..errors import UnsupportedError, message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
 from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
@@ -60,6 +61,7 @@ def grouped_mm(
         >>> grouped_mm(torch.randn(64, 5).bfloat16(), a, offs=offs).shape
         torch.Size([2, 64, 32])
     """
+    refuse_transforms("grouped_mm", (a, b, bias))
     _check_grouped_mm(a, b, offs, bias, out_dtype, recipe)
     assert offs is not None  # checked by _check_grouped_mm
     group_offsets = torch.nn.functional.pad(offs, (1, 0))
@@ -143,7 +145,8 @@ class _GroupedOuter(torch.autograd.Function):
         group_offsets = group_bounds(group_offsets, a.shape[0])
         if not recipe.enabled:
             ctx.save_for_backward(a, b, group_offsets)
-            return multiply_groups(a, b, group_offsets, out_dtype=a.dtype)
+            with isolated(a.device.type):
+                return multiply_groups(a, b, group_offsets, out_dtype=a.dtype)
         # In backward the gradient is the second operand, as the weight is in grouped_linear.
         spans = recipe.spans(a.device)
         (a_row, a_col), (b_row, b_col) = (
@@ -177,8 +180,9 @@ class _GroupedOuter(torch.autograd.Function):
         da = db = None
         if not ctx.recipe.enabled:
             a, b = operands
-            da = multiply_rows(b, grad, group_offsets, trans_b=True) if need_a else None
-            db = multiply_rows(a, grad, group_offsets, trans_b=False) if need_b else None
+            with isolated(grad.device.type):
+                da = multiply_rows(b, grad, group_offsets, trans_b=True) if need_a else None
+                db = multiply_rows(a, grad, group_offsets, trans_b=False) if need_b else None
             return da, db, None, None
         recipe: MXFP8Recipe = ctx.recipe
         a_row, b_row = (

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..dispatch.ambient import isolated, refuse_transforms
 from ..distributed import ExpertParallel
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
@@ -177,6 +178,7 @@ class MXMoE(torch.nn.Module):
             need=f"[..., {self.hidden_size}]",
             got=list(x.shape),
         )
+        refuse_transforms("MXMoE", (x, self.router))
         tokens = x.reshape(-1, self.hidden_size)
         probabilities = _WideLinear.apply(tokens, self.router).softmax(dim=-1)  # [T, E]
         chosen, topk_ids = probabilities.topk(self.top_k, dim=-1)
@@ -200,7 +202,8 @@ class MXMoE(torch.nn.Module):
     def _balance(self, probabilities: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
         """``aux_loss_coef · E · Σ_e f_e p_e``; 0 without tokens."""
         num_tokens = max(1, probabilities.shape[0])
-        fraction = group_offsets.diff() / (num_tokens * self.top_k)  # f_e
+        counts = group_offsets.diff().to(probabilities.dtype)
+        fraction = counts / (num_tokens * self.top_k)  # f_e
         mean = probabilities.sum(dim=0) / num_tokens  # p_e
         return self.aux_loss_coef * self.num_experts * (fraction * mean).sum()
 
@@ -227,14 +230,14 @@ class _WideLinear(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        with torch.autocast(x.device.type, enabled=False):
+        with isolated(x.device.type):
             return x.to(wide) @ weight.to(wide).T
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
+        with isolated(x.device.type):
             return (
                 (grad @ weight.to(grad.dtype)).to(x.dtype),
                 (grad.T @ x.to(grad.dtype)).to(weight.dtype),

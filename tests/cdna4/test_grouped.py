@@ -197,6 +197,21 @@ def test_rounds_once() -> None:
     assert_close_relative(actual, expected, tolerance, "grouped_gemm")
 
 
+@pytest.mark.parametrize("offsets", [(40, 40, 70, 310), (130, 330), (330, 330)], ids=str)
+@pytest.mark.parametrize("config", [HIGH, LOW], ids=["high", "low"])
+def test_rows_of_no_group_are_zero(offsets: tuple[int, ...], config: Any) -> None:
+    """Rows before the first group as well; neither part is read."""
+    a = mxpert.quantize(scaled(NUM_ROWS, 416), "mxfp8_e4m3")
+    b = mxpert.quantize(scaled(len(offsets) - 1, 304, 416, seed=1), "mxfp8_e4m3")
+    a.scale[: offsets[0]], a.scale[offsets[-1] :] = 255, 255
+    ends = torch.tensor(offsets)
+    expected = reference(mxpert.grouped_gemm, a, b, ends)
+    with emulate(), mxpert.override(backend="cdna4", config=config):
+        actual = mxpert.grouped_gemm(a, b, ends, out_dtype=torch.float32)
+    assert not actual[: offsets[0]].any()
+    assert_exact(actual, expected.float(), "grouped_gemm", ignore_zero_sign=True)
+
+
 def test_nan_stays_in_its_row() -> None:
     a, b, offsets = gemm_operands("all_in_last", "e4m3", 304, 416)
     a.scale[5, 3], a.qdata[70, 40] = 255, 0x7F  # a scale and a code that are NaN

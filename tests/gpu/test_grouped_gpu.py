@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import mxpert
 from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
 from mxpert.backends.triton import KERNELS as TRITON_KERNELS
 from mxpert.dispatch import detect_target
@@ -133,6 +134,32 @@ def gemm_case(
         torch.float32 if whole else torch.bfloat16,
     )
     return problem, {"a": a, "b": b, "group_offsets": offsets}
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+@pytest.mark.parametrize("mode", ["bf16", "row"])
+@pytest.mark.parametrize("offsets", [(40, 40, 70, 777), (130, 800), (800, 800)], ids=str)
+def test_rows_of_no_group_are_zero(
+    offsets: tuple[int, ...], mode: str, backend: str, device: torch.device
+) -> None:
+    """Rows before the first group as well; neither part is read."""
+    if backend == "hopper" and detect_target(device).arch != "sm_90":
+        pytest.skip("needs sm_90")
+    groups = len(offsets) - 1
+    a = values(800, 256, device=device, whole=True)
+    a[: offsets[0]], a[offsets[-1] :] = torch.nan, torch.nan
+    b = values(groups, 384, 256, device=device, whole=True, seed=1)
+    ends = torch.tensor(offsets, dtype=torch.int32, device=device)
+    if mode == "bf16":
+        left, right = a.bfloat16(), b.bfloat16()
+    else:
+        span = mxpert.ScaleSpan.ROW
+        left, right = (mxpert.quantize_dual(x, scale_span=span)[0] for x in (a, b))
+    with mxpert.override(backend=backend), nan_filled_scratch():
+        found = mxpert.grouped_gemm(left, right, ends, out_dtype=torch.float32)
+    with mxpert.override(backend="reference", config=FLOAT64):
+        expected = mxpert.grouped_gemm(left, right, ends, out_dtype=torch.float64)
+    assert_exact(found, expected.float(), "grouped_gemm", ignore_zero_sign=True)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["normal", "integers"])

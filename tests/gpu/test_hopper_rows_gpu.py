@@ -9,8 +9,7 @@ import torch
 
 import mxpert
 from mxpert import ScaleRule, SiLU
-from mxpert.formats import FP8_TOKEN, decode, quantize_blocks, quantize_token_rows
-from mxpert.formats.spec import E4M3
+from mxpert.formats import FP8_TOKEN, quantize_blocks, quantize_token_rows
 from mxpert.problem import MoEOptions
 from mxpert.routing import TOKEN_MASK, RoutingPlan
 from mxpert.testing.numerics import assert_exact
@@ -137,10 +136,10 @@ def test_split_rows_are_hi_and_lo(
     assert_exact(codes[1], stored(lo.float()), "lo", ignore_zero_sign=True)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")], ids=str)
-@pytest.mark.parametrize("a_format", [FP8_TOKEN, "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("a_format", ["bf16", FP8_TOKEN, "mxfp8", "mxfp4"])
 def test_bad_values_spoil_their_row(a_format: str, bad: float, device: torch.device) -> None:
-    """NaN makes the row's scale NaN. So does infinity in fp8_token; in MX formats it saturates."""
+    """NaN and infinity make the row's scale NaN, and change no bit of another row."""
     plan, options = plan_of(16, device), MoEOptions(SiLU(), a_format)
     x = values(16, 2880, device)
     clean, clean_scale = encode(x, plan, options, True)
@@ -149,7 +148,4 @@ def test_bad_values_spoil_their_row(a_format: str, bad: float, device: torch.dev
     token = torch.arange(16, device=device).repeat_interleave(TOP_K)
     assert_exact(codes[token != 5], clean[token != 5], "other rows")
     assert_exact(scale[token != 5], clean_scale[token != 5], "other scales")
-    spoilt = bad != bad or a_format == FP8_TOKEN
-    assert bool(scale[token == 5].isnan().all()) == spoilt
-    if not spoilt:
-        assert decode(codes[token == 5], E4M3).isfinite().all()
+    assert scale[token == 5].isnan().all()

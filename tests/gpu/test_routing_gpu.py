@@ -207,7 +207,10 @@ TOPK_OPTIONS = {
     "softmax-chosen": {},
     "softmax-all": {"normalize": False},
     "sigmoid": {"scoring": Scoring.SIGMOID},
-    "softmax-groups": {"num_groups": 4, "top_groups": 2},
+    "softmax-groups": {"num_groups": 4, "top_groups": 2, "group_score": "max"},
+    "softmax-pairs": {"num_groups": 4, "top_groups": 2, "group_score": "top2"},
+    "sqrtsoftplus": {"scoring": Scoring.SQRTSOFTPLUS},
+    "sqrtsoftplus-clamped": {"scoring": Scoring.SQRTSOFTPLUS, "clamp_nan": True},
     "deepseek-v3": DEEPSEEK
     | {"correction_bias": 0.1 * torch.randn(256, generator=torch.Generator().manual_seed(1))},
 }

@@ -18,6 +18,7 @@ from mxpert.problem import Op
 from mxpert.routing import group_bounds
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.validate import validate_group_offsets
+from mxpert.training import grouped_linear
 
 from .oracle import GROUPS, Groups
 
@@ -75,10 +76,9 @@ def test_special_values_stay_in_their_blocks():
     x = normal(64, 64)
     x[3, 40], x[50, 7] = torch.nan, torch.inf
     row, col = mxpert.quantize_dual(x, group_offsets=Groups((40, 24)).offsets(torch.int64))
-    assert (row.scale == 255).nonzero().tolist() == [[3, 1]]
-    assert (col.scale == 255).nonzero().tolist() == [[40, 0]]
-    assert (row.scale == 254).nonzero().tolist() == [[50, 0]]
-    assert (col.scale == 254).nonzero().tolist() == [[7, 2]]  # row 10 of the group at column 64
+    assert (row.scale == 255).nonzero().tolist() == [[3, 1], [50, 0]]
+    # Row 50 is row 10 of the group at column 64.
+    assert (col.scale == 255).nonzero().tolist() == [[7, 2], [40, 0]]
 
 
 # --- offsets ------------------------------------------------------------------------------------
@@ -111,7 +111,9 @@ BAD_OFFSETS = {
 
 @pytest.mark.parametrize("offsets", BAD_OFFSETS.values(), ids=BAD_OFFSETS)
 def test_bad_offsets_are_named_and_harmless(offsets):
-    """No host check in the ops: results then mean little, but nothing outside is touched."""
+    """Only offsets that decrease are refused: other results mean little, but nothing outside is
+    touched."""
+    decreasing = offsets != sorted(offsets)
     offsets = torch.tensor(offsets)
     with pytest.raises(ValueError, match=r"validate_group_offsets: group_offsets\[\d\] — need"):
         validate_group_offsets(offsets, 10)
@@ -120,10 +122,50 @@ def test_bad_offsets_are_named_and_harmless(offsets):
     assert bounds.max() <= 10
     assert int(mxpert.padded_group_offsets(bounds)[-1]) <= mxpert.padded_capacity(10, 2)
     x = normal(10, K)
+    if decreasing:
+        with pytest.raises(ValueError, match="need offsets that do not decrease"):
+            mxpert.quantize_dual(x, group_offsets=offsets)
+        offsets = bounds
     row, col = mxpert.quantize_dual(x, group_offsets=offsets)
     weight_row, _ = mxpert.quantize_dual(normal(2, N, K))
     assert mxpert.grouped_gemm(row, weight_row, offsets).isfinite().all()
     assert mxpert.grouped_wgrad(col, col, offsets).isfinite().all()
+
+
+COUNTS = torch.tensor([4, 2, 4])
+A, B = normal(10, 32).bfloat16(), normal(3, 32, 32).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: mxpert.quantize_dual(normal(10, 32), group_offsets=COUNTS),
+        lambda: mxpert.grouped_gemm(A, B, COUNTS),
+        lambda: mxpert.grouped_gemm(A, B, COUNTS.sort().values),
+        lambda: mxpert.grouped_wgrad(A, A, COUNTS),
+        lambda: mxpert.grouped_wgrad(
+            A, A, COUNTS.sort().values, accumulate_into=torch.zeros(3, 32, 32)
+        ),
+        lambda: grouped_linear(A, B, COUNTS.sort().values),
+    ],
+    ids=["dual", "gemm", "gemm-by-shape", "wgrad", "wgrad-by-shape", "linear"],
+)
+def test_counts_are_refused_with_the_remedy(call):
+    with pytest.raises(ValueError, match=r"counts become offsets by .*cumsum") as caught:
+        call()
+    remedy = str(caught.value).rpartition("offsets by ")[2]
+    made = eval(remedy, {"torch": torch, "counts": COUNTS})
+    assert made.tolist() == [0, 4, 6, 10]
+    mxpert.grouped_gemm(A, B, made)
+
+
+def test_rows_of_no_group_are_zero():
+    a = A.clone()
+    a[:2], a[8:] = torch.nan, torch.nan
+    out = mxpert.grouped_gemm(a, B, torch.tensor([2, 2, 5, 8]), out_dtype=torch.float32)
+    assert not out[:2].any()
+    assert not out[8:].any()
+    torch.testing.assert_close(out[2:5], a[2:5].float() @ B[1].float().T)
 
 
 # --- checks -------------------------------------------------------------------------------------

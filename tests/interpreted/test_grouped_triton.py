@@ -229,6 +229,31 @@ def forward(
     return gemm(problem, config, a=a, b=b, group_offsets=offsets)
 
 
+@pytest.mark.parametrize("offsets", [(40, 40, 70, 190), (7, 7), (200, 200), (65, 200)], ids=str)
+@pytest.mark.parametrize("config", [CONFIG, GemmConfig(128, 128, 64)], ids=["low", "high"])
+def test_rows_of_no_group_are_zero(offsets: tuple[int, ...], config: GemmConfig) -> None:
+    """Rows before the first group as well; neither part is read."""
+    groups, n, k = len(offsets) - 1, 100, 64
+    a, b = normal(NUM_ROWS, k), normal(groups, n, k, seed=1)
+    a[: offsets[0]], a[offsets[-1] :] = torch.nan, torch.nan
+    problem = grouped_problem(
+        Op.GROUPED_GEMM, NUM_ROWS, groups, n, k, ("bf16", "bf16"), torch.float32
+    )
+    found, expected = gemm(
+        problem,
+        config,
+        a=a.bfloat16(),
+        b=b.bfloat16(),
+        group_offsets=torch.tensor(offsets, dtype=torch.int32),
+    )
+    inside = slice(offsets[0], offsets[-1])
+    assert not found[: offsets[0]].any()
+    assert not found[offsets[-1] :].any()
+    tolerance = stage_tolerance("bf16", torch.float32, k, numel=max(1, found.numel()))
+    if found[inside].numel():
+        assert_close_relative(found[inside], expected[inside], tolerance, "grouped_gemm")
+
+
 def wgrad(
     case: str,
     formats: tuple[str, str],

@@ -124,11 +124,10 @@ def _tile_kernel(
     FORMAT: tl.constexpr,
     EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr,
     AXIS: tl.constexpr,
 ):
     x = tl.load(x_ptr + tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :])
-    codes, scale = quantize_tile(x, FORMAT, EMAX, THRESHOLD, INF_BYTE, AXIS)
+    codes, scale = quantize_tile(x, FORMAT, EMAX, THRESHOLD, AXIS)
     rows, columns = tl.arange(0, CODES_M)[:, None], tl.arange(0, CODES_N)[None, :]
     tl.store(qdata_ptr + rows * CODES_N + columns, codes)
     rows, columns = tl.arange(0, SCALE_M)[:, None], tl.arange(0, SCALE_N)[None, :]

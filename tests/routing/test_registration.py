@@ -20,7 +20,7 @@ FIELDS = ("sorted_token_ids", "sorted_weights", "block_expert_ids", "num_valid",
 def test_route_topk_opcheck(tokens, bias):
     torch.library.opcheck(
         torch.ops.mxpert.route_topk,
-        (Scoring.SIGMOID.value, 4, True, 4, 2, 2.5, LOGITS[:tokens], bias),
+        (Scoring.SIGMOID.value, 4, True, 4, 2, 2.5, "max", False, LOGITS[:tokens], bias),
     )
 
 
@@ -69,7 +69,7 @@ def test_fake_tensors_carry_the_plan_shapes(weights_dtype, ids_dtype):
 
 
 def test_problems_describe_the_arguments():
-    topk = describe(mxpert.route_topk, LOGITS, 4, num_groups=4, top_groups=2)
+    topk = describe(mxpert.route_topk, LOGITS, 4, num_groups=4, top_groups=2, group_score="top2")
     assert (topk.op, topk.num_tokens, topk.top_k, topk.num_experts) == (Op.ROUTE_TOPK, 12, 4, 16)
     assert topk.options.num_groups == 4
     weights, ids = mxpert.route_topk(LOGITS, 4)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig
+from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, MixtralConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
 import mxpert
-from mxpert import Scoring
+from mxpert import GroupScore, Scoring
 from mxpert.problem import TopKOptions
 from support.routing import topk_decision_gap, topk_weight_tolerance
 
@@ -116,6 +119,115 @@ def test_softmax_against_float64(dtype, normalize):
     assert (logits.float() > best[:, -1:]).sum(1).le(4).all()  # nobody better was left out
 
 
+def plain_grouped_topk(
+    logits: torch.Tensor, bias: torch.Tensor | None, groups: int, top_groups: int, best: int
+) -> torch.Tensor:
+    """The experts of vLLM's grouped_topk: `best` 1 without a bias, 2 with one."""
+    scores = logits.double().sigmoid() + (0 if bias is None else bias.double())
+    grouped = scores.view(len(scores), groups, -1)
+    chosen = grouped.topk(best, dim=-1).values.sum(-1).topk(top_groups, dim=-1).indices
+    mask = torch.ones(len(scores), groups, dtype=torch.bool).scatter_(1, chosen, False)
+    return grouped.masked_fill(mask[:, :, None], -math.inf).flatten(1).topk(4, dim=-1).indices
+
+
+@pytest.mark.parametrize("bias", [None, torch.linspace(-0.2, 0.2, 32)], ids=["no-bias", "bias"])
+@pytest.mark.parametrize("score, best", [("max", 1), (GroupScore.TOP2, 2), (None, 2)], ids=str)
+def test_group_scores_are_those_of_grouped_topk(score, best, bias):
+    logits = torch.randn(200, 32, generator=torch.Generator().manual_seed(6))
+    options = dict(scoring=Scoring.SIGMOID, num_groups=8, top_groups=3, correction_bias=bias)
+    if score is None and bias is None:
+        with pytest.raises(ValueError, match="group_score — need 'max' or 'top2' for groups"):
+            mxpert.route_topk(logits, 4, **options)
+        return
+    _, ids = mxpert.route_topk(logits, 4, group_score=score, **options)
+    assert torch.equal(ids.long(), plain_grouped_topk(logits, bias, 8, 3, best))
+    other = plain_grouped_topk(logits, bias, 8, 3, 3 - best)
+    assert not torch.equal(ids.long(), other), "the two scores choose differently"
+
+
+def test_the_group_score_is_required_only_where_it_matters():
+    logits = torch.randn(4, 8)
+    _, ids = mxpert.route_topk(logits, 2, num_groups=4, top_groups=4)
+    assert torch.equal(ids, mxpert.route_topk(logits, 2)[1])
+
+
+@torch.no_grad()
+def test_deepseek_v2_router():
+    """Groups by their best expert, softmax over all, not renormalised."""
+    config = DeepseekV2Config(
+        hidden_size=32,
+        n_routed_experts=32,
+        num_experts_per_tok=4,
+        n_group=8,
+        topk_group=3,
+        topk_method="group_limited_greedy",
+        norm_topk_prob=False,
+        routed_scaling_factor=16.0,
+    )
+    router = DeepseekV2TopkRouter(config)
+    torch.manual_seed(7)
+    router.weight.normal_()
+    logits, weights, ids = router(torch.randn(64, 32))
+    have = mxpert.route_topk(
+        logits,
+        4,
+        num_groups=8,
+        top_groups=3,
+        group_score="max",
+        normalize=False,
+        routed_scaling_factor=16.0,
+    )
+    (ids_here, weights_here), (ids, weights) = by_id(have[1], have[0]), by_id(ids, weights)
+    assert torch.equal(ids_here, ids)
+    torch.testing.assert_close(weights_here, weights, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 48)], ids=["no-bias", "bias"])
+def test_sqrtsoftplus_against_float64(bias):
+    """DeepSeek-V4: sqrt(log(1 + exp(x))), the bias for the choice alone, normalised, scaled."""
+    logits = 20 * torch.randn(100, 48, generator=torch.Generator().manual_seed(8))
+    logits[0], logits[1, :3] = -90.0, torch.tensor([100.0, 20.0, -40.0])
+    weights, ids = mxpert.route_topk(
+        logits, 6, scoring=Scoring.SQRTSOFTPLUS, correction_bias=bias, routed_scaling_factor=1.5
+    )
+    scores = torch.nn.functional.softplus(logits.double(), threshold=60).sqrt()
+    want = (scores if bias is None else scores + bias).topk(6, dim=-1).indices
+    certain = (ids.long() == want).all(1)
+    assert certain[2:].all()
+    chosen = scores.gather(1, ids.long())
+    exact = 1.5 * chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+    torch.testing.assert_close(weights.double(), exact, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("scoring", Scoring)
+@pytest.mark.parametrize("normalize", [True, False], ids=["normalised", "raw"])
+def test_clamped_rows_have_weight_zero(scoring, normalize):
+    """Padding rows of graphs: the first experts with weight 0; other rows keep their bits."""
+    logits = torch.randn(6, 8, generator=torch.Generator().manual_seed(9))
+    clean = mxpert.route_topk(logits, 3, scoring=scoring, normalize=normalize)
+    logits[1], logits[4] = math.nan, math.nan
+    weights, ids = mxpert.route_topk(
+        logits, 3, scoring=scoring, normalize=normalize, clamp_nan=True
+    )
+    assert ids[[1, 4]].tolist() == [[0, 1, 2]] * 2
+    assert not weights[[1, 4]].any()
+    others = [0, 2, 3, 5]
+    assert torch.equal(ids[others], clean[1][others])
+    assert torch.equal(weights[others], clean[0][others])
+
+
+def test_one_clamped_score():
+    """A NaN of a softmax spoils its row, as in vLLM; other scores lose that expert alone."""
+    logits = torch.tensor([[1.0, math.nan, 2.0, 0.0]])
+    weights, ids = mxpert.route_topk(logits, 2, clamp_nan=True)
+    assert (weights.tolist(), ids.tolist()) == ([[0.0, 0.0]], [[0, 1]])
+    for scoring in (Scoring.SIGMOID, Scoring.SQRTSOFTPLUS):
+        weights, ids = mxpert.route_topk(logits, 4, scoring=scoring, clamp_nan=True)
+        assert ids.tolist() == [[2, 0, 3, 1]]
+        assert weights[0, 3] == 0
+        assert weights.isfinite().all()
+
+
 @pytest.mark.parametrize("scoring", Scoring)
 def test_ties_go_to_the_lower_id(scoring):
     logits = torch.tensor([[1.0, 3.0, 3.0, 3.0, 2.0, 2.0], [0.0, -0.0, 0.0, -1.0, -0.0, -2.0]])
@@ -125,8 +237,11 @@ def test_ties_go_to_the_lower_id(scoring):
 
 def test_tied_groups_go_to_the_lower_group():
     logits = torch.tensor([[0.0, 1.0, 0.0, 1.0, 1.0, 0.0, 5.0, -9.0]])
-    _, ids = mxpert.route_topk(logits, 2, scoring=Scoring.SIGMOID, num_groups=4, top_groups=1)
-    assert ids.tolist() == [[1, 0]]
+    for score in ("max", "top2"):
+        _, ids = mxpert.route_topk(
+            logits, 2, scoring=Scoring.SIGMOID, num_groups=4, top_groups=1, group_score=score
+        )
+        assert ids.tolist() == ([[6, 7]] if score == "max" else [[1, 0]])
 
 
 def test_experts_outside_the_chosen_groups_never_win():
@@ -219,6 +334,8 @@ BAD = {
     "top-k-over-127": (torch.zeros(1, 200), 128, {}, ValueError, r"top_k — need 1 … 127"),
     "top-k-type": (LOGITS, 2.0, {}, TypeError, r"top_k — need an int, got 2.0"),
     "scoring": (LOGITS, 2, {"scoring": "sigmoid"}, TypeError, r"scoring — need a Scoring"),
+    "clamp": (LOGITS, 2, {"clamp_nan": 1}, TypeError, r"clamp_nan — need a bool"),
+    "group-score": (LOGITS, 2, {"group_score": "sum"}, ValueError, r"group_score — need a GroupSc"),
     "normalize": (LOGITS, 2, {"normalize": 1}, TypeError, r"normalize — need a bool"),
     "factor": (LOGITS, 2, {"routed_scaling_factor": "2"}, TypeError, r"routed_scaling_factor —"),
     "groups-divide": (LOGITS, 2, {"num_groups": 3}, ValueError, r"num_groups — need a divisor of"),

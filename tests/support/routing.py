@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mxpert.errors import require
-from mxpert.problem import Scoring, TopKOptions
+from mxpert.problem import GroupScore, Scoring, TopKOptions
 from mxpert.routing import TOKEN_BITS, TOKEN_MASK, RoutingPlan, check_plan_shapes
 
 CONTRACT_EXPERTS = (
@@ -195,7 +195,8 @@ def topk_decision_gap(
     if options.scoring is Scoring.SIGMOID:
         ranked = wide.sigmoid()
     elif limited or correction_bias is not None:
-        ranked = wide.softmax(dim=-1)
+        by_softmax = options.scoring is Scoring.SOFTMAX
+        ranked = wide.softmax(dim=-1) if by_softmax else torch.nn.functional.softplus(wide).sqrt()
     else:
         return torch.full(logits.shape[:1], float("inf"), dtype=torch.float64)
     scale = ranked.abs().amax(dim=1)
@@ -205,7 +206,8 @@ def topk_decision_gap(
     gap = torch.full(logits.shape[:1], float("inf"), dtype=torch.float64)
     if limited:
         grouped = ranked.view(len(ranked), options.num_groups, -1)
-        group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
+        best = 1 if options.group_score is GroupScore.MAX else 2
+        group_scores = grouped.topk(best, dim=-1).values.sum(dim=-1)
         gap = _smallest_step(group_scores, options.top_groups)
         chosen = group_scores.topk(options.top_groups, dim=-1).indices
         ranked = grouped.gather(1, chosen[:, :, None].expand(-1, -1, grouped.shape[2])).flatten(1)

@@ -166,6 +166,11 @@ def test_dependent_launch_waits_first(launches, monkeypatch):
         pytest.param({"dtype": torch.bfloat16}, id="softmax-chosen"),
         pytest.param({"normalize": False}, id="softmax-all"),
         pytest.param(DEEPSEEK, id="deepseek-v3"),
+        pytest.param(
+            DEEPSEEK | {"scoring": Scoring.SQRTSOFTPLUS, "group_score": "max", "clamp_nan": True},
+            id="sqrtsoftplus",
+        ),
+        pytest.param({"clamp_nan": True}, id="softmax-clamped"),
     ],
 )
 def test_topk_kernel_compiles(launches, options, target):

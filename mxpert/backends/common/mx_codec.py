@@ -2,12 +2,12 @@
 
 For the epilogues of other kernels:
 
-    quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE, AXIS=1) -> codes, scale
+    quantize_tile(values, FORMAT, EMAX, THRESHOLD, AXIS=1) -> codes, scale
 
 takes a float32 tile [M, N] whose blocks of 32 lie along AXIS (0 or 1). It returns uint8 codes
 (FORMAT "e4m3", "e5m2", or "e2m1", packed two a byte along AXIS, low nibble first) and uint8 E8M0
-scales (AXIS divided by 32). On the host ``scale_rule_constants(format, rule)`` returns EMAX,
-THRESHOLD and INF_BYTE of a scale rule.
+scales (AXIS divided by 32). On the host ``scale_rule_constants(format, rule)`` returns EMAX and
+THRESHOLD of a scale rule.
 
 Scales are computed from the bits of the block maximum, e2m1 codes by one exact float32 addition.
 Codes of 8 bits use the chip's conversion (round to nearest even). Values are clamped first, because
@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...formats.spec import E8M0_BIAS, E8M0_MAX, E8M0_NAN, MXFormat, ScaleRule
+from ...formats.spec import E8M0_BIAS, E8M0_NAN, MXFormat, ScaleRule
 
 _MANTISSA = 1 << 23  # largest mantissa field of a float32, plus one
 _ONE = tl.constexpr(E8M0_BIAS)  # the E8M0 byte of 2^0
@@ -30,7 +30,7 @@ _SMALLEST = tl.constexpr(1 << 22)  # 2^-127, a subnormal
 
 
 def scale_rule_constants(fmt: MXFormat, rule: ScaleRule) -> dict[str, int]:
-    """EMAX, THRESHOLD and INF_BYTE of a scale rule (see `e8m0_scale`), as kernel arguments."""
+    """EMAX and THRESHOLD of a scale rule (see `e8m0_scale`), as kernel arguments."""
     element = fmt.element
     threshold = {
         ScaleRule.FLOOR: _MANTISSA,  # never reached
@@ -39,8 +39,7 @@ def scale_rule_constants(fmt: MXFormat, rule: ScaleRule) -> dict[str, int]:
         ScaleRule.EVEN: _MANTISSA - (_MANTISSA >> (element.mantissa_bits + 1)),
         ScaleRule.RCEIL: int((element.max_value / 2**element.emax - 1) * _MANTISSA) + 1,
     }[rule]
-    inf_byte = E8M0_MAX if rule is ScaleRule.RCEIL else 255 - element.emax
-    return {"EMAX": element.emax, "THRESHOLD": threshold, "INF_BYTE": inf_byte}
+    return {"EMAX": element.emax, "THRESHOLD": threshold}
 
 
 @triton.jit
@@ -50,16 +49,15 @@ def magnitude_bits(values):
 
 
 @triton.jit
-def e8m0_scale(amax_bits, EMAX: tl.constexpr, THRESHOLD: tl.constexpr, INF_BYTE: tl.constexpr):
+def e8m0_scale(amax_bits, EMAX: tl.constexpr, THRESHOLD: tl.constexpr):
     """E8M0 byte (int32) of a block: exponent of its maximum minus EMAX.
 
     A mantissa of THRESHOLD or more increments the exponent. A maximum of zero gives 127, infinity
-    INF_BYTE, NaN 255. Only the lower end is clamped: the largest finite result is 255 - EMAX.
+    and NaN 255. Only the lower end is clamped: the largest finite result is 255 - EMAX.
     """
     byte = tl.maximum(((amax_bits + (0x800000 - THRESHOLD)) >> 23) - EMAX, 0)
-    byte = tl.where(amax_bits == _FLOAT_INFINITY, INF_BYTE, byte)
     byte = tl.where(amax_bits == 0, _ONE, byte)
-    return tl.where(amax_bits > _FLOAT_INFINITY, _NAN, byte)
+    return tl.where(amax_bits >= _FLOAT_INFINITY, _NAN, byte)
 
 
 @triton.jit
@@ -79,7 +77,7 @@ def scale_value(byte):
 def encode(values, is_nan, FORMAT: tl.constexpr):
     """Codes (int32) of scaled float32 values, rounded to nearest even, saturating.
 
-    Elements with `is_nan` get the NaN code (e2m1 has none: 7).
+    Elements with `is_nan`, of a block that holds NaN or infinity, get the NaN code (e2m1: 7).
     """
     if FORMAT == "e2m1":
         # Adding 2^22 times the value's power of two rounds to one mantissa bit. The exponent of the
@@ -120,7 +118,6 @@ def quantize_tile(
     FORMAT: tl.constexpr,
     EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr,
     AXIS: tl.constexpr = 1,
 ):
     """Codes and scales of a float32 tile [M, N]; see the module docstring."""
@@ -129,12 +126,12 @@ def quantize_tile(
     tl.static_assert(values.shape[AXIS] % 32 == 0, "a tile holds whole blocks of 32 values")
     if AXIS == 1:
         blocks = tl.reshape(values, (M, N // 32, 32))
-        byte = e8m0_scale(tl.max(magnitude_bits(blocks), axis=2), EMAX, THRESHOLD, INF_BYTE)
+        byte = e8m0_scale(tl.max(magnitude_bits(blocks), axis=2), EMAX, THRESHOLD)
         wide = byte[:, :, None]  # [M, N/32, 1]
     else:
         tl.static_assert(AXIS == 0, "blocks lie along axis 0 or 1")
         blocks = tl.reshape(values, (M // 32, 32, N))
-        byte = e8m0_scale(tl.max(magnitude_bits(blocks), axis=1), EMAX, THRESHOLD, INF_BYTE)
+        byte = e8m0_scale(tl.max(magnitude_bits(blocks), axis=1), EMAX, THRESHOLD)
         wide = byte[:, None, :]  # [M/32, 1, N]
     codes = encode(blocks * inverse_scale(wide), wide == _NAN, FORMAT)
     if FORMAT == "e2m1":
@@ -159,7 +156,6 @@ def _quantize_rows_kernel(
     FORMAT: tl.constexpr,
     EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
@@ -179,7 +175,7 @@ def _quantize_rows_kernel(
         other=0.0,
     ).to(tl.float32)
     # codes [BLOCK_ROWS, BLOCK_COLUMNS/PACK] uint8, scale [BLOCK_ROWS, BLOCK_COLUMNS/32] uint8 E8M0
-    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE)
+    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD)
     columns = first // PACK + tl.arange(0, BLOCK_COLUMNS // PACK)[None, :]
     width = num_blocks * (32 // PACK)  # bytes of codes a row
     tl.store(qdata_ptr + rows[:, None] * width + columns, codes, mask=row_mask & (columns < width))
@@ -200,7 +196,6 @@ def _quantize_columns_kernel(
     FORMAT: tl.constexpr,
     EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """Quantise contiguous x [32 · blocks, num_columns] with blocks along columns.
@@ -221,7 +216,7 @@ def _quantize_columns_kernel(
     if PACK == 2:
         high = tl.load(x_ptrs + num_columns, mask=mask, other=0.0).to(tl.float32)
         amax = tl.maximum(amax, tl.max(magnitude_bits(high), axis=0))
-    byte = e8m0_scale(amax, EMAX, THRESHOLD, INF_BYTE)  # [BLOCK_COLUMNS]
+    byte = e8m0_scale(amax, EMAX, THRESHOLD)  # [BLOCK_COLUMNS]
     inverse = inverse_scale(byte)[None, :]
     is_nan = (byte == _NAN)[None, :]
     codes = encode(low * inverse, is_nan, FORMAT)

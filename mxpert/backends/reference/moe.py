@@ -182,7 +182,9 @@ class GateUp(_MoEKernel):
         assert order is not None  # for the type checker; MoEWeights has refused None
         gate_columns, up_columns = gate_up_rows(order, features, plan.device)
         decoder, routed = WeightDecoder(accumulate, plan.device), RoutedRows.of(plan)
-        values = torch.empty((len(routed.rows), features), device=plan.device)  # float32 [R, F]
+        values = torch.empty(
+            (len(routed.rows), features), dtype=torch.float32, device=plan.device
+        )  # [R, F]
         for expert, part in routed.experts:
             tokens = routed.tokens[part]
             product = x[tokens].to(accumulate) @ decoder(weights.gate_up_proj[expert]).T

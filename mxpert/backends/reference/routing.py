@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...problem import Config, Op, RoutingProblem, Scoring, TopKProblem
+from ...problem import Config, GroupScore, Op, RoutingProblem, Scoring, TopKOptions, TopKProblem
 from ...routing import TOKEN_BITS, RoutingPlan, plan_capacity
 from .kernel import ReferenceKernel
 
@@ -30,27 +30,46 @@ class TopKKernel(ReferenceKernel):
         options = problem.options
         logits = logits.float()
         limited = options.num_groups > 1
-        if options.scoring is Scoring.SIGMOID:
-            scores = logits.sigmoid()
-        elif limited or correction_bias is not None or not options.normalize:
-            scores = logits.softmax(dim=-1)
-        else:
-            scores = logits
-        # Softmax is monotone: ranking by logits gives the same order without its rounding error.
-        ranked = scores if limited or options.scoring is Scoring.SIGMOID else logits
+        over_chosen = options.scoring is Scoring.SOFTMAX and options.normalize
+        # Scores are monotone: ranking by logits gives the same order without their rounding error.
+        by_logit = not limited and correction_bias is None
+        by_logit &= options.scoring is not Scoring.SIGMOID
+        lost = None
+        if options.clamp_nan:
+            lost = _scores(logits, options.scoring).isfinite().logical_not()
+            logits = logits.masked_fill(lost, 0)
+        scores = logits
+        if not (by_logit and over_chosen):
+            scores = _scores(logits, options.scoring)
+        if lost is not None:
+            scores = scores.masked_fill(lost, 0)
+        ranked = logits if by_logit else scores
+        if by_logit and lost is not None:
+            ranked = logits.masked_fill(lost, float("-inf"))
         if correction_bias is not None:
             ranked = scores + correction_bias
         rank = rank_keys(ranked)
         if limited:
-            rank = _limit_to_groups(rank, ranked, options.num_groups, options.top_groups)
+            rank = _limit_to_groups(rank, ranked, options)
         ids = rank.argsort(dim=-1, descending=True, stable=True)[:, : problem.top_k]
-        if options.scoring is Scoring.SOFTMAX and options.normalize:
+        if over_chosen:
             weights = logits.gather(1, ids).softmax(dim=-1)
+            if lost is not None:
+                weights = weights.masked_fill(lost.gather(1, ids), 0)
         else:
             weights = scores.gather(1, ids)
             if options.normalize:
                 weights = weights / (weights.sum(dim=-1, keepdim=True) + DEEPSEEK_EPSILON)
         return weights * options.routed_scaling_factor, ids.to(torch.int32)
+
+
+def _scores(logits: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """Scores of float32 logits [T, E]."""
+    if scoring is Scoring.SIGMOID:
+        return logits.sigmoid()
+    if scoring is Scoring.SQRTSOFTPLUS:
+        return torch.nn.functional.softplus(logits).sqrt()
+    return logits.softmax(dim=-1)
 
 
 def rank_keys(values: torch.Tensor) -> torch.Tensor:
@@ -61,17 +80,16 @@ def rank_keys(values: torch.Tensor) -> torch.Tensor:
 
 
 def _limit_to_groups(
-    rank: torch.Tensor, ranked: torch.Tensor, num_groups: int, top_groups: int
+    rank: torch.Tensor, ranked: torch.Tensor, options: TopKOptions
 ) -> torch.Tensor:
-    """Exclude experts outside the `top_groups` best groups.
-
-    A group's score is the sum of its two largest expert scores.
-    """
+    """Exclude experts outside the `top_groups` best groups; see `GroupScore`."""
+    num_groups, top_groups = options.num_groups, options.top_groups
     num_tokens, num_experts = ranked.shape
     numbers = torch.where(ranked.isnan(), float("-inf"), ranked)
     size = num_experts // num_groups
-    best_two = numbers.view(num_tokens, num_groups, size).topk(2, dim=-1).values
-    order = rank_keys(best_two.sum(dim=-1)).argsort(dim=-1, descending=True, stable=True)
+    best = 1 if options.group_score is GroupScore.MAX else 2
+    group_scores = numbers.view(num_tokens, num_groups, size).topk(best, dim=-1).values.sum(dim=-1)
+    order = rank_keys(group_scores).argsort(dim=-1, descending=True, stable=True)
     competes = torch.zeros(num_tokens, num_groups, dtype=torch.bool, device=rank.device)
     competes.scatter_(1, order[:, :top_groups], True)
     allowed = competes.repeat_interleave(size, dim=1)

@@ -119,7 +119,8 @@ def warm_up_layer(
     if router_logits_dtype is not None:
         for count in counts:
             shape = count, num_global
-            route_topk(torch.zeros(shape, dtype=router_logits_dtype, device=weights.device), top_k)
+            logits = torch.zeros(shape, dtype=router_logits_dtype, device=weights.device)
+            route_topk(logits, top_k, clamp_nan=True)
     x = torch.zeros(1, weights.hidden_size, dtype=torch.bfloat16, device=weights.device)
     routing = even_routing(1, top_k, num_global, weights.device)
     why = explain(fused_moe, x, weights, *routing, expert_map=expert_map, **options)

@@ -137,6 +137,7 @@ class RoutingExperts(_Common, mk.FusedMoEExpertsMonolithic):
         **_: Any,
     ) -> torch.Tensor:
         """Return the layer's result [T, H]."""
-        routing = route_topk(router_logits, self.moe_config.experts_per_token)
+        # Padding rows of graphs have NaN logits, which vLLM's own routers clamp as well.
+        routing = route_topk(router_logits, self.moe_config.experts_per_token, clamp_nan=True)
         on_input = apply_router_weight_on_input
         return self.layer.run(hidden_states, *routing, expert_map, on_input=on_input)

@@ -130,8 +130,8 @@ def _gemm_launch(
     columns = _columns(problem)
     if wgrad:
         row_tiles = groups * triton.cdiv(problem.n, block_m)
-    else:  # each group, and the rows without one, add at most one ragged tile, seldom two
-        row_tiles = problem.num_rows // block_m + groups + 1
+    else:  # each group, and the rows before and after all, add at most one ragged tile, seldom two
+        row_tiles = problem.num_rows // block_m + groups + 2
     tiles = row_tiles * triton.cdiv(columns, BLOCK_N.value)
     dies = NUM_XCDS.value
     workgroups = min(max(1, problem.target.num_sms // dies), triton.cdiv(tiles, dies)) * dies

@@ -80,9 +80,12 @@ class Scheduler:
 
     @gluon.jit
     def start(self):
-        """The cursor before the first tile."""
+        """The cursor before the first tile, on the rows ahead of the first group."""
         first = load_offset(self.offsets, 0, self.num_rows)
-        return Cursor(group=-1, start=0, end=first, first_tile=0, end_tile=0)
+        tiles = 0
+        if not self.WGRAD:
+            tiles = self._row_tiles(0, first) * gl.cdiv(self.num_n, self.BLOCK_N)
+        return Cursor(group=-1, start=0, end=first, first_tile=0, end_tile=tiles)
 
     @gluon.jit
     def locate(self, tile, cursor):
@@ -156,7 +159,7 @@ class Scheduler:
             tile - first_tile, self._row_tiles(start, end), column_tiles, self.BAND
         )
         exists = tile < end_tile
-        grouped = exists & (group < self.num_groups)
+        grouped = exists & (group >= 0) & (group < self.num_groups)
         row = gl.where(exists, _round_down(start, WORD_ROWS) + row_tile * self.BLOCK_M, 0)
         column = gl.where(exists, column_tile * self.BLOCK_N, 0)
         matrix = gl.where(grouped, group, 0)

@@ -197,7 +197,6 @@ def _moe_gemm_decode_cdna4_kernel(
     OUT_FORMAT: gl.constexpr,
     EMAX: gl.constexpr,
     THRESHOLD: gl.constexpr,
-    INF_BYTE: gl.constexpr,
     ATOMIC: gl.constexpr,
     ROWS: gl.constexpr,
     SLICES: gl.constexpr,
@@ -240,5 +239,5 @@ def _moe_gemm_decode_cdna4_kernel(
         sums = scale_rows(sums, sorted_weights_ptr, tile.first_row + row_vector(sums))
         sums = add_bias(sums, bias_ptr, tile, num_n_blocks * 64)
         activation = GatedActivation(p0, p1, ACTIVATION)
-        mx = MXFormat(OUT_FORMAT, EMAX, THRESHOLD, INF_BYTE)
+        mx = MXFormat(OUT_FORMAT, EMAX, THRESHOLD)
         store_features(out_ptr, out_scale_ptr, sums, tile, num_n_blocks * 32, plan, activation, mx)

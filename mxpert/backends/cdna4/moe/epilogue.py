@@ -62,7 +62,6 @@ class MXFormat:
     FORMAT: gl.constexpr
     EMAX: gl.constexpr
     THRESHOLD: gl.constexpr
-    INF_BYTE: gl.constexpr
 
 
 @aggregate
@@ -159,7 +158,7 @@ def store_features(out, out_scale, sums, tile, num_features, plan, activation, m
     else:
         PACK: gl.constexpr = 2 if mx.FORMAT == "e2m1" else 1
         codes, scale = quantize_tile(
-            values.to(gl.float32), mx.FORMAT, mx.EMAX, mx.THRESHOLD, mx.INF_BYTE, AXIS=0
+            values.to(gl.float32), mx.FORMAT, mx.EMAX, mx.THRESHOLD, AXIS=0
         )
         _store_columns(out, codes, first // PACK, tile.first_row, num_features // PACK, real)
         _store_columns(out_scale, scale, first // 32, tile.first_row, num_features // 32, real)

@@ -187,7 +187,6 @@ def _moe_gemm_prefill_cdna4_kernel(
     ATOMIC: gl.constexpr,
     EMAX: gl.constexpr,
     THRESHOLD: gl.constexpr,
-    INF_BYTE: gl.constexpr,
     BLOCK_M: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
@@ -230,7 +229,6 @@ def _moe_gemm_prefill_cdna4_kernel(
         ATOMIC=ATOMIC,
         EMAX=EMAX,
         THRESHOLD=THRESHOLD,
-        INF_BYTE=INF_BYTE,
     )
     bias_rows = expert.to(gl.int64) * output.columns * (2 if GATHER else 1)
     terms = _terms(

@@ -24,7 +24,7 @@ class Output:
 
     out: [P, columns]: bf16, or codes of an MX format (FORMAT, with scale [P, columns / 32]), or in
     stage 2 the options' type; float32 [T, columns] if ATOMIC. p0, p1: of the ACTIVATION, which is
-    "" in stage 2. EMAX, THRESHOLD, INF_BYTE: of the scale rule.
+    "" in stage 2. EMAX, THRESHOLD: of the scale rule.
     """
 
     out: gl.tensor
@@ -37,7 +37,6 @@ class Output:
     ATOMIC: gl.constexpr
     EMAX: gl.constexpr
     THRESHOLD: gl.constexpr
-    INF_BYTE: gl.constexpr
 
 
 @aggregate
@@ -230,7 +229,7 @@ def _store_mx(values, terms, output, quadrant):
     """Quantise blocks of 32 features, [rows, WARPS_N, 32]; store codes and scales."""
     BYTES: gl.constexpr = 16 if output.FORMAT == "e2m1" else 32
     amax = gl.max(magnitude_bits(values), axis=2)
-    byte = e8m0_scale(amax, output.EMAX, output.THRESHOLD, output.INF_BYTE)
+    byte = e8m0_scale(amax, output.EMAX, output.THRESHOLD)
     wide = gl.expand_dims(byte, 2)  # [rows, WARPS_N, 1]
     codes = encode(values * inverse_scale(wide), wide == _NAN, output.FORMAT)
     if output.FORMAT == "e2m1":

@@ -127,12 +127,7 @@ def tile_source(block, group_offsets, num_rows, num_groups, BLOCK_G: gl.constexp
 @gluon.jit
 def _quantize(blocks, AXIS: gl.constexpr, quantizer):
     """Codes (uint8) of blocks of float32 values along an axis, and their scale bytes (int32)."""
-    byte = e8m0_scale(
-        gl.max(magnitude_bits(blocks), AXIS),
-        quantizer.EMAX,
-        quantizer.THRESHOLD,
-        quantizer.INF_BYTE,
-    )
+    byte = e8m0_scale(gl.max(magnitude_bits(blocks), AXIS), quantizer.EMAX, quantizer.THRESHOLD)
     wide = gl.expand_dims(byte, AXIS)
     codes = encode(blocks * inverse_scale(wide), wide == _BYTE_NAN, quantizer.FORMAT)
     return codes.to(gl.uint8), byte
@@ -145,7 +140,6 @@ class Quantizer:
     FORMAT: gl.constexpr
     EMAX: gl.constexpr
     THRESHOLD: gl.constexpr
-    INF_BYTE: gl.constexpr
 
 
 @aggregate
@@ -242,7 +236,6 @@ def _quantize_dual_cdna4_kernel(
     FORMAT: gl.constexpr,
     EMAX: gl.constexpr,
     THRESHOLD: gl.constexpr,
-    INF_BYTE: gl.constexpr,
     BLOCK_G: gl.constexpr,
     num_warps: gl.constexpr,
 ):
@@ -256,7 +249,7 @@ def _quantize_dual_cdna4_kernel(
     gl.static_assert(num_warps == NUM_WARPS)
     BITS: gl.constexpr = x.dtype.element_ty.primitive_bitwidth
     LOAD: gl.constexpr = _load_layout(BITS)
-    quantizer = Quantizer(FORMAT=FORMAT, EMAX=EMAX, THRESHOLD=THRESHOLD, INF_BYTE=INF_BYTE)
+    quantizer = Quantizer(FORMAT=FORMAT, EMAX=EMAX, THRESHOLD=THRESHOLD)
     width = num_k_blocks * _BLOCK
     tiles_k = gl.cdiv(width, COLUMNS)
     tiles_p = gl.cdiv(num_column_blocks, ROWS // _BLOCK)

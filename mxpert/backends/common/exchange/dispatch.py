@@ -122,7 +122,6 @@ class Source(NamedTuple):
     scale: Any
     emax: Any
     threshold: Any
-    inf_byte: Any
 
 
 class Sending(NamedTuple):
@@ -297,9 +296,7 @@ def _send_tokens(source, sending, ROWS: tl.constexpr, BLOCK: tl.constexpr, SLOTS
         routed = _route(routing, loaded.slots)
         rows, scales = loaded.rows, None
         if source.emax is not None:
-            rows, scales = quantize_tile(
-                rows.to(tl.float32), "e4m3", source.emax, source.threshold, source.inf_byte
-            )
+            rows, scales = quantize_tile(rows.to(tl.float32), "e4m3", source.emax, source.threshold)
         elif source.scale is not None:
             scales = loaded.scales
         _send(sending, tile, routed, rows, scales)
@@ -331,7 +328,6 @@ def _exchange_dispatch_kernel(
     num_blocks,
     EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -352,7 +348,7 @@ def _exchange_dispatch_kernel(
         x: [T, 32 · num_blocks]. scale: its E8M0 scales, or None.
         owners, local_ids: int32 [num_experts], of this rank as the source.
         arrivals: int64 [NUM_ARRIVALS], see words.py; None if the next kernel waits.
-        EMAX, THRESHOLD, INF_BYTE: scale rule; None if rows travel as they are.
+        EMAX, THRESHOLD: scale rule; None if rows travel as they are.
     """
     addresses = load_addresses(table, num_ranks)
     if arrivals is None:
@@ -373,7 +369,7 @@ def _exchange_dispatch_kernel(
     routing = Routing(topk_ids, topk_weights, owners, local_ids, top_k, num_experts)
     tokens = Tokens(num_tokens, num_blocks, tl.cdiv(num_blocks * 32, BLOCK))
     sending = Sending(tokens, routing, peers, sections, destinations)
-    source = Source(x, scale, EMAX, THRESHOLD, INF_BYTE)
+    source = Source(x, scale, EMAX, THRESHOLD)
     _send_tokens(source, sending, ROWS, BLOCK, SLOTS)
     _clear_unused(table, num_ranks, sections, num_tokens * top_k, bound * top_k, top_k)
     flag = flag_or_poison(epoch, decided, rank)

@@ -37,7 +37,7 @@ from .words import (
 
 _ALIGNMENT = 256
 _MXFP8 = get_format("mxfp8")
-_NOT_QUANTISED = {"EMAX": None, "THRESHOLD": None, "INF_BYTE": None}
+_NOT_QUANTISED = {"EMAX": None, "THRESHOLD": None}
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class GateUpBias(NamedTuple):
 class Output(NamedTuple):
     """A contiguous matrix [P, N] to store: bf16, or codes and scales of an MX format.
 
-    `format` is "bf16" or an element format. `emax`, `threshold` and `inf_byte` are the constants of
+    `format` is "bf16" or an element format. `emax` and `threshold` are the constants of
     its scale rule (`scale_rule_constants`).
     """
 
@@ -44,7 +44,6 @@ class Output(NamedTuple):
     format: Any
     emax: Any
     threshold: Any
-    inf_byte: Any
 
 
 @triton.jit
@@ -53,7 +52,7 @@ def store_quantized(out, values, rows, columns):
     BLOCK_N: tl.constexpr = values.shape[1]
     PACK: tl.constexpr = 2 if out.format == "e2m1" else 1
     # codes [BLOCK_M, BLOCK_N/PACK] uint8, scale [BLOCK_M, BLOCK_N/32] uint8 E8M0
-    codes, scale = quantize_tile(values, out.format, out.emax, out.threshold, out.inf_byte)
+    codes, scale = quantize_tile(values, out.format, out.emax, out.threshold)
     row = rows.index.to(tl.int64)[:, None]
     column = (columns.first // PACK + tl.arange(0, BLOCK_N // PACK))[None, :]
     width = columns.total // PACK

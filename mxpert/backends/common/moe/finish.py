@@ -54,7 +54,6 @@ def _moe_gate_up_finish_kernel(
     ACTIVATION: tl.constexpr,
     EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -82,7 +81,7 @@ def _moe_gate_up_finish_kernel(
     gate = sum_partials(partials, split_k, rows, gates)
     up = sum_partials(partials, split_k, rows, gates, distance)
     gate_up_epilogue(
-        Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD, INF_BYTE),
+        Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
         GatedActivation(ACTIVATION, p0, p1),
         GateUpBias(bias_ptr, expert, group),
         sorted_weights_ptr,

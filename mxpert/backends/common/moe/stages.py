@@ -160,7 +160,7 @@ def gemm_rows(problem: MoEProblem, rows: torch.Tensor | MXTensor) -> Rows:
 def gate_up_epilogue_arguments(options: MoEOptions) -> dict[str, Any]:
     """Numbers and constants of stage 1's epilogue: the activation and the format of its output."""
     format = activation_mx_format(options.activation_format, Op.MOE_GATE_UP.value)
-    constants: dict[str, Any] = {"EMAX": 0, "THRESHOLD": 0, "INF_BYTE": 0}
+    constants: dict[str, Any] = {"EMAX": 0, "THRESHOLD": 0}
     if format is not None:
         constants = scale_rule_constants(format, options.scale_rule)
     p0, p1 = options.activation.parameters

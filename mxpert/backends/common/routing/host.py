@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from ....problem import Op, RoutingProblem, Scoring, Target, TopKProblem
+from ....problem import GroupScore, Op, RoutingProblem, Scoring, Target, TopKProblem
 from ....routing import RoutingPlan, plan_capacity
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ..pdl import pdl_options
@@ -131,10 +131,12 @@ def _topk_launch(problem: TopKProblem, config: TopKConfig, row_stride: int, bias
         top_groups=options.top_groups,
         row_stride=row_stride,
         routed_scaling_factor=float(options.routed_scaling_factor),
-        SIGMOID=options.scoring is Scoring.SIGMOID,
+        SCORING=options.scoring.value,
         NORMALIZE=options.normalize,
         GROUPED=grouped,
-        BY_PROBABILITY=grouped or biased,
+        BY_SCORE=grouped or biased or options.scoring is Scoring.SIGMOID,
+        BEST_OF_GROUP=1 if options.group_score is GroupScore.MAX else 2,
+        CLAMP_NAN=options.clamp_nan,
         ROWS=config.rows,
         EXPERTS=_padded(problem.num_experts, _EXPERT_TILES),
         SLOTS=_padded(problem.top_k, _SLOT_TILES),

@@ -53,19 +53,20 @@ def _best(rank, index):
 
 
 @triton.jit
-def _limit_to_groups(rank, index, group, num_groups, top_groups):
+def _limit_to_groups(rank, index, group, num_groups, top_groups, BEST_OF_GROUP: tl.constexpr):
     """Exclude experts outside the `top_groups` best groups.
 
-    A group's score is the sum of its two largest expert scores.
+    A group's score is its largest expert score, or the sum of the two largest (BEST_OF_GROUP 2).
     """
     group_rank = tl.full(rank.shape, _EXCLUDED, tl.int32)
     for current in range(num_groups):
         inside = (group == current)[None, :]
         members = tl.where(inside, rank, _EXCLUDED)
         best, first = _best(members, index)
-        second = tl.max(tl.where(index == first[:, None], _EXCLUDED, members), 1)
-        score = _rank_value(best) + _rank_value(second)
-        group_rank = tl.where(inside, _rank(score)[:, None], group_rank)
+        if BEST_OF_GROUP == 2:
+            second = tl.max(tl.where(index == first[:, None], _EXCLUDED, members), 1)
+            best = _rank(_rank_value(best) + _rank_value(second))
+        group_rank = tl.where(inside, best[:, None], group_rank)
     allowed = rank != rank
     for _ in range(top_groups):
         _rank_of_group, first = _best(group_rank, group[None, :])
@@ -76,18 +77,48 @@ def _limit_to_groups(rank, index, group, num_groups, top_groups):
 
 
 @triton.jit
+def _score(logit, SCORING: tl.constexpr):
+    """Score of each logit alone: "sigmoid" or "sqrtsoftplus"."""
+    if SCORING == "sigmoid":
+        return 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        tl.static_assert(SCORING == "sqrtsoftplus", "a score of each logit")
+        power = tl.exp(tl.minimum(logit, 20.0))
+        total = 1.0 + power
+        # log(1 + power) to the last bits: log of the rounded total, corrected for its rounding.
+        exact = tl.where(total == 1.0, power, tl.log(total) * (power / (total - 1.0)))
+        return tl.sqrt(tl.where(logit > 20.0, logit, tl.where(logit == logit, exact, logit)))
+
+
+@triton.jit
+def _lost(logit, real, SCORING: tl.constexpr):
+    """Which scores are NaN or infinite: [ROWS, 1] with a softmax, else of each logit."""
+    if SCORING == "softmax":
+        bad = real & ((logit != logit) | (logit == float("inf")))
+        some = real & (logit > float("-inf"))
+        bad_row = (tl.max(bad.to(tl.int32), 1) > 0) | (tl.max(some.to(tl.int32), 1) == 0)
+        return bad_row[:, None]
+    else:
+        score = _score(logit, SCORING)
+        return (score != score) | (score == float("inf"))
+
+
+@triton.jit
 def _chosen_weights(
     logit,
     chosen_logit,
     filled,
     in_row,
     routed_scaling_factor,
-    SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,
     NORMALIZE: tl.constexpr,
+    CLAMP_NAN: tl.constexpr,
 ):
     """Routing weights of the chosen experts, float32 [ROWS, SLOTS]."""
-    if SIGMOID:
-        weight = tl.where(filled, 1.0 / (1.0 + tl.exp(-chosen_logit)), 0.0)
+    if SCORING != "softmax":
+        weight = tl.where(filled, _score(chosen_logit, SCORING), 0.0)
+        if CLAMP_NAN:
+            weight = tl.where(_lost(chosen_logit, filled, SCORING), 0.0, weight)
         if NORMALIZE:
             weight = weight / (tl.sum(weight, 1) + _DEEPSEEK_EPSILON)[:, None]
     else:
@@ -100,21 +131,31 @@ def _chosen_weights(
             weight = tl.exp(chosen_logit - largest[:, None])
             total = tl.sum(tl.where(in_row, tl.exp(logit - largest[:, None]), 0.0), 1)
         weight = weight / total[:, None]
+        if CLAMP_NAN:
+            weight = tl.where(_lost(logit, in_row, SCORING), 0.0, weight)
     return weight * routed_scaling_factor
 
 
 @triton.jit
 def _choice_scores(
-    logit, correction_bias, expert, in_row, SIGMOID: tl.constexpr, BY_PROBABILITY: tl.constexpr
+    logit,
+    correction_bias,
+    expert,
+    in_row,
+    SCORING: tl.constexpr,
+    BY_SCORE: tl.constexpr,
+    CLAMP_NAN: tl.constexpr,
 ):
-    """Scores that rank the experts, float32 [ROWS, EXPERTS]."""
+    """Scores that rank the experts, float32 [ROWS, EXPERTS]; the logits without BY_SCORE."""
     score = logit
-    if SIGMOID:
-        score = 1.0 / (1.0 + tl.exp(-logit))
-    elif BY_PROBABILITY:
+    if BY_SCORE and SCORING == "softmax":
         largest = tl.max(tl.where(in_row, logit, float("-inf")), 1)
         score = tl.exp(logit - largest[:, None])
         score = score / tl.sum(tl.where(in_row, score, 0.0), 1)[:, None]
+    elif BY_SCORE:
+        score = _score(logit, SCORING)
+    if CLAMP_NAN:
+        score = tl.where(_lost(logit, in_row, SCORING), 0.0 if BY_SCORE else float("-inf"), score)
     if correction_bias is not None:
         score += tl.load(correction_bias + expert, mask=in_row, other=0.0)
     return score
@@ -133,10 +174,12 @@ def _route_topk_kernel(
     top_groups,
     row_stride,
     routed_scaling_factor,
-    SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,
     NORMALIZE: tl.constexpr,
     GROUPED: tl.constexpr,
-    BY_PROBABILITY: tl.constexpr,
+    BY_SCORE: tl.constexpr,
+    BEST_OF_GROUP: tl.constexpr,
+    CLAMP_NAN: tl.constexpr,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -156,11 +199,18 @@ def _route_topk_kernel(
         logits + token[:, None] * row_stride + expert[None, :], mask=in_row, other=0.0
     ).to(tl.float32)
     # logit, score [ROWS, EXPERTS] float32; rank [ROWS, EXPERTS] int32
-    score = _choice_scores(logit, correction_bias, expert[None, :], real, SIGMOID, BY_PROBABILITY)
+    score = _choice_scores(
+        logit, correction_bias, expert[None, :], real, SCORING, BY_SCORE, CLAMP_NAN
+    )
     rank = tl.where(real, _rank(score), _EXCLUDED)
     if GROUPED:
         rank = _limit_to_groups(
-            rank, expert[None, :], expert // (num_experts // num_groups), num_groups, top_groups
+            rank,
+            expert[None, :],
+            expert // (num_experts // num_groups),
+            num_groups,
+            top_groups,
+            BEST_OF_GROUP,
         )
 
     slot = tl.arange(0, SLOTS)[None, :]
@@ -176,7 +226,7 @@ def _route_topk_kernel(
         logits + token[:, None] * row_stride + chosen, mask=filled, other=0.0
     ).to(tl.float32)
     weight = _chosen_weights(
-        logit, chosen_logit, filled, real, routed_scaling_factor, SIGMOID, NORMALIZE
+        logit, chosen_logit, filled, real, routed_scaling_factor, SCORING, NORMALIZE, CLAMP_NAN
     )
     place = token[:, None] * top_k + slot
     tl.store(topk_weights + place, weight, mask=filled)

@@ -182,8 +182,8 @@ def _grouped_gemm_hopper_kernel(
     row_tiles = gl.cdiv(num_outer, BLOCK_M)
     if WGRAD:
         num_tiles = num_groups * row_tiles * column_tiles
-    else:  # upper bound: each group, and the rows without one, may have a ragged tile
-        num_tiles = (num_rows // BLOCK_M + num_groups + 1) * column_tiles
+    else:  # upper bound: each group, and the rows before and after all, may have a ragged tile
+        num_tiles = (num_rows // BLOCK_M + num_groups + 2) * column_tiles
     if (a_wide is not None) | (b_wide is not None):
         num_tiles = gl.where(is_wide(a_wide, b_wide) == IF_WIDE, num_tiles, 0)
     args = PartitionArgs(

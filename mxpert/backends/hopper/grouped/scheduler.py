@@ -83,8 +83,13 @@ class TileScheduler:
 
     @gluon.jit
     def start(self):
-        """The cursor before the first tile."""
-        return TileCursor(group=-1, first_tile=0, end_tile=0)
+        """The cursor before the first tile, on the rows ahead of the first group."""
+        if self.WGRAD:
+            return TileCursor(group=-1, first_tile=0, end_tile=0)
+        else:
+            before = load_offset(self.offsets, 0, self.num_rows)
+            tiles = gl.cdiv(before, self.BLOCK_M) * self.column_tiles
+            return TileCursor(group=-1, first_tile=0, end_tile=tiles)
 
     @gluon.jit
     def locate(self, tile, cursor):
@@ -96,8 +101,9 @@ class TileScheduler:
 
     @gluon.jit
     def _group_bounds(self, group):
-        """First row and end row of a group; group `num_groups` stands for rows without a group."""
-        start = load_offset(self.offsets, group, self.num_rows)
+        """First row and end row of a group; −1 and `num_groups` stand for rows without a group."""
+        start = load_offset(self.offsets, gl.maximum(group, 0), self.num_rows)
+        start = gl.where(group < 0, 0, start)
         end = self.num_rows
         if group < self.num_groups:
             end = gl.maximum(load_offset(self.offsets, group + 1, self.num_rows), start)
@@ -135,7 +141,7 @@ class TileScheduler:
         group = cursor.group
         first_tile = cursor.first_tile
         end_tile = cursor.end_tile
-        start, end = self._group_bounds(gl.maximum(group, 0))
+        start, end = self._group_bounds(group)
         while (tile >= end_tile) & (group < self.num_groups):
             group += 1
             first_tile = end_tile
@@ -147,8 +153,8 @@ class TileScheduler:
         row = start + row_tile * self.BLOCK_M
         row_end = gl.where(tile < end_tile, end, 0)
         column = column_tile * self.BLOCK_N
-        depth = gl.where(group < self.num_groups, self.num_k, 0)  # zeros in rows without a group
-        depth = gl.where(row_end > 0, depth, 0)
+        is_grouped = (group >= 0) & (group < self.num_groups)  # other rows become zeros
+        depth = gl.where(is_grouped & (row_end > 0), self.num_k, 0)
         return TileCursor(group=group, first_tile=first_tile, end_tile=end_tile), Tile(
             group=group,
             a_row=row,

@@ -356,9 +356,4 @@ def row_format(options: MoEOptions) -> RowFormat:
     if format is None:
         return RowFormat("hi_lo" if options.activation_format == "bf16" else "token")
     rule = scale_rule_constants(format, options.scale_rule)
-    return RowFormat(
-        format.element.name,
-        emax=rule["EMAX"],
-        threshold=rule["THRESHOLD"],
-        inf_byte=rule["INF_BYTE"],
-    )
+    return RowFormat(format.element.name, emax=rule["EMAX"], threshold=rule["THRESHOLD"])

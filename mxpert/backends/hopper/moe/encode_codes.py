@@ -6,8 +6,7 @@
   row's largest scale, a power of two. If the source is bfloat16, its values are quantised first,
   bit-exact to `quantize`.
 
-A NaN in a row makes its scale NaN. So does an infinity in "hi_lo" and "token"; in MX formats it
-saturates.
+A NaN or an infinity in a row makes its scale NaN.
 """
 
 from __future__ import annotations
@@ -32,14 +31,13 @@ class RowFormat:
     Args:
         name: "hi_lo", "token", "e4m3" or "e2m1"; see above.
         coded: the source is MX codes with scales, and not bfloat16.
-        emax, threshold, inf_byte: the scale rule of bfloat16 that becomes MX (see `e8m0_scale`).
+        emax, threshold: the scale rule of bfloat16 that becomes MX (see `e8m0_scale`).
     """
 
     name: str
     coded: bool = False
     emax: int = 0
     threshold: int = 0
-    inf_byte: int = 0
 
 
 @gluon.constexpr_function
@@ -68,7 +66,7 @@ def _block_bytes(values, FORMAT: gl.constexpr):
     bits = values.to(gl.int32, bitcast=True) & 0x7FFFFFFF
     bits = gl.reduce(gl.reduce(bits, 3, _maximum), 1, _maximum)
     bits = gl.expand_dims(gl.expand_dims(bits, 1), 3)
-    scales = e8m0_scale(bits, FORMAT.emax, FORMAT.threshold, FORMAT.inf_byte)
+    scales = e8m0_scale(bits, FORMAT.emax, FORMAT.threshold)
     return scales, gl.where(bits == 0, 0, scales)
 
 

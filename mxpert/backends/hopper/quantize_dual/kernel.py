@@ -37,7 +37,6 @@ def _quantize_dual_hopper_kernel(
     FORMAT: gl.constexpr,
     EMAX: gl.constexpr,
     THRESHOLD: gl.constexpr,
-    INF_BYTE: gl.constexpr,
     DTYPE: gl.constexpr,
     CHOOSE: gl.constexpr,
     ENCODE: gl.constexpr,
@@ -60,7 +59,7 @@ def _quantize_dual_hopper_kernel(
     gl.static_assert(num_warps == TILE_BLOCKS, "a warp has one block of positions")
     HALVES: gl.constexpr = 1 if DTYPE == "fp32" else 2  # values a word, and blocks a stage's row
     STAGES: gl.constexpr = TILE_BLOCKS // HALVES
-    quantizer = Quantizer(DTYPE, FORMAT, EMAX, THRESHOLD, INF_BYTE, CHOOSE, ENCODE)
+    quantizer = Quantizer(DTYPE, FORMAT, EMAX, THRESHOLD, CHOOSE, ENCODE)
     tiles_k = gl.cdiv(num_k_blocks, TILE_BLOCKS)
     first_block = gl.program_id(0) // tiles_k * TILE_BLOCKS
     first_k_block = gl.program_id(0) % tiles_k * TILE_BLOCKS

@@ -25,16 +25,15 @@ _BYTE_ONE, _BYTE_NAN = gl.constexpr(127), gl.constexpr(255)
 class Quantizer:
     """What the kernel computes.
 
-    DTYPE: of the values, "fp32", "fp16" or "bf16". FORMAT: of the codes. EMAX, THRESHOLD, INF_BYTE:
-    the scale rule, as in `scale_rule_constants`. CHOOSE: find and store the scales of blocks.
-    ENCODE: store codes.
+    DTYPE: of the values, "fp32", "fp16" or "bf16". FORMAT: of the codes. EMAX, THRESHOLD: the scale
+    rule, as in `scale_rule_constants`. CHOOSE: find and store the scales of blocks. ENCODE: store
+    codes.
     """
 
     DTYPE: gl.constexpr
     FORMAT: gl.constexpr
     EMAX: gl.constexpr
     THRESHOLD: gl.constexpr
-    INF_BYTE: gl.constexpr
     CHOOSE: gl.constexpr
     ENCODE: gl.constexpr
 
@@ -42,14 +41,13 @@ class Quantizer:
     def scale_byte(self, bits, MARK: gl.constexpr):
         """E8M0 byte (int32) from the bits of a block's maximum, as `e8m0_scale` in mx_codec.py.
 
-        MARK: blocks of zeros get byte 0, all others at least 1.
+        Infinity and NaN give 255. MARK: blocks of zeros get byte 0, all others at least 1.
         """
         byte = gl.maximum(
             ((bits + (_EXPONENT_ONE - self.THRESHOLD)) >> 23) - self.EMAX, 1 if MARK else 0
         )
-        byte = gl.where(bits == _INFINITY, self.INF_BYTE, byte)
         byte = gl.where(bits == 0, 0 if MARK else _BYTE_ONE, byte)
-        return gl.where(bits > _INFINITY, _BYTE_NAN, byte)
+        return gl.where(bits >= _INFINITY, _BYTE_NAN, byte)
 
     @gluon.jit
     def magnitudes(self, words):

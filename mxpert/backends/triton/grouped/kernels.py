@@ -4,8 +4,8 @@
 to bf16 in registers before wgmma. The conversion is exact: within float32's range, an fp8 value
 times a power of two is a bf16 number.
 
-The kernels read group bounds on the device. Rows past the last group are handled as one more group,
-whose programs store zeros. The output therefore needs no clearing.
+The kernels read group bounds on the device. Rows before the first and past the last group are
+handled as one more group, whose programs store zeros. The output therefore needs no clearing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,17 @@ from ...common.groups import clamp_rows, group_extents, pick
 
 
 class GroupTile(NamedTuple):
-    """An output tile: its group, first row, end row of the group (0: no tile), column tile."""
+    """An output tile: its group, first row, end row of the group (0: no tile), column tile.
+
+    Rows of no group are numbered without the gap between them: rows below `gap` are `shift` less.
+    """
 
     group: Any
     first_row: Any
     stop: Any
     tile_n: Any
+    gap: Any
+    shift: Any
 
 
 @triton.jit
@@ -43,7 +48,13 @@ def schedule_groups(
     GROUP_M row tiles of the same column tile run together and share its operand in L2.
     """
     tile, num_tiles_n = tl.program_id(0), tl.cdiv(num_columns, BLOCK_N)
-    starts, stops, tiles = group_extents(group_offsets_ptr, num_groups, num_rows, BLOCK_M, BLOCK_G)
+    starts, stops, _ = group_extents(group_offsets_ptr, num_groups, num_rows, BLOCK_M, BLOCK_G)
+    index = tl.arange(0, BLOCK_G)
+    before = pick(index == 0, starts)  # rows ahead of the first group
+    shift = tl.where(index == num_groups, starts - before, 0)
+    gap = tl.where(index == num_groups, starts, 0)
+    starts = tl.where(index == num_groups, shift, starts)
+    tiles = tl.cdiv(tl.maximum(stops - starts, 0), BLOCK_M)
     ends = tl.cumsum(tiles, axis=0)
     num_tiles_m = tl.sum(tiles, axis=0)
     band, place = tile // (GROUP_M * num_tiles_n), tile % (GROUP_M * num_tiles_n)
@@ -52,9 +63,15 @@ def schedule_groups(
     begins = ends - tiles
     in_use = tile < num_tiles_m * num_tiles_n
     chosen = (begins <= tile_m) & (tile_m < ends) & in_use  # [BLOCK_G], at most one is true
-    group = pick(chosen, tl.arange(0, BLOCK_G))
     first_row = pick(chosen, starts + (tile_m - begins) * BLOCK_M)
-    return GroupTile(group, first_row, pick(chosen, stops), place // height)
+    return GroupTile(
+        group=pick(chosen, index),
+        first_row=first_row,
+        stop=pick(chosen, stops),
+        tile_n=place // height,
+        gap=pick(chosen, gap),
+        shift=pick(chosen, shift),
+    )
 
 
 @triton.jit
@@ -175,7 +192,7 @@ def _grouped_gemm_kernel(
     BLOCK_G: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
 ):
-    """c[rows of g] = a[rows of g] @ b[g].T, c contiguous [num_rows, num_n]; zeros past the groups.
+    """c[rows of g] = a[rows of g] @ b[g].T, c contiguous [num_rows, num_n]; zeros elsewhere.
 
     Grid: (bound of the number of tiles,), one [BLOCK_M, BLOCK_N] tile per program, in the order of
     `schedule_groups`. The strides of b are those of its logical dimensions g, n and k, so b may
@@ -202,6 +219,7 @@ def _grouped_gemm_kernel(
         b_ptr, b_scale_ptr, n, n_mask, b_stride_n, b_stride_k, b_scale_stride_n, b_scale_stride_k
     )
     acc = multiply_rows(a, b, 0, last, A_FORMAT, B_FORMAT, BLOCK_K, PREFETCH_SCALES)
+    m = tl.where(m < tile.gap, m - tile.shift, m)
     offsets = m.to(tl.int64)[:, None] * num_n + n[None, :]
     tl.store(
         c_ptr + offsets, acc.to(c_ptr.dtype.element_ty), mask=m_mask[:, None] & n_mask[None, :]

@@ -94,7 +94,6 @@ def _moe_gate_up_kernel(
     ACTIVATION: tl.constexpr,
     EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -128,7 +127,7 @@ def _moe_gate_up_kernel(
         store_partial(partials, up, split, rows, features, num_features)
     else:
         gate_up_epilogue(
-            Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD, INF_BYTE),
+            Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
             GatedActivation(ACTIVATION, p0, p1),
             GateUpBias(bias_ptr, expert, gate_up_group),
             sorted_weights_ptr,

@@ -65,7 +65,6 @@ def _quantize_dual_kernel(
     FORMAT: tl.constexpr,
     EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr,
-    INF_BYTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -103,7 +102,7 @@ def _quantize_dual_kernel(
         x_ptrs[:, None] + k[None, :], other=0.0, mask=grouped[:, None] & (k < width)[None, :]
     ).to(tl.float32)  # [BLOCK_ROWS, BLOCK_COLUMNS]
     # rowwise: codes [BLOCK_ROWS, BLOCK_COLUMNS] uint8, scale [BLOCK_ROWS, BLOCK_COLUMNS/32] E8M0
-    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE)
+    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD)
     out_rows = batch * num_rows + rows
     tl.store(
         row_ptr + out_rows[:, None] * width + k[None, :],
@@ -116,7 +115,7 @@ def _quantize_dual_kernel(
         mask=present[:, None] & (k_blocks < num_k_blocks)[None, :],
     )
     # columnwise: scale [BLOCK_ROWS/32, BLOCK_COLUMNS]; codes and scales are stored transposed
-    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, INF_BYTE, AXIS=0)
+    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, AXIS=0)
     out_columns = batch * width + k
     tl.store(
         column_ptr + out_columns[:, None] * length + places[None, :],

@@ -1,0 +1,518 @@
+"""Public functions on random arguments, with their results by definition in float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from fuzz_arguments import ACTIVATIONS, FLOATS, MXFP8_NAMES, NAMES, groups, moe_weights, randn
+
+import mxpert
+from mxpert import Combine, MoEWeights, MXTensor, ScaleRule, ScaleSpan, Scoring, formats
+from mxpert.backends.reference.grouped import pad_groups
+from mxpert.ops import rows
+from mxpert.problem import Activation
+from mxpert.routing import TOKEN_MASK
+from mxpert.training import MXFP8Recipe, grouped_linear, grouped_mm
+from mxpert.training.activation import gated_activation
+
+Arguments = dict[str, Any]
+Results = list[torch.Tensor | None]
+WIDE = torch.float64
+RULES, SPANS = list(ScaleRule), list(ScaleSpan)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One function.
+
+    Args:
+        name: for reports.
+        arguments: makes right ones, on the CPU; sizes grow with the second argument.
+        call: the results, as tensors of floats.
+        exact: the results by definition in float64; None where there is no bound.
+        spoilt: names of the arguments that get special values.
+        rows: the argument whose rows decide the result's rows of the same numbers.
+        on_gpu: whether the function has kernels.
+    """
+
+    name: str
+    arguments: Callable[[random.Random, int], Arguments]
+    call: Callable[[Arguments], Results]
+    exact: Callable[[Arguments], Results]
+    spoilt: tuple[str, ...]
+    rows: str | None = None
+    on_gpu: bool = True
+
+
+def wide(value: torch.Tensor | MXTensor) -> torch.Tensor:
+    """Values in float64."""
+    return value.dequantize(WIDE) if isinstance(value, MXTensor) else value.detach().double()
+
+
+# --- quantisation -------------------------------------------------------------------------------
+
+
+def _quantised(rng: random.Random, size: int) -> Arguments:
+    shape = rng.choice(((3, 64 * size), (64, 5), (2, 32, 3)))
+    axis = max(range(len(shape)), key=lambda dim: shape[dim] % 32 == 0)
+    return dict(
+        x=randn(rng, *shape, dtype=rng.choice(FLOATS)),
+        fmt=rng.choice(NAMES),
+        axis=axis,
+        rule=rng.choice(RULES),
+        dtype=rng.choice(FLOATS),
+    )
+
+
+def _quantise(a: Arguments) -> Results:
+    q = mxpert.quantize(a["x"], a["fmt"], axis=a["axis"], scale_rule=a["rule"])
+    return [mxpert.dequantize(q, dtype=a["dtype"]), wide(q)]
+
+
+def _coded(rng: random.Random, size: int, names: tuple[str, ...] = NAMES) -> Arguments:
+    return dict(
+        tensor=mxpert.quantize(randn(rng, 3, 96 * size), rng.choice(names)),
+        dtype=rng.choice(FLOATS),
+        span=rng.choice((ScaleSpan.SPAN128, ScaleSpan.ROW)),
+    )
+
+
+def _dual(rng: random.Random, size: int) -> Arguments:
+    total, offsets = groups(rng)
+    grouped = total > 0 and rng.random() < 0.7
+    return dict(
+        x=randn(rng, total if grouped else 64, 64 * size, dtype=rng.choice(FLOATS)),
+        format=rng.choice(MXFP8_NAMES),
+        group_offsets=offsets if grouped else None,
+        scale_rule=rng.choice(RULES),
+        scale_span=(rng.choice(SPANS), rng.choice(SPANS)),
+    )
+
+
+def _exact_dual(a: Arguments) -> Results:
+    x = a["x"].double()
+    if a["group_offsets"] is None:
+        return [x, x.mT]
+    inside, padded = pad_groups(x, a["group_offsets"])
+    return [inside, padded.mT]
+
+
+# --- layers -------------------------------------------------------------------------------------
+
+
+def act(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """The activations by their formulas."""
+    p = {name: float(getattr(activation, name)) for name in activation.__dataclass_fields__}
+    if activation.name == mxpert.SiTUv2().name:
+        bounded = p["beta"] * torch.tanh(gate / p["beta"]) / (1 + torch.exp(-gate))
+        return bounded * p["beta_up"] * torch.tanh(up / p["beta_up"])
+    if "limit" in p:
+        gate, up = gate.clamp(max=p["limit"]), up.clamp(-p["limit"], p["limit"])
+    swish = gate / (1 + torch.exp(-p.get("alpha", 1.0) * gate))
+    return swish * (up + 1 if "alpha" in p else up)
+
+
+def _layer(rng: random.Random, size: int) -> Arguments:
+    experts, hidden, inner = rng.choice((1, 3, 4)), rng.choice((32, 96)) * size, 32 * size
+    tokens, top_k = rng.choice((1, 5, 9)), rng.randint(1, experts)
+    topk_weights, topk_ids = mxpert.route_topk(randn(rng, tokens, experts), top_k)
+    a_format = rng.choice(("bf16", "mxfp8", "mxfp4", "fp8_token"))
+    x: torch.Tensor | MXTensor = randn(rng, tokens, hidden, dtype=torch.bfloat16)
+    if a_format.startswith("mx") and rng.random() < 0.3:
+        x = mxpert.quantize(x, a_format)
+    return dict(
+        x=x,
+        weights=moe_weights(rng, experts, hidden, inner),
+        topk_weights=topk_weights.to(rng.choice(FLOATS)),
+        topk_ids=topk_ids,
+        activation=rng.choice(ACTIVATIONS),
+        activation_format=a_format,
+        scale_rule=rng.choice(RULES),
+        combine=rng.choice((Combine.REDUCE, Combine.ATOMIC)),
+        out_dtype=rng.choice(FLOATS),
+        apply_router_weight_on_input=rng.random() < 0.3,
+    )
+
+
+def _on_device(weights: MoEWeights) -> MoEWeights:
+    return weights.prepare(device=weights.device) if weights.device.type == "cuda" else weights
+
+
+def _run_layer(a: Arguments) -> Results:
+    return [mxpert.fused_moe(**(a | dict(weights=_on_device(a["weights"]))))]
+
+
+class _Experts:
+    """The two stages in float64."""
+
+    def __init__(self, a: Arguments) -> None:
+        weights: MoEWeights = a["weights"]
+        order = weights.gate_up_order
+        assert order is not None
+        self.gate, self.up = mxpert.weights.gate_up_rows(order, weights.intermediate_size)
+        self.gate_up, self.down = wide(weights.gate_up_proj), wide(weights.down_proj)
+        self.biases = weights.gate_up_bias, weights.down_bias
+
+    def hidden(
+        self, expert: int, x: torch.Tensor, factor: torch.Tensor | float, activation: Activation
+    ) -> torch.Tensor:
+        h = factor * (self.gate_up[expert] @ x)
+        if self.biases[0] is not None:
+            h = h + self.biases[0][expert].double()
+        return act(activation, h[self.gate], h[self.up])
+
+    def out(self, expert: int, h: torch.Tensor) -> torch.Tensor:
+        y = self.down[expert] @ h
+        return y if self.biases[1] is None else y + self.biases[1][expert].double()
+
+
+def _exact_layer(a: Arguments) -> Results:
+    experts, x = _Experts(a), wide(a["x"])
+    y = torch.zeros(x.shape, dtype=WIDE)
+    on_input = a["apply_router_weight_on_input"]
+    for token, (ids, factors) in enumerate(
+        zip(a["topk_ids"].tolist(), a["topk_weights"].double(), strict=True)
+    ):
+        for expert, factor in zip(ids, factors, strict=True):
+            h = experts.hidden(expert, x[token], factor if on_input else 1.0, a["activation"])
+            y[token] += experts.out(expert, h) * (1.0 if on_input else factor)
+    return [y]
+
+
+def _stages(rng: random.Random, size: int) -> Arguments:
+    a = _layer(rng, size)
+    plan = mxpert.make_routing_plan(
+        a.pop("topk_weights"),
+        a.pop("topk_ids"),
+        num_experts=a["weights"].num_experts,
+        routing_block_m=16,
+    )
+    return a | dict(plan=plan)
+
+
+def _valid(plan: mxpert.RoutingPlan) -> list[tuple[int, int, int]]:
+    """(row, token, expert) of the rows in use."""
+    found = []
+    for row, word in enumerate(plan.sorted_token_ids.tolist()[: int(plan.num_valid[0])]):
+        token = word & TOKEN_MASK
+        if token < plan.num_tokens:
+            expert = int(plan.block_expert_ids[row // plan.routing_block_m])
+            found.append((row, token, expert))
+    return found
+
+
+_FIRST = ("activation", "activation_format", "scale_rule", "apply_router_weight_on_input")
+_SECOND = ("activation_format", "combine", "out_dtype")
+
+
+def _run_gate_up(a: Arguments) -> Results:
+    weights = _on_device(a["weights"])
+    h = mxpert.moe_gate_up(a["x"], weights, a["plan"], **{name: a[name] for name in _FIRST})
+    used = [row for row, *_ in _valid(a["plan"])]
+    return [wide(h)[used]]
+
+
+def _exact_gate_up(a: Arguments) -> Results:
+    experts, x, factors = _Experts(a), wide(a["x"]), a["plan"].sorted_weights.double()
+    on_input = a["apply_router_weight_on_input"]
+    found = [
+        experts.hidden(expert, x[token], factors[row] if on_input else 1.0, a["activation"])
+        for row, token, expert in _valid(a["plan"])
+    ]
+    return [torch.stack(found)]
+
+
+def _second(rng: random.Random, size: int) -> Arguments:
+    a = _stages(rng, size)
+    h: Any = randn(rng, a["plan"].capacity, a["weights"].intermediate_size, dtype=torch.bfloat16)
+    if a["activation_format"].startswith("mx"):
+        h = mxpert.quantize(h, a["activation_format"])
+    return a | dict(h=h)
+
+
+def _run_down(a: Arguments) -> Results:
+    weights = _on_device(a["weights"])
+    y = mxpert.moe_down(a["h"], weights, a["plan"], **{name: a[name] for name in _SECOND})
+    return [y]
+
+
+def _exact_down(a: Arguments) -> Results:
+    experts, h, factors = _Experts(a), wide(a["h"]), a["plan"].sorted_weights.double()
+    y = torch.zeros(a["plan"].num_tokens, a["weights"].hidden_size, dtype=WIDE)
+    for row, token, expert in _valid(a["plan"]):
+        y[token] += factors[row] * experts.out(expert, h[row])
+    return [y]
+
+
+# --- grouped GEMMs and training -----------------------------------------------------------------
+
+
+def _bounds(offsets: torch.Tensor) -> list[tuple[int, slice]]:
+    ends = offsets.tolist()
+    return [(g, slice(ends[g], ends[g + 1])) for g in range(len(ends) - 1)]
+
+
+def _gemm(rng: random.Random, size: int) -> Arguments:
+    total, offsets = groups(rng)
+    a, b = randn(rng, total, 64 * size), randn(rng, len(offsets) - 1, 32 * size, 64 * size)
+    kind = rng.choice(("bf16", "block", "row"))
+    if kind == "bf16":
+        left, right = a.bfloat16(), b.bfloat16()
+    elif kind == "block":
+        left, right = (mxpert.quantize(x, rng.choice(MXFP8_NAMES)) for x in (a, b))
+    else:
+        _spoil_floats(rng, a), _spoil_floats(rng, b)
+        left, right = (mxpert.quantize_dual(x, scale_span=ScaleSpan.ROW)[0] for x in (_whole(a), b))
+        left = replace(left, qdata=left.qdata[:total], scale=left.scale[:total])
+    return dict(a=left, b=right, group_offsets=offsets, out_dtype=rng.choice(FLOATS))
+
+
+def _whole(a: torch.Tensor) -> torch.Tensor:
+    """Rows padded to a multiple of 32."""
+    return torch.nn.functional.pad(a, (0, 0, 0, -len(a) % 32))
+
+
+def _spoil_floats(rng: random.Random, x: torch.Tensor) -> None:
+    if x.numel() and rng.random() < 0.5:
+        x.view(-1)[rng.randrange(x.numel())] = rng.choice((torch.nan, torch.inf, -torch.inf, 3e38))
+
+
+def _exact_gemm(a: Arguments) -> Results:
+    left, right = wide(a["a"]), wide(a["b"])
+    out = torch.zeros(left.shape[0], right.shape[1], dtype=WIDE)
+    for g, part in _bounds(a["group_offsets"]):
+        out[part] = left[part] @ right[g].T
+    return [out]
+
+
+def _linear(rng: random.Random, size: int) -> Arguments:
+    total, offsets = groups(rng)
+    count, width = len(offsets) - 1, 64 * size
+    return dict(
+        x=randn(rng, total, 32 * size, dtype=(dtype := rng.choice(FLOATS))),
+        weight=randn(rng, count, width, 32 * size),
+        grad=randn(rng, total, width, dtype=dtype),
+        group_offsets=offsets,
+        bias=randn(rng, count, width) if rng.random() < 0.5 else None,
+        recipe=rng.choice(
+            (
+                MXFP8Recipe(),
+                MXFP8Recipe.hybrid(),
+                MXFP8Recipe(enabled=False),
+                MXFP8Recipe(scale_span=ScaleSpan.ROW),
+                MXFP8Recipe(high_precision_wgrad=True),
+            )
+        ),
+    )
+
+
+def _with_gradients(
+    function: Callable[..., torch.Tensor], a: Arguments, names: tuple[str, ...]
+) -> Results:
+    leaves = {name: a[name].detach().requires_grad_() for name in names if a[name] is not None}
+    others = {name: value for name, value in a.items() if name != "grad"}
+    y = function(**(others | leaves))
+    y.backward(a["grad"])
+    return [y.detach(), *(leaf.grad for leaf in leaves.values())]
+
+
+def _exact_linear(a: Arguments) -> Results:
+    x, weight, grad, bias = a["x"].double(), a["weight"].double(), a["grad"].double(), a["bias"]
+    y, dx = (torch.zeros_like(each) for each in (grad, x))
+    dweight = torch.zeros_like(weight)
+    dbias = torch.zeros(weight.shape[:2], dtype=WIDE)
+    for g, part in _bounds(a["group_offsets"]):
+        y[part] = x[part] @ weight[g].T + (0 if bias is None else bias[g].double())
+        dx[part], dweight[g] = grad[part] @ weight[g], grad[part].T @ x[part]
+        dbias[g] = grad[part].sum(0)
+    return [y, dx, dweight, *([] if bias is None else [dbias])]
+
+
+def _outer(rng: random.Random, size: int) -> Arguments:
+    total, offsets = groups(rng)
+    dtype, offs = rng.choice(FLOATS), offsets[1:].int()
+    return dict(
+        a=randn(rng, 32 * size, total, dtype=dtype),
+        b=randn(rng, total, 64 * size, dtype=dtype),
+        grad=randn(rng, len(offs), 32 * size, 64 * size, dtype=dtype),
+        offs=offs,
+        recipe=rng.choice((MXFP8Recipe(), MXFP8Recipe(enabled=False), MXFP8Recipe.hybrid())),
+    )
+
+
+def _exact_outer(a: Arguments) -> Results:
+    left, right, grad = (a[name].double() for name in ("a", "b", "grad"))
+    out, da, db = (torch.zeros_like(each) for each in (grad, left, right))
+    for g, part in _bounds(torch.nn.functional.pad(a["offs"], (1, 0))):
+        out[g] = left[:, part] @ right[part]
+        da[:, part], db[part] = grad[g] @ right[part].T, left[:, part].T @ grad[g]
+    return [out, da, db]
+
+
+def _activated(rng: random.Random, size: int) -> Arguments:
+    dtype = rng.choice(FLOATS)
+    return dict(
+        gate_up=randn(rng, 3, 8 * size, dtype=dtype),
+        grad=randn(rng, 3, 4 * size, dtype=dtype),
+        activation=rng.choice(ACTIVATIONS),
+    )
+
+
+def _exact_activated(a: Arguments) -> Results:
+    """The derivatives come from autograd, which gives 0 beyond a limit."""
+    gate_up = a["gate_up"].double().requires_grad_()
+    y = act(a["activation"], *gate_up.chunk(2, dim=-1))
+    return [y.detach(), None]
+
+
+def _combined(rng: random.Random, size: int) -> Arguments:
+    return dict(
+        rows=randn(rng, 6, 5 * size, dtype=rng.choice(FLOATS)),
+        row_ids=torch.tensor([[0, 1], [5, 7], [3, 2]]),
+        weights=randn(rng, 3, 2),
+        out_dtype=rng.choice(FLOATS),
+    )
+
+
+def _exact_combined(a: Arguments) -> Results:
+    padded = torch.nn.functional.pad(a["rows"].double(), (0, 0, 0, 2))
+    factors = a["weights"].double().masked_fill(a["row_ids"] > 5, 1)
+    return [(padded[a["row_ids"]] * factors[..., None]).sum(1)]
+
+
+# --- routing and modules ------------------------------------------------------------------------
+
+
+def _routed(rng: random.Random, size: int) -> Arguments:
+    count = rng.choice((1, 2, 4))
+    return dict(
+        logits=randn(rng, rng.choice((1, 6)), 8 * size, dtype=rng.choice(FLOATS)),
+        top_k=rng.randint(1, 4),
+        normalize=rng.random() < 0.5,
+        scoring=rng.choice(list(Scoring)),
+        num_groups=count,
+        top_groups=count,
+        routed_scaling_factor=rng.choice((1.0, 2.5)),
+        correction_bias=randn(rng, 8 * size) if rng.random() < 0.5 else None,
+    )
+
+
+def _run_routed(a: Arguments) -> Results:
+    weights, ids = mxpert.route_topk(**a)
+    assert all(len(set(row)) == len(row) for row in ids.tolist()), "an expert twice"
+    assert ids.min() >= 0, "no expert"
+    assert ids.max() < a["logits"].shape[1], "no expert"
+    return [weights, ids.double()]
+
+
+def _exact_routed(a: Arguments, ids: torch.Tensor) -> Results:
+    """The weights of the experts that were chosen."""
+    logits = a["logits"].double()
+    if a["scoring"] is Scoring.SOFTMAX:
+        chosen = logits.gather(1, ids)
+        weights = chosen.softmax(-1) if a["normalize"] else logits.softmax(-1).gather(1, ids)
+        return [weights, None]
+    score = logits.sigmoid()
+    if a["scoring"] is Scoring.SQRTSOFTPLUS:
+        score = torch.nn.functional.softplus(logits).sqrt()
+    weights = score.gather(1, ids)
+    return [weights / (weights.sum(-1, keepdim=True) + 1e-20 if a["normalize"] else 1), None]
+
+
+def _moe(rng: random.Random, size: int) -> Arguments:
+    experts, hidden = 3, 32 * size
+    return dict(
+        x=randn(rng, 5, hidden, dtype=rng.choice(FLOATS)),
+        weights=moe_weights(rng, experts, hidden, 32 * size),
+        router_weight=randn(rng, experts, hidden),
+        top_k=rng.randint(1, 3),
+        activation_format=rng.choice(("bf16", "mxfp8", "mxfp4", "fp8_token")),
+    )
+
+
+def _run_moe(a: Arguments) -> Results:
+    options = {name: value for name, value in a.items() if name != "x"}
+    return [mxpert.MoE(**options).eval()(a["x"])]
+
+
+def _exact_moe(a: Arguments) -> Results:
+    """A token with a NaN is NaN: so are its logits."""
+    lost = a["x"].isnan().any(-1, keepdim=True) | a["router_weight"].isnan().all()
+    return [torch.zeros(a["x"].shape, dtype=WIDE).masked_fill(lost, torch.nan)]
+
+
+CASES = (
+    Case("quantize", _quantised, _quantise, lambda a: [a["x"].double()] * 2, ("x",)),
+    Case(
+        "dequantize",
+        _coded,
+        lambda a: [mxpert.dequantize(a["tensor"], dtype=a["dtype"])],
+        lambda a: [wide(a["tensor"])],
+        ("tensor",),
+        "tensor",
+    ),
+    Case(
+        "quantize_dual",
+        _dual,
+        lambda a: [wide(copy) for copy in mxpert.quantize_dual(**a)],
+        _exact_dual,
+        ("x",),
+    ),
+    Case(
+        "rebase",
+        lambda rng, size: _coded(rng, size, MXFP8_NAMES),
+        lambda a: [wide(formats.rebase(a["tensor"], a["span"]))],
+        lambda a: [wide(a["tensor"])],
+        ("tensor",),
+        "tensor",
+        on_gpu=False,
+    ),
+    Case(
+        "quantize_token_rows",
+        lambda rng, size: dict(x=randn(rng, 3, 32 * size, dtype=rng.choice(FLOATS))),
+        lambda a: [formats.quantize_token_rows(a["x"]).dequantize()],
+        lambda a: [a["x"].double()],
+        ("x",),
+        "x",
+        on_gpu=False,
+    ),
+    Case("fused_moe", _layer, _run_layer, _exact_layer, ("x", "weights", "topk_weights"), "x"),
+    Case("moe_gate_up", _stages, _run_gate_up, _exact_gate_up, ("x", "weights")),
+    Case("moe_down", _second, _run_down, _exact_down, ("h", "weights")),
+    Case("grouped_gemm", _gemm, lambda a: [mxpert.grouped_gemm(**a)], _exact_gemm, ("a", "b"), "a"),
+    Case(
+        "grouped_linear",
+        _linear,
+        lambda a: _with_gradients(grouped_linear, a, ("x", "weight", "bias")),
+        _exact_linear,
+        ("x", "weight", "bias", "grad"),
+    ),
+    Case(
+        "grouped_mm",
+        _outer,
+        lambda a: _with_gradients(grouped_mm, a, ("a", "b")),
+        _exact_outer,
+        ("a", "b", "grad"),
+    ),
+    Case(
+        "gated_activation",
+        _activated,
+        lambda a: _with_gradients(gated_activation, a, ("gate_up",)),
+        _exact_activated,
+        ("gate_up",),
+    ),
+    Case(
+        "combine_rows",
+        _combined,
+        lambda a: [rows.combine_rows(**a)],
+        _exact_combined,
+        ("rows", "weights"),
+    ),
+    Case("route_topk", _routed, _run_routed, lambda a: [], ("logits", "correction_bias"), "logits"),
+    Case("MoE", _moe, _run_moe, _exact_moe, ("x", "router_weight")),
+)
+EXACT_OF_ROUTED = _exact_routed

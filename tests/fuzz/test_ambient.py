@@ -1,0 +1,31 @@
+"""A short run of `ambient.py`, and faults that it must find."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("hypothesis")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import ambient
+
+from mxpert.dispatch import calls
+
+CASES = 1200
+
+
+def test_no_state_changes_a_bit() -> None:
+    report = ambient.run(CASES, seed=0)
+    assert not report.different, "\n".join(map(str, report.different.items()))
+    assert set(report.states) == set(ambient.STATES)
+    assert report.refused < CASES // 4
+
+
+def test_autocast_inside_of_the_kernels_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "isolated", lambda _: contextlib.nullcontext())
+    report = ambient.run(CASES // 2, seed=0)
+    assert any("autocast" in text for text in report.different.values())
