@@ -277,7 +277,7 @@ def check_same(found: Any, wanted: Any) -> None:
         assert value.dtype == state[name].dtype, name
         assert is_exact(value, state[name]), name
     assert is_exact(logits(found), logits(wanted))
-    assert found.config.quantization_config == wanted.config.quantization_config
+    assert found.config.to_dict() == wanted.config.to_dict()
     assert not hasattr(found, "hf_quantizer")
 
 

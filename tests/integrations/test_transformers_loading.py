@@ -182,8 +182,10 @@ def test_other_implementations_read_mxfp4_as_before(saved) -> None:
     plain = load(out, "eager", **options)
     assert not mx_experts(plain)
     assert plain.model.layers[0].mlp.experts.down_proj.dtype == torch.bfloat16
-    converted = load(out, "mxpert", **options)  # dequantised because it was asked for, then ours
-    assert_exact(logits(converted), logits(load(out)), "logits")
+    with pytest.raises(ValueError, match=r"quantization_config\.dequantize — need False.*restore"):
+        load(out, "mxpert", **options)
+    with pytest.raises(ValueError, match=r"quantization_config\.dequantize — need False"):
+        load(out, "mxpert", quantization_config={"quant_method": "mxfp4", "dequantize": True})
 
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 6}
