@@ -29,6 +29,7 @@ from .formats.spec import ElementFormat, MXFormat, ScaleRule, ScaleSpan
 from .formats.tensor import Layout, MXTensor
 from .formats.token import TokenRows
 from .integrations.models.convert import convert
+from .integrations.on_import import watch
 from .modules import MoE
 from .ops.explain import explain
 from .ops.grouped_gemm import grouped_gemm, grouped_wgrad
@@ -116,6 +117,8 @@ torch.serialization.add_safe_globals(
         TokenRows,
     ]
 )
+
+watch()  # so that experts_implementation="mxpert" works in Transformers
 
 
 def __dir__() -> list[str]:

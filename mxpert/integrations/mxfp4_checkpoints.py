@@ -156,8 +156,8 @@ class MXQuantizer(HfQuantizer):
             got="none",
             remedy="load the model from a directory",
         )
-        assert ranks is not None  # for the type checker, as the next line
-        assert self._folder is not None
+        assert ranks is not None  # for the type checker
+        assert self._folder is not None  # for the type checker
         reader = CheckpointReader(self._folder, _OP)
         module = _stored_module(model, reader, found.name)
         sizes = found.num_experts, found.hidden_size, found.intermediate_size

@@ -8,23 +8,48 @@ mxpert.distributed.ExpertParallel) each rank reads its own experts alone, and qu
 bf16 checkpoint one by one. "mxpert" computes with bf16 activations (a16w4); "mxpert_mxfp8" or
 "mxpert_a8w4", "mxpert_mxfp4" or "mxpert_a4w4", and "mxpert_fp8_token" with narrower ones.
 
-``import mxpert`` registers this module once Transformers' models are imported; importing it does so
-at once. It adds experts functions and quantisers to Transformers' tables, and wraps two methods of
-``PreTrainedModel``: ``from_pretrained`` and ``set_experts_implementation``. Both pass on every call
-that does not ask for mxpert, with all of its arguments.
+``import mxpert`` is enough: it registers these names once Transformers' models are imported.
+Experts functions and quantisers are added to Transformers' tables, and two methods of
+``PreTrainedModel`` are wrapped, ``from_pretrained`` and ``set_experts_implementation``. Both pass
+on every call that does not ask for mxpert, with all of its arguments.
 """
 
 from __future__ import annotations
 
+import importlib
+
+from ..errors import UnsupportedError, message
+from . import on_import
 from .models.expert_modules import MXExperts
 from .models.implementations import IMPLEMENTATIONS, NAME
-from .transformers_versions import check_version
+from .on_import import MODELS, experts_forward
+from .transformers_versions import INSTALL, check_version
 
 check_version()  # before names that other releases do not have
 
-from .mxfp4_checkpoints import MXQuantizer  # noqa: E402
-from .transformers_loading import experts_forward, register  # noqa: E402
+try:
+    from .mxfp4_checkpoints import MXQuantizer
+    from .transformers_loading import load_pretrained, set_implementation
+except ImportError as error:
+    need = "the names that mxpert's loader uses"
+    text = message("mxpert.integrations.transformers", "transformers", need, error, INSTALL)
+    raise UnsupportedError(text) from error
+
+
+def register() -> None:
+    """Add mxpert to Transformers; a second call changes nothing."""
+    on_import.register(importlib.import_module(MODELS))
+
 
 register()
 
-__all__ = ["IMPLEMENTATIONS", "NAME", "MXExperts", "MXQuantizer", "experts_forward", "register"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "NAME",
+    "MXExperts",
+    "MXQuantizer",
+    "experts_forward",
+    "load_pretrained",
+    "register",
+    "set_implementation",
+]

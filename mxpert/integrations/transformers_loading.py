@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..distributed import ExpertParallel
@@ -39,84 +37,38 @@ _HUB_OPTIONS = (
 )
 
 
-def experts_forward(
-    self: torch.nn.Module,
-    hidden_states: torch.Tensor,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-) -> torch.Tensor:
-    """The entry in the table of experts functions, which only unconverted experts call.
+def load_pretrained(original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``from_pretrained``, and the preparation of experts where the call asks for it.
 
-    Experts that were left dense on purpose run what Transformers would choose.
-
-    Raises:
-        UnsupportedError: other experts; it says how to convert them.
+    Args:
+        original: Transformers' own function. cls, args, kwargs: of the call. One more keyword
+            argument is known, ``expert_parallel``.
     """
-    dense = getattr(self, "dense_implementation", None)
-    if dense is not None:
-        eager = type(self).forward.__wrapped__  # type: ignore[attr-defined]
-        result: torch.Tensor = ALL_EXPERTS_FUNCTIONS.get_interface(dense, eager)(
-            self, hidden_states, topk_ids, topk_weights
-        )
-        return result
-    raise UnsupportedError(
-        message(
-            "experts_implementation",
-            type(self).__name__,
-            "converted experts",
-            "dense weights",
-            f"load with from_pretrained(…, {_OPTION}), or call mxpert.convert(model) once the "
-            "weights are there",
-        )
+    expert_parallel = kwargs.pop("expert_parallel", None)
+    require(
+        isinstance(expert_parallel, ExpertParallel | None),
+        _OP,
+        "expert_parallel",
+        need="an ExpertParallel",
+        got=type(expert_parallel).__name__,
+        error=TypeError,
     )
-
-
-def register() -> None:
-    """Add mxpert to Transformers; a second call changes nothing."""
-    for name in IMPLEMENTATIONS:
-        ALL_EXPERTS_FUNCTIONS.register(name, experts_forward)
-    loader = PreTrainedModel.from_pretrained.__func__
-    if not hasattr(loader, "passes_to_mxpert"):
-        PreTrainedModel.from_pretrained = classmethod(_loading(loader))
-        setter = _setting(PreTrainedModel.set_experts_implementation)
-        PreTrainedModel.set_experts_implementation = setter
-
-
-def _loading(original: Any) -> Any:
-    """`from_pretrained`, followed by the preparation of experts where the call asks for it."""
-
-    @functools.wraps(original)
-    def from_pretrained(
-        cls: Any, *args: Any, expert_parallel: ExpertParallel | None = None, **kwargs: Any
-    ) -> Any:
+    stated = _stated_config(cls, args, kwargs)
+    asked = _asked(kwargs.get("experts_implementation"), kwargs.get("config"), stated)
+    if asked is None:
         require(
-            isinstance(expert_parallel, ExpertParallel | None),
+            expert_parallel is None,
             _OP,
             "expert_parallel",
-            need="an ExpertParallel",
-            got=type(expert_parallel).__name__,
-            error=TypeError,
+            need=f"{_OPTION} with it",
+            got=repr(kwargs.get("experts_implementation")),
         )
-        stated = _stated_config(cls, args, kwargs)
-        asked = _asked(kwargs.get("experts_implementation"), kwargs.get("config"), stated)
-        if asked is None:
-            require(
-                expert_parallel is None,
-                _OP,
-                "expert_parallel",
-                need=f"{_OPTION} with it",
-                got=repr(kwargs.get("experts_implementation")),
-            )
-            _refuse_own_checkpoint(stated)
-            return original(cls, *args, **kwargs)
-        warn_of_newer()
-        kwargs.setdefault("experts_implementation", asked)
-        return _load(
-            functools.partial(original, cls, *args), kwargs, asked, stated, expert_parallel
-        )
-
-    from_pretrained.passes_to_mxpert = True  # type: ignore[attr-defined]
-    return from_pretrained
+        _refuse_own_checkpoint(stated)
+        return original(cls, *args, **kwargs)
+    warn_of_newer()
+    if kwargs.get("experts_implementation") is None:
+        kwargs["experts_implementation"] = asked
+    return _load(functools.partial(original, cls, *args), kwargs, asked, stated, expert_parallel)
 
 
 def _load(
@@ -221,8 +173,11 @@ def _stated_config(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     """
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig):
-        found: dict[str, Any] = config.to_dict()
-        return found
+        names = "model_type", "quantization_config", "_name_or_path"
+        found = {name: getattr(config, name, None) for name in names}
+        text = getattr(config, "text_config", None)
+        nested = {"quantization_config": getattr(text, "quantization_config", None)}
+        return found | {"text_config": nested}
     place = config or (args[0] if args else kwargs.get("pretrained_model_name_or_path"))
     if place is None or getattr(cls, "config_class", None) is None:
         return {}
@@ -265,38 +220,41 @@ def _refuse_own_checkpoint(stated: Mapping[str, Any]) -> None:
         )
 
 
-def _setting(original: Any) -> Any:
-    """`set_experts_implementation`, which converts the model where it names mxpert."""
+def set_implementation(
+    original: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """``set_experts_implementation``, which converts the model where it names mxpert.
 
-    @functools.wraps(original)
-    def set_experts_implementation(
-        self: Any, experts_implementation: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        asked = _asked(experts_implementation, None, {})
-        before = [
-            (module.config, module.config._experts_implementation)
-            for module in self.modules()
-            if isinstance(module, PreTrainedModel)
-        ]
-        if asked is None and mx_experts(self):
-            runs = {name for _, name in before} & set(IMPLEMENTATIONS)
-            require(
-                not runs,
-                "set_experts_implementation",
-                "experts_implementation",
-                need=f"one of {', '.join(IMPLEMENTATIONS)} for experts in MXFP4",
-                got=repr(experts_implementation),
-                remedy="mxpert.integrations.models.convert.restore(model) makes them dense",
-                error=UnsupportedError,
-            )
-        result = original(self, experts_implementation, *args, **kwargs)
-        if asked is not None:
-            try:
-                convert(self, IMPLEMENTATIONS[asked])
-            except BaseException:
-                for config, name in before:
-                    config._experts_implementation_internal = name
-                raise
-        return result
+    Args:
+        original: Transformers' own method. model, args, kwargs: of the call.
 
-    return set_experts_implementation
+    Raises:
+        UnsupportedError: another implementation for experts in MXFP4. As `convert`: experts that
+            cannot be converted; the implementation is then the one of before.
+    """
+    option = args[0] if args else kwargs.get("experts_implementation")
+    asked = _asked(option, None, {})
+    before = [
+        (module.config, module.config._experts_implementation)
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+    ]
+    if asked is None and mx_experts(model):
+        require(
+            not {name for _, name in before} & set(IMPLEMENTATIONS),
+            "set_experts_implementation",
+            "experts_implementation",
+            need=f"one of {', '.join(IMPLEMENTATIONS)} for experts in MXFP4",
+            got=repr(option),
+            remedy="mxpert.integrations.models.convert.restore(model) makes them dense",
+            error=UnsupportedError,
+        )
+    result = original(model, *args, **kwargs)
+    if asked is not None:
+        try:
+            convert(model, IMPLEMENTATIONS[asked])
+        except BaseException:
+            for config, name in before:
+                config._experts_implementation_internal = name
+            raise
+    return result

@@ -21,6 +21,14 @@ def _shown(version: tuple[int, int]) -> str:
 INSTALL = f"pip install 'transformers>={_shown(OLDEST)},<{LIMIT[0]}'"
 
 
+def installed() -> str:
+    """The version of Transformers that runs."""
+    import transformers
+
+    version: str = transformers.__version__
+    return version
+
+
 def check_version() -> None:
     """Refuse an absent Transformers, and a release outside of the range.
 
@@ -29,23 +37,20 @@ def check_version() -> None:
     """
     need = f"transformers >= {_shown(OLDEST)} and < {LIMIT[0]}"
     try:
-        import transformers
+        version = installed()
     except ImportError as error:
         raise UnsupportedError(message(_OP, "transformers", need, error, INSTALL)) from error
-    if not OLDEST <= _release(transformers.__version__) < LIMIT:
-        got = transformers.__version__
-        raise UnsupportedError(message(_OP, "transformers", need, got, INSTALL))
+    if not OLDEST <= _release(version) < LIMIT:
+        raise UnsupportedError(message(_OP, "transformers", need, version, INSTALL))
 
 
 @functools.cache
 def warn_of_newer() -> None:
     """Warn once where Transformers is newer than the tests are."""
-    import transformers
-
-    if _release(transformers.__version__) > NEWEST_TESTED:
+    if _release(installed()) > NEWEST_TESTED:
         warnings.warn(
             f"mxpert is tested with Transformers {_shown(OLDEST)} to {_shown(NEWEST_TESTED)}, this "
-            f"is {transformers.__version__}: should a load fail, install "
+            f"is {installed()}: should a load fail, install "
             f"'transformers=={_shown(NEWEST_TESTED)}.*'",
             stacklevel=2,
         )

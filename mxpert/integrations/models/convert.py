@@ -101,25 +101,38 @@ def convert(
         got="'meta'",
         remedy="name the device that shall run the model",
     )
-    converted = mx_experts(model)
     if recipe is not None:
         for dense in _dense_experts(model, activation_format, recipe, expert_parallel):
             dense.replace_by(TrainableExperts(dense, recipe, expert_parallel))
-    elif not converted or _has_dense_experts(model):
+    else:
         rule = ScaleRule.RCEIL if scale_rule is None else scale_rule
-        found = _dense_experts(model, activation_format, None, expert_parallel)
-        done = [module.source for module in converted]
-        try:
-            for dense in shown(found, progress=progress):
-                _convert_layer(dense, activation_format, rule, target, expert_parallel)
-                done.append(dense)
-        finally:  # what is converted when memory ends can be saved, and converted to its end
-            mark_quantized(model, done, rule)
-    for module in converted:
-        module.activation_format = activation_format
+        _convert_layers(model, activation_format, rule, target, expert_parallel, progress)
     if expert_parallel is not None:
         forbid_saving(model)
     return model if target is None else model.to(target)
+
+
+def _convert_layers(
+    model: Any,
+    activation_format: str,
+    scale_rule: ScaleRule,
+    device: torch.device | None,
+    ranks: ExpertParallel | None,
+    progress: bool,
+) -> None:
+    """Bring all experts into MXFP4 that are not in it yet, and all layers into the format."""
+    converted = mx_experts(model)
+    if not converted or _has_dense_experts(model):
+        found = _dense_experts(model, activation_format, None, ranks)
+        done = [module.source for module in converted]
+        try:
+            for dense in shown(found, progress=progress):
+                _convert_layer(dense, activation_format, scale_rule, device, ranks)
+                done.append(dense)
+        finally:  # where memory ends in between, the model can be saved, and converted to its end
+            mark_quantized(model, done, scale_rule)
+    for module in converted:
+        module.activation_format = activation_format
 
 
 def shown(layers: Sequence[_Layer], *, progress: bool) -> Iterable[_Layer]:
