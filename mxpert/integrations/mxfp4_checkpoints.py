@@ -21,6 +21,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..distributed import ExpertParallel
 from ..errors import message, require
+from ..formats.spec import ScaleRule
 from ..published import published_shapes
 from ..weights import GateUpOrder
 from .checkpoint_names import fitting, module_of
@@ -45,12 +46,14 @@ class LoadRequest:
 
     Args:
         activation_format: of the layers. order: gate/up order of the checkpoint.
+        scale_rule: that made the checkpoint's codes, where it states one.
         unconverted: patterns of modules that the checkpoint does not have in MXFP4.
         expert_parallel: the ranks that share the layers.
     """
 
     activation_format: str
     order: GateUpOrder
+    scale_rule: ScaleRule | None = None
     unconverted: tuple[str, ...] = ()
     expert_parallel: ExpertParallel | None = None
 
@@ -126,11 +129,13 @@ class MXQuantizer(HfQuantizer):
             if isinstance(module, StoredExperts)
         }
         require_loaded(info, stored)
+        for name, each in stored.items():  # some releases take tensors of any shape
+            _refuse_missing([f"{name}.{tensor}" for tensor in each.misshapen()])
         for experts in stored.values():
             tensors = None if ranks is None else self._local_tensors(model, experts)
             prepared = experts.prepared(request.activation_format, tensors)
             experts.source.replace_by(prepared.eval())
-        mark_quantized(model, [experts.source for experts in stored.values()], None)
+        mark_quantized(model, [each.source for each in stored.values()], request.scale_rule)
         model.quantization_method = "mxfp4"
         if ranks is not None:
             forbid_saving(model)
@@ -184,7 +189,10 @@ def require_loaded(info: Mapping[str, Any], modules: Iterable[str]) -> None:
     """
     prefixes = tuple(f"{module}." for module in modules)
     absent = {*info["missing_keys"], *(entry[0] for entry in info["mismatched_keys"])}
-    missing = sorted(name for name in absent if name.startswith(prefixes))
+    _refuse_missing(sorted(name for name in absent if name.startswith(prefixes)))
+
+
+def _refuse_missing(missing: list[str]) -> None:
     shown = ", ".join(missing[:_NAMED])
     more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
     if missing:

@@ -13,6 +13,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, message, require
+from ..formats.spec import ScaleRule
 from .checkpoints.load import stored_gate_up_order
 from .checkpoints.safetensors_files import CONFIG_FILE
 from .dense_checkpoints import LocalExpertsConfig
@@ -88,6 +89,7 @@ def _load(
         kwargs["quantization_config"] = LoadRequest(
             activation_format,
             stored_gate_up_order(owner, where, _OP),
+            _stated_rule(quantization.get("mxpert")),
             tuple(quantization.get("modules_to_not_convert") or ()),
             ranks,
         ).config()
@@ -200,6 +202,12 @@ def _quantization(stated: Mapping[str, Any]) -> dict[str, Any]:
         if found is not None:
             return found if isinstance(found, dict) else dict(found.to_dict())
     return {}
+
+
+def _stated_rule(stated: object) -> ScaleRule | None:
+    """The scale rule that mxpert's entry in a quantisation config states."""
+    name = stated.get("scale_rule") if isinstance(stated, Mapping) else None
+    return next((rule for rule in ScaleRule if rule.value == name), None)
 
 
 def _refuse_own_checkpoint(stated: Mapping[str, Any]) -> None:

@@ -114,12 +114,19 @@ class StoredExperts(torch.nn.Module):
         self.expert_parallel = expert_parallel
         if expert_parallel is not None:
             return
-        shapes = published_shapes(
-            found.num_experts, found.hidden_size, found.intermediate_size, has_bias=found.has_bias
-        )
-        for name, shape in shapes.items():
+        for name, shape in self._shapes().items():
             stored = dtype if name.endswith("_bias") else torch.uint8
             self.register_buffer(name, torch.empty(shape, dtype=stored, device="meta"))
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        found = self._source
+        sizes = found.num_experts, found.hidden_size, found.intermediate_size
+        return published_shapes(*sizes, has_bias=found.has_bias)
+
+    def misshapen(self) -> list[str]:
+        """Names of loaded tensors of another shape than the model's experts have."""
+        shapes = self._shapes()
+        return [name for name, each in self.named_buffers() if tuple(each.shape) != shapes[name]]
 
     def prepared(
         self, activation_format: str, tensors: dict[str, torch.Tensor] | None = None
