@@ -34,6 +34,7 @@ from .formats.spans import rebase
 from .formats.spec import ElementFormat, MXFormat, ScaleRule, ScaleSpan
 from .formats.tensor import Layout, MXTensor
 from .formats.token import TokenRows
+from .integrations.on_import import watch
 from .modules import MoE
 from .ops.explain import explain
 from .ops.grouped_gemm import grouped_gemm, grouped_wgrad
@@ -128,6 +129,8 @@ torch.serialization.add_safe_globals(
         TokenRows,
     ]
 )
+
+watch()  # so that experts_implementation="mxpert" works in Transformers
 
 
 # Imported at first use: they take torch's compiler, which costs as much as torch itself.

@@ -44,7 +44,7 @@ def flatten(weights: Any) -> dict[str, Any]:
             }
     state |= {name: getattr(weights, name) for name in BIASES}
     state = {name: tensor for name, tensor in state.items() if tensor is not None}
-    facts = identity(weights)
+    facts = identity(weights) | {"biases": [name for name in BIASES if name in state]}
     if weights.source_order is not None:
         facts["source_order"] = weights.source_order.value
     if certificates is not None:
@@ -83,6 +83,15 @@ def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
         names |= {
             f"{name}.certificate.{part}" for name in PROJECTIONS for part in _CERTIFICATE_PARTS
         }
+    stated = facts.get("biases", [])  # older files do not state them
+    require(
+        isinstance(stated, list) and set(map(str, stated)) <= set(BIASES),
+        op,
+        "biases",
+        need=f"some of {list(BIASES)}",
+        got=repr(stated),
+    )
+    names |= set(stated)
     missing, unknown = names - set(state), set(state) - names - {FACTS, *BIASES}
     require(
         not missing,

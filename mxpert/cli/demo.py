@@ -331,9 +331,9 @@ def run_demo(
 def demo(
     checkpoint: Path = typer.Option(
         None,
-        help="A gpt-oss checkpoint (MXFP4 safetensors). Without "
-        "it a small one with random weights is written to "
-        "OUTPUT/checkpoint.",
+        help="A gpt-oss checkpoint (MXFP4 safetensors): a folder, or the "
+        "id of a model on the Hugging Face Hub. Without it a small one with "
+        "random weights is written to OUTPUT/checkpoint.",
     ),
     output: Path = typer.Option(
         Path("reports/demo"), help="Folder for report.json and report.png; made if absent."

@@ -18,6 +18,7 @@ from ..integrations.checkpoints.gpt_oss import (
     load_transformers_oracle,
     write_demo_checkpoint,
 )
+from ..integrations.checkpoints.hub import local_checkpoint
 from ..integrations.checkpoints.load import LoadedMoELayer, load_gpt_oss_layers
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, positive_int, read_json
 from ..ops.quantize import dequantize
@@ -166,6 +167,7 @@ def open_layers(
     Without a checkpoint and without Transformers, random layers.
     """
     if checkpoint is not None:
+        checkpoint = local_checkpoint(checkpoint, "demo")
         check_checkpoint(checkpoint, "demo")
     open_folder(output, "demo", "--output")
     if checkpoint is not None:

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ..errors import message, require, require_device
 from ..files import is_file, what_is_at
+from ..integrations.checkpoints.hub import local_checkpoint
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE
 from ..integrations.models.convert import restore
 from ..integrations.models.evaluation import DEFAULT_FORMATS, EvalReport, evaluate
@@ -46,8 +47,8 @@ def evaluate_checkpoint(
     checkpoint: Annotated[
         Path,
         typer.Argument(
-            help="Directory of a causal-LM MoE checkpoint: bf16, gpt-oss's MXFP4, or one that "
-            "mxpert wrote.",
+            help="Directory of a causal-LM MoE checkpoint, or its id on the Hugging Face Hub: "
+            "bf16, gpt-oss's MXFP4, or one that mxpert wrote.",
             show_default=False,
         ),
     ],
@@ -97,13 +98,15 @@ def evaluate_checkpoint(
     """
     names = parse_formats(formats, "eval", "--format")
     check_target(json_to, "eval")
-    _check_files(checkpoint, text, plot)
+    _check_files(text, plot)
+    folder = local_checkpoint(checkpoint, "eval")
+    check_checkpoint(folder, "eval")
     target = require_device(
         device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
         "eval",
         "--device",
     )
-    ids, model = load(checkpoint, text, as_bytes=as_bytes, limit=max_tokens, context=context)
+    ids, model = load(folder, text, as_bytes=as_bytes, limit=max_tokens, context=context)
     with progress(make_console(stderr=True), "eval") as advance:
         report = evaluate(
             model.to(target),
@@ -120,14 +123,13 @@ def evaluate_checkpoint(
         draw(plot, report, checkpoint.name)
 
 
-def _check_files(checkpoint: Path, text: Path, plot: Path | None) -> None:
-    """Refuse a text, a PNG or a checkpoint that cannot be used."""
+def _check_files(text: Path, plot: Path | None) -> None:
+    """Refuse a text or a PNG that cannot be used."""
     require(is_file(text), "eval", str(text), need="a text file", got=what_is_at(text))
     if plot is not None:
         remedy, got = "pip install matplotlib", "no such package"
         require(has_matplotlib(), "eval", "--plot", need="matplotlib", got=got, remedy=remedy)
         check_target(plot, "eval", "--plot")
-    check_checkpoint(checkpoint, "eval")
 
 
 def load(

@@ -21,7 +21,8 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            help="Checkpoint directory in gpt-oss's format, or one .safetensors file.",
+            help="Checkpoint directory in gpt-oss's format, one .safetensors file, or the id of a "
+            "model on the Hugging Face Hub.",
             show_default=False,
         ),
     ],

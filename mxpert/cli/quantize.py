@@ -21,7 +21,8 @@ def quantize(
     source: Annotated[
         Path,
         typer.Argument(
-            help="Directory of a bf16 MoE checkpoint (Mixtral, Qwen-MoE, DeepSeek, gpt-oss names)",
+            help="Directory of a bf16 MoE checkpoint (Mixtral, Qwen-MoE, DeepSeek, gpt-oss names), "
+            "or the id of one on the Hugging Face Hub.",
             show_default=False,
         ),
     ],

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -25,6 +23,7 @@ from ..modules import quantize_stacked
 from ..published import published_shapes
 from ..weights import GateUpOrder
 from ..weights_state import PROJECTIONS
+from .checkpoint_names import fitting, module_of
 from .checkpoints.expert_sources import ExpertLayer, find_expert_layers
 from .checkpoints.safetensors_files import CheckpointReader
 from .models.convert import check_ranks, forbid_saving, shown
@@ -161,16 +160,12 @@ def _sources_of(
             other sizes; tensors of an unknown kind.
     """
     renamed = {
-        _module_of(model, source.tensors[0]): source
+        module_of(model, source.tensors[0]): source
         for source in find_expert_layers(reader, reader.config())
     }
     sources = {}
     for found in layers:
-        fits = [
-            source
-            for name, source in renamed.items()
-            if f".{name}".endswith(f".{found.name}") or f".{found.name}".endswith(f".{name}")
-        ]
+        fits = [renamed[name] for name in fitting(renamed, found.name)]
         need = "one module of this name in the checkpoint"
         require(len(fits) == 1, _OP, found.name, need=need, got=f"{len(fits)} of {list(renamed)}")
         sources[found.name] = fits[0]
@@ -182,17 +177,3 @@ def _sources_of(
         biased = len(fits[0].biases) == (len(PROJECTIONS) if found.has_bias else 0)
         require(biased, _OP, found.name, need=f"biases: {found.has_bias}", got=fits[0].biases)
     return sources
-
-
-def _module_of(model: Any, name: str) -> str:
-    """The experts module into which Transformers would load a tensor of the checkpoint."""
-    transforms = get_model_conversion_mapping(model)
-    converters = [each for each in transforms if isinstance(each, WeightConverter)]
-    for transform in transforms:
-        if transform not in converters:
-            name, _ = transform.rename_source_key(name)
-    for converter in converters:
-        name, matched = converter.rename_source_key(name)
-        if matched is not None:
-            break
-    return name.rpartition(".")[0]

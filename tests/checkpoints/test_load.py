@@ -14,12 +14,14 @@ from safetensors.torch import load_file
 from mxpert import GateUpOrder, MoEWeights, SwiGLU
 from mxpert.formats import quantize_blocks
 from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
+from mxpert.integrations.checkpoints.inspect import inspect_checkpoint
 from mxpert.integrations.checkpoints.load import (
     load_expert_weights,
     load_gpt_oss_layers,
     save_gpt_oss_layer_tensors,
 )
 from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
+from support.incomplete import copy_without
 
 EXPERTS = "model.layers.1.mlp.experts"
 ROUTER = "model.layers.1.mlp.router"
@@ -262,3 +264,23 @@ def test_a_layer_that_does_not_exist_is_refused(demo: Path) -> None:
         load_gpt_oss_layers(demo, layers=[0, 2])
     with pytest.raises(ValueError, match=r"layers — need layers among \[0, 1\], got 2"):
         load_expert_weights(demo, layers=[2])
+
+
+KINDS = [
+    f"{projection}_proj_{part}"
+    for projection in ("gate_up", "down")
+    for part in ("blocks", "scales", "bias")
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_tensor_of_experts_is_named(kind: str, demo: Path, tmp_path: Path) -> None:
+    """The index does not know it either, so that nothing but the layout says that it is missing."""
+    name = f"{EXPERTS}.{kind}"
+    damaged = copy_without(demo, tmp_path / "damaged", name)
+    for read in (load_expert_weights, load_gpt_oss_layers):
+        with pytest.raises(ValueError, match=f"{name} — need this tensor in the checkpoint"):
+            read(damaged)
+    if not kind.endswith("bias"):
+        with pytest.raises(ValueError, match=f"{name} — need this tensor in the checkpoint"):
+            inspect_checkpoint(damaged)

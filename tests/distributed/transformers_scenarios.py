@@ -135,7 +135,10 @@ def prepared_bytes(model: Any) -> int:
 
 
 def a_rank_holds_its_experts_alone() -> None:
-    """Peak memory of a conversion, which for all experts would be above the bound."""
+    """Peak memory of a conversion, which for all experts would be above the bound.
+
+    A layer's dense weights are freed once it is prepared: codes are held twice until then.
+    """
     ep = parallel(256)
     layer = prepared_bytes(converted(build("gpt_oss", **SIZES), None)) // 3
     peaks = {}
@@ -152,7 +155,7 @@ def a_rank_holds_its_experts_alone() -> None:
             assert prepared_bytes(made[0]) == 3 * layer // (1 if ranks is None else ep.size)
             dense = [name for name, _ in made[0].named_parameters() if "experts" in name]
             assert not dense
-    assert peaks["local"] < layer <= peaks["whole"], (peaks, layer)
+    assert peaks["local"] < 2 * layer <= peaks["whole"], (peaks, layer)
 
 
 def training_frees_foreign_experts_layer_by_layer() -> None:
@@ -277,7 +280,8 @@ def check_same(found: Any, wanted: Any) -> None:
         assert value.dtype == state[name].dtype, name
         assert is_exact(value, state[name]), name
     assert is_exact(logits(found), logits(wanted))
-    assert found.config.quantization_config == wanted.config.quantization_config
+    entries = [each.config.quantization_config.to_dict() for each in (found, wanted)]
+    assert entries[0] == entries[1]
     assert not hasattr(found, "hf_quantizer")
 
 

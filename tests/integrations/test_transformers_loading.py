@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import mxpert
 import mxpert.integrations.transformers as integration
@@ -22,7 +23,8 @@ from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from mxpert.integrations.models import convert as convert_module
 from mxpert.integrations.models.convert import convert, mx_experts, restore
 from mxpert.integrations.models.expert_modules import StoredExperts
-from mxpert.testing.numerics import assert_exact
+from mxpert.testing.numerics import assert_exact, cosine
+from support.incomplete import copy_without
 from support.memory import peak_bytes
 
 from .families import FAMILIES, build, oracle_of
@@ -182,8 +184,10 @@ def test_other_implementations_read_mxfp4_as_before(saved) -> None:
     plain = load(out, "eager", **options)
     assert not mx_experts(plain)
     assert plain.model.layers[0].mlp.experts.down_proj.dtype == torch.bfloat16
-    converted = load(out, "mxpert", **options)  # dequantised because it was asked for, then ours
-    assert_exact(logits(converted), logits(load(out)), "logits")
+    with pytest.raises(ValueError, match=r"quantization_config\.dequantize — need False.*restore"):
+        load(out, "mxpert", **options)
+    with pytest.raises(ValueError, match=r"quantization_config\.dequantize — need False"):
+        load(out, "mxpert", quantization_config={"quant_method": "mxfp4", "dequantize": True})
 
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 6}
@@ -214,6 +218,183 @@ def test_mxfp4_loads_within_its_own_size_and_one_layer(tmp_path, monkeypatch) ->
     options = {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
     dequantised = peak_bytes(lambda: None, lambda _: load(tmp_path, "eager", **options))
     assert dequantised > stored + layer, "the measure would not see a dequantised model"
+
+
+def test_other_families_load_within_their_own_size_and_one_layer(tmp_path, monkeypatch) -> None:
+    """As above; their matrices are concatenated, which dequantisation and a copy would show."""
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the profiler sees one thread
+    dense = build("mixtral", dtype=torch.bfloat16, **SIZES)
+    layer = dense_layer_bytes(dense)
+    dense.save_pretrained(tmp_path / "dense")
+    convert(dense, progress=False).save_pretrained(tmp_path / "mxfp4")
+    stored = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "mxfp4").values())
+    peak = peak_bytes(lambda: None, lambda _: load(tmp_path / "mxfp4"))
+    assert peak < stored + layer, f"{peak} bytes; {stored} on disk, a dense layer has {layer}"
+    assert peak_bytes(lambda: None, lambda _: load(tmp_path / "dense")) > stored + layer
+
+
+KINDS = [
+    f"{projection}_proj_{part}"
+    for projection in ("gate_up", "down")
+    for part in ("blocks", "scales", "bias")
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_tensor_of_experts_is_named(kind, saved, tmp_path) -> None:
+    """Transformers leaves it uninitialised, so the model would compute with any memory."""
+    name = f"model.layers.1.mlp.experts.{kind}"
+    damaged = copy_without(saved["gpt_oss"][2], tmp_path / "damaged", name)
+    with pytest.raises(ValueError, match=f"{name} — need these tensors of experts"):
+        load(damaged)
+
+
+def test_a_tensor_of_experts_in_another_shape_is_named(saved, tmp_path) -> None:
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    damaged = copy_without(saved["mixtral"][2], tmp_path / "damaged")
+    file = damaged / "model.safetensors"
+    tensors = load_file(file)
+    ends = re.compile(r".*layers\.0\..*experts\.down_proj_scales")
+    (key,) = filter(ends.fullmatch, tensors)
+    save_file(tensors | {key: tensors[key][:-1].clone()}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{name} — need these tensors of experts"):
+        load(damaged, ignore_mismatched_sizes=True)
+
+
+def test_missing_dense_experts_are_named(saved, tmp_path) -> None:
+    """Transformers fills them with random numbers."""
+    name = "model.layers.1.mlp.experts.down_proj"
+    damaged = copy_without(saved["gpt_oss"][1], tmp_path / "damaged", name)
+    with pytest.raises(ValueError, match=f"{name} — need these tensors of experts"):
+        load(damaged)
+
+
+PLAIN = {"mixtral": transformers.MixtralForCausalLM, "gpt_oss": transformers.GptOssForCausalLM}
+
+
+def test_a_quantised_folder_needs_no_option(saved, tmp_path) -> None:
+    """Its config names mxpert; a class of Transformers reads the config itself."""
+    model, dense, out = saved["mixtral"]
+    quantize_checkpoint(dense, tmp_path / "written")
+    for path in (out, tmp_path / "written"):
+        for model_class in (transformers.AutoModelForCausalLM, PLAIN["mixtral"]):
+            plain = model_class.from_pretrained(path, attn_implementation="eager")
+            assert_exact(logits(plain), logits(model), "logits")
+
+
+@pytest.mark.parametrize("name", ["eager", "grouped_mm", None])
+def test_a_quantised_folder_says_which_option_reads_it(name, saved, tmp_path) -> None:
+    """With another implementation, or in a folder whose config does not name mxpert yet."""
+    _, _, out = saved["mixtral"]
+    folder = copy_without(out, tmp_path / "older")
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    assert config.pop("experts_implementation") == "mxpert"
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    for path in (out, folder) if name else (folder,):
+        for model_class in (transformers.AutoModelForCausalLM, PLAIN["mixtral"]):
+            with pytest.raises(
+                mxpert.UnsupportedError,
+                match=r'need experts_implementation="mxpert".*restore\(model\)',
+            ):
+                model_class.from_pretrained(path, experts_implementation=name)
+
+
+WITHOUT_MXPERT_SAYS = """
+import sys, transformers
+options = dict(quantization_config=transformers.Mxfp4Config(dequantize=True))
+try:
+    transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], **options)
+except ValueError as error:
+    print(error)
+assert "mxpert" not in sys.modules
+"""
+
+
+def test_without_mxpert_transformers_names_it(saved) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MXPERT_SAYS, str(saved["mixtral"][2])],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert 'experts_implementation="mxpert"` is not supported' in done.stdout, done.stderr
+
+
+def test_the_saved_config_is_of_transformers_kind(saved) -> None:
+    for family in FAMILIES:
+        model, _, out = saved[family]
+        for each in (model, load(out)):
+            found = each.config.quantization_config
+            assert isinstance(found, transformers.Mxfp4Config)
+            assert found.quant_method == "mxfp4"
+            assert "lm_head" in found.modules_to_not_convert
+        assert load(out).quantization_method == "mxfp4"
+        read = transformers.AutoConfig.from_pretrained(out).quantization_config
+        assert read == found.to_dict() | {"mxpert": found.mxpert}
+
+
+LEFT = "model.layers.1.mlp.experts"
+
+
+@EVERY_FAMILY
+@pytest.mark.parametrize("given", [LEFT, r"model\.layers\.1\.mlp"])
+def test_modules_to_not_convert_stay_dense(given, family, saved, tmp_path) -> None:
+    """From a bf16 checkpoint, through a saved one, and back to a dense model."""
+    dense = saved[family][1]
+    options = transformers.Mxfp4Config(modules_to_not_convert=[given])
+    mixed = load(dense, quantization_config=options)
+    layers = {name: type(each).__name__ for name, each in mixed.named_modules()}
+    first = "model.layers.2.mlp.experts" if family == "deepseek_v3" else LEFT.replace("1", "0")
+    assert (layers[first], layers[LEFT] != "MXExperts") == ("MXExperts", True)
+    plain = load(dense, "eager")
+    wanted = oracle_of(plain)
+    wanted.get_submodule(LEFT).load_state_dict(plain.get_submodule(LEFT).state_dict())
+    assert cosine(logits(mixed), logits(wanted)) > 0.999
+    assert LEFT in mixed.config.quantization_config.modules_to_not_convert
+    assert len(mx_experts(convert(mixed, "bf16"))) == 1, "convert respects what was asked for"
+    mixed.save_pretrained(tmp_path / "mixed")
+    again = load(tmp_path / "mixed")
+    assert [type(each).__name__ for each in again.modules()] == list(layers.values())
+    assert_exact(logits(again), logits(mixed), "logits")
+    restored = restore(again)
+    assert cosine(logits(restored), logits(wanted)) > 0.999
+    assert len(mx_experts(convert(restored, progress=False))) == 2
+
+
+def test_a_restored_model_can_be_trained_by_transformers(saved) -> None:
+    """Nothing is left that names it quantised."""
+    model = restore(load(saved["mixtral"][2]))
+    assert not hasattr(model, "hf_quantizer")
+    assert not getattr(model, "is_quantized", False)
+    assert getattr(model.config, "quantization_config", None) is None
+    assert model.config._experts_implementation in ("grouped_mm", "eager")
+    assert "experts_implementation" not in model.config.to_dict()
+    model.train()(IDS, labels=IDS).loss.backward()
+
+
+@EVERY_FAMILY
+def test_set_experts_implementation_converts(family, saved) -> None:
+    model, dense, _ = saved[family]
+    plain = load(dense, "eager")
+    plain.set_experts_implementation("mxpert_a8w4")
+    assert {experts.activation_format for experts in mx_experts(plain)} == {"mxfp8"}
+    plain.set_experts_implementation("mxpert")
+    assert_exact(logits(plain), logits(model), "logits")
+    with pytest.raises(mxpert.UnsupportedError, match=r"got 'eager'.*restore\(model\)"):
+        plain.set_experts_implementation("eager")
+    restore(plain).set_experts_implementation("eager")
+    assert not mx_experts(plain)
+    assert_exact(logits(plain), logits(oracle_of(load(dense, "eager"))), "logits")
+
+
+def test_set_experts_implementation_says_at_once_what_it_cannot() -> None:
+    model = build("mixtral", hidden_act="gelu")
+    before = logits(model)
+    with pytest.raises(mxpert.UnsupportedError, match="GELUActivation"):
+        model.set_experts_implementation("mxpert")
+    assert model.config._experts_implementation == "eager"
+    assert_exact(logits(model), before, "logits")
 
 
 def test_state_dicts_load_and_devices_change(saved) -> None:

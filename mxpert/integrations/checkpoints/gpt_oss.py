@@ -24,6 +24,8 @@ from ...formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
 from ...weights import GateUpOrder, MoEWeights
 from ..models.saved_config import GPT_OSS_UNCONVERTED
 from ..module_paths import layer_number
+from ..transformers_versions import INSTALL
+from .hub import local_checkpoint
 from .load import GPT_OSS_LIMIT, save_gpt_oss_layer_tensors, stored_gate_up_order
 from .safetensors_files import (
     CONFIG_FILE,
@@ -170,7 +172,7 @@ def load_transformers_oracle(
     """Load a gpt-oss MXFP4 checkpoint with transformers, experts dequantised by transformers.
 
     Args:
-        directory: a published checkpoint, or one of ours; nothing is downloaded.
+        directory: a published checkpoint or one of ours, or the id of one on the Hub.
         dtype: of parameters and arithmetic; dequantised weights are exact in bfloat16.
         num_layers: load only this many decoder layers; None is all.
 
@@ -182,7 +184,8 @@ def load_transformers_oracle(
         ValueError: no directory, a missing or damaged file in it, or more layers than there are.
         UnsupportedError: transformers is not installed.
     """
-    op, directory = "load_transformers_oracle", Path(directory)
+    op = "load_transformers_oracle"
+    directory = local_checkpoint(directory, op)
     require(
         is_file(directory / CONFIG_FILE),
         op,
@@ -374,7 +377,7 @@ def _transformers(op: str) -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise UnsupportedError(
-            message(op, "transformers", "the package", error, "pip install transformers")
+            message(op, "transformers", "the package", error, INSTALL)
         ) from error
 
 

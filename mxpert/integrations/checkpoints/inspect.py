@@ -26,7 +26,7 @@ from .plan import CHUNK_ELEMENTS
 from .safetensors_files import CONFIG_FILE, CheckpointReader
 
 OP = "inspect_checkpoint"
-_BLOCKS = re.compile(r"^(?P<module>.+)\.(?P<projection>[^.]+)_blocks$")
+_STORED = re.compile(r"^(?P<module>.+)\.(?P<projection>[^.]+)_(?:blocks|scales)$")
 
 ProgressCallback = Callable[[int, int, str], None]
 
@@ -85,7 +85,8 @@ def inspect_checkpoint(
     """Compute the MX statistics of every MXFP4 tensor of a checkpoint.
 
     Args:
-        path: checkpoint directory in gpt-oss's format, or one safetensors file of it.
+        path: checkpoint directory in gpt-oss's format, one safetensors file of it, or the id of a
+            model on the Hugging Face Hub.
         source: the unquantised checkpoint that it came from, for SQNR. Modules are matched by
             their full paths, or by layer number where that fits one module in both checkpoints.
         layer: only this module, by full path, or all modules of this layer, by number.
@@ -104,11 +105,8 @@ def inspect_checkpoint(
 got no such file or directory
     """
     reader = CheckpointReader(path, OP)
-    found = [
-        (match["module"], match["projection"])
-        for name in reader.names
-        if (match := _BLOCKS.match(name))
-    ]
+    matches = [match for name in reader.names if (match := _STORED.match(name))]
+    found = list(dict.fromkeys((match["module"], match["projection"]) for match in matches))
     require(
         bool(found),
         OP,

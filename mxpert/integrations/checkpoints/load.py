@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,14 @@ from ...formats.spec import MX_BLOCK_SIZE
 from ...problem import Activation, SwiGLU
 from ...published import BLOCK_BYTES, expert_weights_from, published_expert_tensors
 from ...weights import GateUpOrder, MoEWeights
+from ...weights_state import PROJECTIONS
 from ..module_paths import choose_modules, module_order
 from .safetensors_files import CONFIG_FILE, CheckpointReader, positive_int, quantization_method
 
 GPT_OSS_LIMIT = SwiGLU.limit
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 _REMEDY = "download the file again, or convert the checkpoint with `mxpert quantize`"
-_BLOCKS = re.compile(r"^(?P<experts>.+)\.gate_up_proj_blocks$")
+_STORED = re.compile(r"^(?P<experts>.+)\.(?:gate_up|down)_proj_(?P<kind>blocks|scales|bias)$")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def load_gpt_oss_layers(
     this function returns. The iterator then reads the tensors of one layer at a time.
 
     Args:
-        directory: checkpoint directory with ``config.json`` and safetensors, sharded or not.
+        directory: checkpoint directory with ``config.json`` and safetensors, sharded or not, or
+            the id of a model on the Hugging Face Hub.
         layers: layer indices, in the wanted order; None is all of them.
         device: device of the tensors.
 
@@ -130,7 +132,8 @@ def load_expert_weights(
     """Read the expert weights of any MXFP4 checkpoint that `mxpert quantize` wrote, or gpt-oss.
 
     Args:
-        directory: checkpoint directory; ``config.json`` states the gate/up order.
+        directory: checkpoint directory, or the id of a model on the Hugging Face Hub;
+            ``config.json`` states the gate/up order.
         layers: full module paths (``model.layers.3.mlp.experts``), or numbers of layers that have
             one experts module; None is every module with quantised experts.
         device: device of the tensors.
@@ -140,7 +143,8 @@ def load_expert_weights(
 
     Raises:
         ValueError: no such checkpoint or module, a layer number that fits several modules, no
-            stated gate/up order, or bad tensors. TypeError: neither a path nor a number.
+            stated gate/up order, or missing or bad tensors; the message names them. TypeError:
+            neither a path nor a number.
 
     Example:
         >>> load_expert_weights("/nowhere")
@@ -150,7 +154,8 @@ got no such file or directory
     """
     op = "load_expert_weights"
     reader = CheckpointReader(directory, op)
-    order = stored_gate_up_order(reader.config(), reader.directory / CONFIG_FILE, op)
+    config = reader.config()
+    order = stored_gate_up_order(config, reader.directory / CONFIG_FILE, op)
     modules = expert_modules_of(reader)
     require(
         bool(modules),
@@ -161,16 +166,25 @@ got no such file or directory
         remedy="convert the checkpoint with `mxpert quantize`",
     )
     chosen = modules if layers is None else choose_modules(modules, layers, op)
+    biased = [
+        projection
+        for projection in PROJECTIONS
+        if config.get("model_type") == "gpt_oss"
+        or any(f"{module}.{projection}_bias" in reader.names for module in modules)
+    ]
     for module in chosen:
-        check_experts(reader, module)
+        check_experts(reader, module, biased=biased)
     return ((module, _read_experts(reader, module, order, device)) for module in chosen)
 
 
 def expert_modules_of(reader: CheckpointReader) -> list[str]:
-    """Full paths (``….experts``) of all modules whose experts are stored in MXFP4, in order."""
+    """Full paths (``….experts``) of all modules whose experts are stored in MXFP4, in order.
+
+    One of their tensors is enough: `check_experts` says which ones are missing.
+    """
+    matches = [match for name in reader.names if (match := _STORED.match(name))]
     return sorted(
-        (match["experts"] for name in reader.names if (match := _BLOCKS.match(name))),
-        key=module_order,
+        {match["experts"] for match in matches if match["kind"] != "bias"}, key=module_order
     )
 
 
@@ -203,7 +217,11 @@ def stored_gate_up_order(config: dict[str, Any], where: object, op: str) -> Gate
 
 
 def check_experts(
-    reader: CheckpointReader, prefix: str, sizes: tuple[int, int, int] | None = None
+    reader: CheckpointReader,
+    prefix: str,
+    sizes: tuple[int, int, int] | None = None,
+    *,
+    biased: Collection[str] = (),
 ) -> tuple[int, int, int]:
     """Check one layer's quantised expert tensors by their headers.
 
@@ -211,6 +229,7 @@ def check_experts(
         reader: the checkpoint.
         prefix: module name, ``….experts``.
         sizes: (E, H, F) that the config states; None takes them from the tensors themselves.
+        biased: projections that must have a bias; biases that are there are checked in any case.
 
     Returns:
         (E, H, F).
@@ -238,7 +257,7 @@ def check_experts(
             remedy=_REMEDY,
         )
         reader.require(f"{prefix}.{projection}_scales", dtypes=["U8"], shape=blocks, remedy=_REMEDY)
-        if f"{prefix}.{projection}_bias" in reader.names:
+        if projection in biased or f"{prefix}.{projection}_bias" in reader.names:
             reader.require(
                 f"{prefix}.{projection}_bias",
                 dtypes=FLOAT_DTYPES,
@@ -356,11 +375,8 @@ def _swiglu_limit(config: dict[str, Any], where: object, op: str) -> float:
 
 def _check_layer(reader: CheckpointReader, layer: int, sizes: _GptOssSizes) -> None:
     prefix = f"model.layers.{layer}.mlp"
-    check_experts(
-        reader, f"{prefix}.experts", (sizes.num_experts, sizes.hidden_size, sizes.intermediate_size)
-    )
-    for name in ("gate_up_proj_bias", "down_proj_bias"):
-        reader.info(f"{prefix}.experts.{name}")  # gpt-oss always has both
+    expected = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
+    check_experts(reader, f"{prefix}.experts", expected, biased=PROJECTIONS)
     reader.require(
         f"{prefix}.router.weight",
         dtypes=FLOAT_DTYPES,

@@ -78,8 +78,8 @@ def plan_quantization(
         got=repr(scale_rule),
         error=TypeError,
     )
-    source, destination = Path(source), Path(destination)
-    reader = CheckpointReader(source, OP)
+    reader, destination = CheckpointReader(source, OP), Path(destination)
+    source = reader.path
     require(source.is_dir(), OP, str(source), need="a checkpoint directory", got="a file")
     config = reader.config()
     layers = find_expert_layers(reader, config)

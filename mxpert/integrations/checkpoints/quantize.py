@@ -25,7 +25,12 @@ from ...formats.spec import MX_BLOCK_SIZE, ScaleRule
 from ...published import BLOCK_BYTES
 from ...weights import GateUpOrder
 from ...weights_state import PROJECTIONS
-from ..models.saved_config import GPT_OSS_UNCONVERTED, quantization_config
+from ..models.saved_config import (
+    GPT_OSS,
+    GPT_OSS_UNCONVERTED,
+    implementation_entry,
+    quantization_config,
+)
 from .expert_sources import ExpertLayer, source_directory_files
 from .plan import OP, OutputShard, QuantizePlan, plan_quantization, quantize_expert
 from .safetensors_files import (
@@ -125,7 +130,8 @@ def quantize_checkpoint(
 
     Args:
         source: directory with ``config.json`` and safetensors in Mixtral's, Qwen-MoE's or
-            DeepSeek's naming, or stacked as transformers 5 and gpt-oss do.
+            DeepSeek's naming, or stacked as transformers 5 and gpt-oss do; or the id of such a
+            model on the Hugging Face Hub.
         destination: directory to write; absent, empty, or left by an interrupted run.
         scale_rule: how a block's scale follows from its maximum.
         device: device that quantises.
@@ -323,15 +329,14 @@ def _write_side_files(plan: QuantizePlan, manifest: dict[str, Any]) -> None:
         plan.destination / INDEX_FILE,
         {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
     )
-    write_json(
-        plan.destination / CONFIG_FILE,
-        plan.config | {"quantization_config": quantization_config(_unconverted(plan), plan.rule)},
-    )
+    stated = {"quantization_config": quantization_config(_unconverted(plan), plan.rule)}
+    stated |= implementation_entry(plan.config.get("model_type"))
+    write_json(plan.destination / CONFIG_FILE, plan.config | stated)
 
 
 def _unconverted(plan: QuantizePlan) -> list[str]:
     """Modules that keep their dtype, layer numbers as ``*``."""
-    if plan.config.get("model_type") == "gpt_oss":
+    if plan.config.get("model_type") == GPT_OSS:
         return GPT_OSS_UNCONVERTED
     names = [name for shard in plan.shards for name in shard.copied]
     return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0]) for name in names})

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from ...errors import message, require
 from ...files import exists, is_file, parse_json, short, what_is_at, write_atomically
+from .hub import local_checkpoint
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -46,7 +47,7 @@ class CheckpointReader:
 
     Args:
         path: a directory with ``model.safetensors.index.json`` and its shards or with one
-            ``model.safetensors``; or a single safetensors file.
+            ``model.safetensors``; a single safetensors file; or the id of a model on the Hub.
         op: name of the operation that error messages start with.
 
     Raises:
@@ -55,7 +56,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: Path | str, op: str) -> None:
-        self.path = Path(path)
+        self.path = local_checkpoint(path, op)
         self.op = op
         self._handles: dict[Path, Any] = {}
         require(

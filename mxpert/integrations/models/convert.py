@@ -17,7 +17,8 @@ from ...training.recipe import MXFP8Recipe
 from ...weights import MoEWeights
 from ...weights_state import PROJECTIONS
 from .expert_modules import MXExperts, TrainableExperts, empty
-from .experts import FoundExperts, check_loaded, find_experts
+from .experts import FoundExperts, check_loaded, find_experts, is_experts, stays_dense
+from .implementations import IMPLEMENTATIONS
 from .saved_config import configured_models, mark_quantized, unmark_quantized
 
 _Layer = TypeVar("_Layer")
@@ -37,6 +38,7 @@ def convert(
 
     Every experts module (gpt-oss, Qwen3-MoE, Mixtral, DeepSeek-V3 and others of transformers 5)
     is replaced in place, a shared one once. All layers are checked before the first one changes.
+    The model's config, where another model has the same object, is replaced by a copy.
     Then each layer is quantised as by ``quantize(w, "mxfp4", axis=-1)`` and prepared for its
     device, and its dense weights are freed before the next layer: at most one layer is held twice.
     Weights that came from MXFP4 are recovered exactly. Saving the model writes blocks and scales as
@@ -71,7 +73,8 @@ def convert(
             where the model is in MXFP4 already.
         TypeError: wrong types.
         UnsupportedError: an activation or tensors that mxpert does not know, or a model quantised
-            by another library. In every case the model is unchanged.
+            by another library. In every case the model is unchanged. Where memory ends in
+            between, layers are converted or unchanged; call `convert` again for the others.
 
     Example:
         >>> import torch, transformers, mxpert
@@ -88,21 +91,46 @@ def convert(
     activation_format = parse_activation_format(activation_format, op)
     _check_arguments(model, scale_rule, recipe, expert_parallel)
     target = None if device is None else require_device(device, op)
-    if converted := mx_experts(model):
-        for module in converted:
-            module.activation_format = activation_format
-    elif recipe is not None:
+    require(
+        target is None or target.type != "meta",
+        op,
+        "device",
+        need="a device that holds data",
+        got="'meta'",
+        remedy="name the device that shall run the model",
+    )
+    if recipe is not None:
         for dense in _dense_experts(model, activation_format, recipe, expert_parallel):
             dense.replace_by(TrainableExperts(dense, recipe, expert_parallel))
     else:
         rule = ScaleRule.RCEIL if scale_rule is None else scale_rule
-        found = _dense_experts(model, activation_format, None, expert_parallel)
-        for dense in shown(found, progress=progress):
-            _convert_layer(dense, activation_format, rule, target, expert_parallel)
-        mark_quantized(model, found, rule)
+        _convert_layers(model, activation_format, rule, target, expert_parallel, progress)
     if expert_parallel is not None:
         forbid_saving(model)
     return model if target is None else model.to(target)
+
+
+def _convert_layers(
+    model: Any,
+    activation_format: str,
+    scale_rule: ScaleRule,
+    device: torch.device | None,
+    ranks: ExpertParallel | None,
+    progress: bool,
+) -> None:
+    """Bring all experts into MXFP4 that are not in it yet, and all layers into the format."""
+    converted = mx_experts(model)
+    if not converted or _has_dense_experts(model):
+        found = _dense_experts(model, activation_format, None, ranks)
+        done = [module.source for module in converted]
+        try:
+            for dense in shown(found, progress=progress):
+                _convert_layer(dense, activation_format, scale_rule, device, ranks)
+                done.append(dense)
+        finally:  # where memory ends in between, the model can be saved, and converted to its end
+            mark_quantized(model, done, scale_rule)
+    for module in converted:
+        module.activation_format = activation_format
 
 
 def shown(layers: Sequence[_Layer], *, progress: bool) -> Iterable[_Layer]:
@@ -123,13 +151,20 @@ def _dense_experts(
     op = "convert"
     trained = [module for module in model.modules() if isinstance(module, TrainableExperts)]
     _refuse_local_experts(trained, op)
-    found = [experts.source for experts in trained] or find_experts(model, op)
+    found = [experts.source for experts in trained]
+    if not trained or _has_dense_experts(model):
+        found += [dense for dense in find_experts(model, op) if not stays_dense(dense.module)]
     check_loaded(found, op)
     if ranks is not None:
         check_ranks(op, found, ranks, activation_format, recipe)
     for experts in trained:
         experts.give_back()
     return found
+
+
+def _has_dense_experts(model: torch.nn.Module) -> bool:
+    """Whether there are experts left to convert."""
+    return any(is_experts(module) and not stays_dense(module) for module in model.modules())
 
 
 def restore(model: Any) -> Any:
@@ -177,9 +212,12 @@ def restore(model: Any) -> Any:
         trainable.give_back()
     if converted:
         unmark_quantized(model)
+    for module in model.modules():
+        vars(module).pop("dense_implementation", None)
     for holder in configured_models(model):
-        if str(getattr(holder.config, "_experts_implementation", "")).startswith("mxpert"):
-            holder.set_experts_implementation(None)  # Transformers' default
+        if getattr(holder.config, "_experts_implementation", None) in IMPLEMENTATIONS:
+            default = holder.get_correct_experts_implementation(None)
+            holder.config._experts_implementation = default
     return model
 
 
@@ -207,10 +245,16 @@ def _check_arguments(
         ("expert_parallel", ranks, isinstance(ranks, ExpertParallel | None), "an ExpertParallel"),
     ):
         require(fits, op, name, need=need, got=repr(value), error=TypeError)
-    if mx_experts(model):
+    if converted := mx_experts(model):
         need, got = "a model with dense experts", "one that is in MXFP4 already"
         remedy = "call mxpert.integrations.models.convert.restore(model) first"
         options = {"recipe": recipe, "scale_rule": scale_rule, "expert_parallel": ranks}
+        if _has_dense_experts(model):  # an earlier call ended in between
+            options = {"recipe": recipe}
+            other = [each for each in converted if each.expert_parallel is not ranks]
+            got = f"{len(other)} layers that were converted with another one, or without"
+            need = "the one of the call before"
+            require(not other, op, "expert_parallel", need=need, got=got, remedy=remedy)
         for name, given in options.items():
             require(given is None, op, name, need=need, got=got, remedy=remedy)
         return
@@ -295,10 +339,10 @@ def _convert_layer(
     device: torch.device | None,
     ranks: ExpertParallel | None,
 ) -> None:
+    """Replace one layer's experts; an error in between leaves them as they are."""
     module: Any = found.module
     local = None if ranks is None else ranks.local_experts
     target = module.down_proj.device if device is None else device
-    dtype = module.down_proj.dtype
     projections: dict[str, Any] = {}
     for name in PROJECTIONS:
         projections[name] = quantize_stacked(
@@ -308,20 +352,20 @@ def _convert_layer(
             device=target,
             experts=local,
         )
-        del module._parameters[name]
     if found.has_bias:
         for name in ("gate_up", "down"):
             bias = getattr(module, f"{name}_proj_bias").detach()
             bias = bias if local is None else bias[list(local)]
             projections[f"{name}_bias"] = bias.to(target, torch.float32).contiguous()
-    empty(module)
     weights = MoEWeights(**projections, gate_up_order=found.order)
     experts = MXExperts(
         weights.prepare(device=target),
         found.activation,
         source=found,
         activation_format=activation_format,
-        dtype=dtype,
+        dtype=module.down_proj.dtype,
         expert_parallel=ranks,
+        frozen=frozenset(n for n, value in module.named_parameters() if not value.requires_grad),
     )
     found.replace_by(experts.train(module.training))
+    empty(module)

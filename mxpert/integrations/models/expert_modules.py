@@ -33,6 +33,7 @@ class MXExperts(PreparedExperts):
         source: the module that was replaced, without its weights; `restore` puts it back.
         dtype: dtype of the biases in the state dict, and of restored weights.
         expert_parallel: the ranks that share the layer, where `weights` are this rank's experts.
+        frozen: names of parameters of the replaced module that did not require a gradient.
     """
 
     no_gradient = (
@@ -49,6 +50,7 @@ class MXExperts(PreparedExperts):
         source: FoundExperts,
         dtype: torch.dtype,
         expert_parallel: ExpertParallel | None = None,
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__(
             weights,
@@ -57,7 +59,7 @@ class MXExperts(PreparedExperts):
             dtype=dtype,
             expert_parallel=expert_parallel,
         )
-        self._source = source
+        self._source, self._frozen = source, frozen
 
     def forward(  # type: ignore[override]  # in Transformers' order
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -68,7 +70,7 @@ class MXExperts(PreparedExperts):
     def restored(self) -> dict[str, torch.nn.Parameter]:
         """Dequantised parameters in the names, shapes and order of the module that was replaced."""
         weights, found = self.weights.unprepare(), self._source
-        parameters = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, projection, bias in (
             ("gate_up_proj", weights.gate_up_proj, weights.gate_up_bias),
             ("down_proj", weights.down_proj, weights.down_bias),
@@ -79,10 +81,13 @@ class MXExperts(PreparedExperts):
                 dense = dense[:, rows]
                 bias = None if bias is None else bias[:, rows]
             dense = dense.transpose(1, 2).contiguous() if found.transposed else dense
-            parameters[name] = torch.nn.Parameter(dense)
+            tensors[name] = dense
             if bias is not None:
-                parameters[f"{name}_bias"] = torch.nn.Parameter(bias.to(self.dtype))
-        return parameters
+                tensors[f"{name}_bias"] = bias.to(self.dtype)
+        return {
+            name: torch.nn.Parameter(tensor, requires_grad=name not in self._frozen)
+            for name, tensor in tensors.items()
+        }
 
     @property
     def source(self) -> FoundExperts:
@@ -109,12 +114,19 @@ class StoredExperts(torch.nn.Module):
         self.expert_parallel = expert_parallel
         if expert_parallel is not None:
             return
-        shapes = published_shapes(
-            found.num_experts, found.hidden_size, found.intermediate_size, has_bias=found.has_bias
-        )
-        for name, shape in shapes.items():
+        for name, shape in self._shapes().items():
             stored = dtype if name.endswith("_bias") else torch.uint8
             self.register_buffer(name, torch.empty(shape, dtype=stored, device="meta"))
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        found = self._source
+        sizes = found.num_experts, found.hidden_size, found.intermediate_size
+        return published_shapes(*sizes, has_bias=found.has_bias)
+
+    def misshapen(self) -> list[str]:
+        """Names of loaded tensors of another shape than the model's experts have."""
+        shapes = self._shapes()
+        return [name for name, each in self.named_buffers() if tuple(each.shape) != shapes[name]]
 
     def prepared(
         self, activation_format: str, tensors: dict[str, torch.Tensor] | None = None

@@ -151,12 +151,27 @@ def unconverted_modules(model: torch.nn.Module) -> list[str]:
         ['*']
     """
     names = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    return sorted({re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", name) for name in names})
+    return sorted({starred(name) for name in names})
+
+
+def starred(path: str) -> str:
+    """A module path with its numbers as ``*``.
+
+    Example:
+        >>> starred("model.layers.3.mlp.experts")
+        'model.layers.*.mlp.experts'
+    """
+    return re.sub(r"(?:(?<=\.)|^)\d+(?=\.|$)", "*", path)
 
 
 def is_experts(module: torch.nn.Module) -> bool:
     """Whether a module declares itself as stacked experts."""
     return all(hasattr(module, flag) for flag in _FLAGS)
+
+
+def stays_dense(module: torch.nn.Module) -> bool:
+    """Whether the checkpoint or the caller of ``from_pretrained`` left these experts dense."""
+    return getattr(module, "dense_implementation", None) is not None
 
 
 def _experts_places(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Module, str]]]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 
 from ...formats.spec import ScaleRule
 from ...weights import GateUpOrder
-from .experts import FoundExperts, unconverted_modules
+from .experts import FoundExperts, is_experts, starred, unconverted_modules
+from .implementations import NAME
 
+GPT_OSS = "gpt_oss"
 GPT_OSS_UNCONVERTED = [
     "model.layers.*.self_attn",
     "model.layers.*.mlp.router",
@@ -37,23 +40,60 @@ def mark_quantized(model: Any, found: list[FoundExperts], scale_rule: ScaleRule 
     """Make every Transformers model that holds the experts `found` save a checkpoint that loads.
 
     Its ``config.quantization_config`` is written as `mxpert quantize` and gpt-oss do, and
-    Transformers no longer splits the published tensors when it saves. Models without a config are
-    left alone.
+    Transformers no longer splits the published tensors when it saves. The config becomes the
+    model's own: another model that was made from the same object keeps it as it was. Models
+    without a config are left alone.
     """
     marked = set()
     parents = {parent for experts in found for parent, _ in experts.places}
-    for holder in configured_models(model):
-        if parents.isdisjoint(holder.modules()):
-            continue
+    holders = [
+        holder for holder in configured_models(model) if not parents.isdisjoint(holder.modules())
+    ]
+    _own_configs(holders, found)
+    for holder in holders:
         if id(holder.config) not in marked:
             marked.add(id(holder.config))
-            names = (
-                [*GPT_OSS_UNCONVERTED]
-                if getattr(holder.config, "model_type", "") == "gpt_oss"
-                else unconverted_modules(holder)
-            )
-            holder.config.quantization_config = quantization_config(names, scale_rule)
+            _write_config(holder, scale_rule)
         _hide_expert_conversions(holder)
+
+
+def _own_configs(holders: list[Any], found: list[FoundExperts]) -> None:
+    """Give these models copies of their configs, and all of their modules the same copies."""
+    copies: dict[int, Any] = {}
+    for holder in holders:
+        copy.deepcopy(holder.config, copies)  # also finds the configs inside of a config
+    configs = {id(holder.config) for holder in holders}
+    modules = {module for holder in holders for module in holder.modules()}
+    modules |= {module for experts in found for module in experts.module.modules()}
+    for module in modules:
+        for name, value in vars(module).items():
+            if id(value) in copies and (id(value) in configs or hasattr(value, "to_dict")):
+                vars(module)[name] = copies[id(value)]
+
+
+def _write_config(holder: Any, scale_rule: ScaleRule | None) -> None:
+    config, model_type = holder.config, getattr(holder.config, "model_type", "")
+    names = [*GPT_OSS_UNCONVERTED] if model_type == GPT_OSS else unconverted_modules(holder)
+    dense = [name for name, module in holder.named_modules() if is_experts(module)]
+    names = [name for name in names if name not in map(starred, dense)] + dense
+    entry = quantization_config(names, scale_rule)
+    if hasattr(holder, "save_pretrained"):
+        from .mxfp4_config import Mxfp4Config
+
+        config.quantization_config = Mxfp4Config(names, mxpert=entry["mxpert"])
+    else:
+        config.quantization_config = entry
+    for name, value in implementation_entry(model_type).items():
+        setattr(config, name, value)
+
+
+def implementation_entry(model_type: object) -> dict[str, str]:
+    """What a config.json says beside its quantisation: the experts implementation that reads it.
+
+    With mxpert imported the folder then loads without the option; without mxpert Transformers says
+    that it does not know "mxpert". It reads gpt-oss's own checkpoints by itself.
+    """
+    return {} if model_type == GPT_OSS else {"experts_implementation": NAME}
 
 
 def _hide_expert_conversions(model: Any) -> None:
@@ -67,6 +107,8 @@ def _hide_expert_conversions(model: Any) -> None:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
+    if hasattr(model, "_dense_weight_conversions"):
+        return
     dense = getattr(model, "_weight_conversions", None)
     if dense is None:  # built, not loaded: the conversions that Transformers would choose itself
         dense = [
@@ -93,10 +135,17 @@ def without_expert_conversions(conversions: list[Any]) -> list[Any]:
 
 
 def unmark_quantized(model: Any) -> None:
-    """Undo `mark_quantized`."""
+    """Undo `mark_quantized`, and what Transformers keeps of a quantised checkpoint."""
     for holder in configured_models(model):
-        if getattr(holder.config, "quantization_config", None) is not None:
-            del holder.config.quantization_config
+        for owner, name in (
+            (holder.config, "quantization_config"),
+            (holder.config, "experts_implementation"),
+            (holder.config, "_is_quantized"),
+            (holder, "hf_quantizer"),
+            (holder, "quantization_method"),
+            (holder, "is_quantized"),
+        ):
+            vars(owner).pop(name, None)
         if hasattr(holder, "_dense_weight_conversions"):
             holder._weight_conversions = holder._dense_weight_conversions
             del holder._dense_weight_conversions
