@@ -1,14 +1,12 @@
 """Which GPU has which kernels, and what of them was tried: the one table of it.
 
-`mxpert doctor`, `explain`, PerformanceWarning and docs/supported-gpus.md read it. This prints the
-table of the page: ``python -m mxpert.dispatch.support``.
+`mxpert doctor`, `explain` and PerformanceWarning read it. docs/_gpus.py writes it into the pages.
 """
 
 from __future__ import annotations
 
 import enum
 import re
-import sys
 from dataclasses import dataclass
 
 from ..problem import Target
@@ -97,7 +95,3 @@ def markdown_table() -> str:
         kernels = f"`{row.kernels}`"
         lines.append(f"| {row.gpus} | {architectures or '–'} | {kernels} | {row.status.value} |")
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    sys.stdout.write(markdown_table())

@@ -49,5 +49,5 @@ def has_mma_sync_only(target: Target) -> bool:
 
 
 def decodes_fp8(target: Target) -> bool:
-    """Whether warps decode FP8 operands to bf16 in registers; sm_120 multiplies them as they are."""
+    """Whether warps decode FP8 operands to bf16 in registers; sm_120 multiplies FP8 itself."""
     return has_mma_sync_only(target) and target.compute_capability < 120
