@@ -1,7 +1,7 @@
 """FP8 codes and values computed from bits, as on chips before sm_90, against the instructions.
 
-The interpreter is told that its target has no FP8 type, as Triton tells it for sm_80; a use of one
-is then an error.
+The interpreter is told that its target has no FP8 type, as Triton is for sm_80; a use of one is an
+error.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import triton.language as tl
 from triton.runtime import interpreter as stock
 
 import mxpert
@@ -31,12 +33,29 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:Runt
 formats = pytest.mark.parametrize("fmt", [MXFP8_E4M3, MXFP8_E5M2], ids=lambda fmt: fmt.name)
 
 
+def refuse_fp8(name: str) -> Any:
+    """Patch a method of the interpreter's builder: a conversion to an FP8 type is an error."""
+    original = getattr(stock.InterpreterBuilder, name)
+
+    def convert(self: Any, source: Any, kind: Any, *options: Any) -> Any:
+        if kind.scalar in (tl.float8e4nv, tl.float8e5):
+            raise TypeError(f"{kind} is not supported in this architecture")
+        return original(self, source, kind, *options)
+
+    return mock.patch.object(stock.InterpreterBuilder, name, convert)
+
+
 @contextmanager
 def by_bits() -> Iterator[None]:
     """Interpret kernels as for a target without FP8."""
     builder = stock.interpreter_builder
     without = replace(builder.options, supported_fp8_dtypes=())
-    with mock.patch.object(builder, "options", without):
+    with (
+        mock.patch.object(builder, "options", without),
+        refuse_fp8("create_bitcast"),
+        refuse_fp8("create_fp_to_fp"),
+        refuse_fp8("cast_impl"),
+    ):
         yield
 
 
