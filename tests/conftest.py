@@ -35,6 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="random calls of public functions (6000 for the long run)",
     )
     parser.addoption(
+        "--all-targets",
+        action="store_true",
+        help="compile every portable kernel for every GPU, not each GPU's part of the cases",
+    )
+    parser.addoption(
         "--gfx950",
         action="store_true",
         help="run tests/interpreted on gfx950 code, executed on the CPU",

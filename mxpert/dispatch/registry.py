@@ -36,6 +36,7 @@ from ..problem import (
 )
 from ..runtime.geometry import CachedCall
 from . import tables
+from .support import Status, remedy_of, support_of
 
 BACKENDS = {
     "cdna4": "mxpert.backends.cdna4",
@@ -140,6 +141,13 @@ class Explanation:
     rejected: tuple[tuple[str, str], ...]
     transport: str = ""
 
+    @property
+    def status(self) -> str:
+        """What of the chosen backend was tried on this device, as docs/supported-gpus.md has it."""
+        on_reference = self.resolution.kernel.backend == "reference"
+        status = Status.REFERENCE if on_reference else support_of(self.problem.target).status
+        return status.value
+
     def __str__(self) -> str:
         chosen = self.resolution
         target = self.problem.target
@@ -152,6 +160,8 @@ class Explanation:
         mode = getattr(chosen.kernel, "mode", None)
         if mode is not None:
             lines.append(f"  mode:    {mode(self.problem)}")
+        if target.kind != "cpu":
+            lines.append(f"  status:  {self.status}")
         if chosen.slower:
             lines.append(f"  slower:  {chosen.slower}")
         lines += [f"  not {name}: {reason}" for name, reason in self.rejected]
@@ -284,6 +294,8 @@ def _slower(problem: Problem, kernel: KernelSpec, rejected: list[tuple[str, str]
         or (name == _MADE_FOR.get(problem.target.arch) and _has(name, problem.op))
     ]
     if reasons:
+        remedy = remedy_of(problem.target)
+        reasons += [remedy] if remedy else []
         return f"runs on the {kernel.backend} backend: {'; '.join(reasons)}"
     say: Callable[[Problem], str] = getattr(kernel, "slower", lambda _: "")
     return say(problem)
@@ -350,7 +362,7 @@ def _resolve(
                 "backend",
                 "one that serves this problem",
                 f"{pinned!r}, which {rejected[0][1]}",
-                "name another backend or none; mxpert doctor lists them",
+                "name another backend, or none; mxpert doctor lists them",
             )
         )
     raise refuse(problem, (f"{name} {reason}" for name, reason in rejected))
@@ -378,7 +390,20 @@ def resolve_cached(call: CachedCall) -> tuple[KernelSpec, Any]:
     return choice
 
 
+def refusal(problem: Problem, backend: str) -> str | None:
+    """Why a backend cannot serve `problem`, as a phrase after its name; None if it can."""
+    found = _candidate(backend, problem)
+    return found if isinstance(found, str) else None
+
+
 def explain_problem(problem: Problem) -> Explanation:
-    """What `resolve` would choose, the source of the choice, and the rejected backends."""
-    resolution, rejected = _resolve(problem, _override.get(), tables.generation())
+    """What `resolve` would choose, the source of the choice, and the rejected backends.
+
+    A CPU takes the reference without asking the faster backends; their reasons are told, too.
+    """
+    pins = _override.get()
+    resolution, rejected = _resolve(problem, pins, tables.generation())
+    if problem.target.kind == "cpu" and not pins.backend:
+        reasons = {name: refusal(problem, name) for name in BACKENDS if _has(name, problem.op)}
+        rejected = tuple((name, reason) for name, reason in reasons.items() if reason)
     return Explanation(problem, resolution, rejected)

@@ -24,8 +24,13 @@ from ..runtime.launch import LAUNCH_OPTIONS
 
 TARGETS: Mapping[str, GPUTarget] = MappingProxyType(
     {
+        "sm_80": GPUTarget("cuda", 80, 32),
+        "sm_86": GPUTarget("cuda", 86, 32),
+        "sm_89": GPUTarget("cuda", 89, 32),
         "sm_90": GPUTarget("cuda", 90, 32),
         "sm_100": GPUTarget("cuda", 100, 32),
+        "sm_103": GPUTarget("cuda", 103, 32),
+        "sm_120": GPUTarget("cuda", 120, 32),
         "gfx950": GPUTarget("hip", "gfx950", 64),
     }
 )

@@ -15,7 +15,10 @@ from typing import Any
 
 import triton
 
-from mxpert.testing.ahead_of_time import TARGETS, Specialization, compile_call, specialize
+from mxpert.testing.ahead_of_time import TARGETS as EVERY_TARGET
+from mxpert.testing.ahead_of_time import Specialization, compile_call, specialize
+
+from .devices import DEVICES
 
 __all__ = [
     "SHARED_MEMORY_LIMIT",
@@ -28,8 +31,11 @@ __all__ = [
     "specialize",
 ]
 
+TARGETS = MappingProxyType({name: EVERY_TARGET[name] for name in ("sm_90", "sm_100", "gfx950")})
+"""Targets that the tests of each kernel compile for; test_mma_sync_aot.py has the others."""
+
 SHARED_MEMORY_LIMIT: Mapping[str, int] = MappingProxyType(
-    {"sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx950": 160 * 1024}
+    {name: DEVICES[name].shared_memory for name in EVERY_TARGET}
 )
 """Bytes of shared memory (LDS) that one block may use."""
 
@@ -132,7 +138,7 @@ _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 def _compile(fn: Any, call: Specialization, target: str) -> CompiledKernel:
     kernel = compile_call(fn, call, target)
     asm = {stage: text for stage, text in kernel.asm.items() if isinstance(text, str)}
-    if TARGETS[target].backend == "cuda":
+    if EVERY_TARGET[target].backend == "cuda":
         asm["sass"], usage = _disassemble(kernel.asm["cubin"])
         metrics = _nvidia_metrics(asm, usage, kernel.metadata.shared)
     else:

@@ -172,17 +172,22 @@ def symmetric_on_h200() -> Iterator[None]:
         yield
 
 
-def _h200(device: object) -> Target:
-    """Return H200. A plain function, because a mock would add its own time to the ops' time."""
-    return H200
-
-
 @contextlib.contextmanager
-def as_if_on_h200() -> Iterator[None]:
-    """Resolve problems of CPU tensors for an H200, starting with empty call caches in the ops."""
+def as_if_on(target: Target) -> Iterator[None]:
+    """Resolve problems of all tensors for a device, starting with empty call caches in the ops."""
+
+    def detect(device: object) -> Target:
+        """A plain function, because a mock would add its own time to the ops' time."""
+        return target
+
     with contextlib.ExitStack() as stack:
         for module in _OPS:
-            stack.enter_context(mock.patch.object(module, "detect_target", _h200))
+            stack.enter_context(mock.patch.object(module, "detect_target", detect))
         for spec in OPS.values():
             stack.enter_context(mock.patch.object(spec._calls, "_cached", {}))
         yield
+
+
+def as_if_on_h200() -> AbstractContextManager[None]:
+    """As `as_if_on` for an H200."""
+    return as_if_on(H200)

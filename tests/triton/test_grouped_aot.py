@@ -17,30 +17,19 @@ import torch
 from mxpert.backends.common.groups import MAX_GROUPS, _padded_offsets_kernel
 from mxpert.backends.triton.grouped import config as heuristics
 from mxpert.backends.triton.grouped import host as grouped
-from mxpert.backends.triton.quantize_dual.host import QUANTIZE_DUAL
-from mxpert.formats import MXTensor, ScaleRule
-from mxpert.formats.spec import get_format
-from mxpert.problem import DualProblem, GemmConfig, GroupedProblem, Op, Target
-from mxpert.routing import padded_capacity
+from mxpert.problem import GemmConfig, GroupedProblem, Op
 from support.aot import TRITON_RELEASE, CompiledKernel, Metrics, compile_for, specialize
+from support.devices import DEVICES
 from support.gfx950_listing import check_figures
+from support.grouped_launches import FORMATS, GEMMS, launch_dual, launch_gemm, launch_wgrad
 from support.launches import RecordedLaunch, recorded_launches
 
-TARGETS = {
-    "sm_90": Target("cuda", "sm_90", "NVIDIA H200", 132, 232448),
-    "sm_100": Target("cuda", "sm_100", "NVIDIA B200", 148, 232448),
-    "gfx950": Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024),
-}
+TARGETS = ("sm_90", "sm_100", "gfx950")
 INSTRUCTIONS = {
     "bf16": {"sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx950": "mfma"},
     "mx": {"sm_90": "wgmma", "sm_100": "tcgen05.mma.block_scale", "gfx950": "mfma_scale"},
 }
 """Required matrix instruction; Hopper has no MX instruction and multiplies exact bf16 values."""
-FORMATS = {
-    "bf16": ("bf16", "bf16"),
-    "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
-    "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
-}
 targets = pytest.mark.parametrize("target", TARGETS)
 
 
@@ -58,98 +47,6 @@ def record() -> Recorder:
         return only
 
     return run
-
-
-def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    return torch.empty(size, dtype=dtype, device="meta")
-
-
-def operand(fmt: str, *size: int, axis: int = -1) -> torch.Tensor | MXTensor:
-    if fmt == "bf16":
-        return empty(*size, dtype=torch.bfloat16)
-    scale = list(size)
-    scale[axis] //= 32
-    return MXTensor(empty(*size), empty(*scale), get_format(fmt), axis)
-
-
-def launch_gemm(
-    target: str,
-    formats: tuple[str, str],
-    *,
-    trans_b: bool = True,
-    m: int = 8192,
-    groups: int = 8,
-    n: int = 2880,
-    k: int = 2880,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> tuple[GroupedProblem, Any]:
-    problem = GroupedProblem(
-        Op.GROUPED_GEMM, TARGETS[target], m, groups, n, k, *formats, trans_b, out_dtype
-    )
-    config = grouped.GROUPED_GEMM.heuristic(problem)
-    b = operand(formats[1], groups, n, k) if trans_b else operand(formats[1], groups, k, n, axis=-2)
-    grouped.GROUPED_GEMM.launch(
-        problem,
-        config,
-        a=operand(formats[0], m, k),
-        b=b,
-        group_offsets=empty(groups + 1, dtype=torch.int32),
-    )
-    return problem, config
-
-
-def launch_wgrad(
-    target: str,
-    formats: tuple[str, str],
-    *,
-    accumulate: bool = False,
-    m: int = 8192,
-    groups: int = 8,
-    n: int = 2880,
-    k: int = 2880,
-) -> tuple[GroupedProblem, Any]:
-    mx = formats[0] != "bf16"
-    length = padded_capacity(m, groups) if mx else m
-    problem = GroupedProblem(
-        Op.GROUPED_WGRAD,
-        TARGETS[target],
-        length,
-        groups,
-        n,
-        k,
-        *formats,
-        False,
-        torch.bfloat16,
-        accumulate,
-    )
-    config = grouped.GROUPED_WGRAD.heuristic(problem)
-    offsets = empty(groups + 1, dtype=torch.int32)
-    grad, a = (
-        operand(fmt, *((size, length) if mx else (length, size)))
-        for fmt, size in zip(formats, (n, k), strict=True)
-    )
-    into = empty(groups, n, k, dtype=torch.float32) if accumulate else None
-    grouped.GROUPED_WGRAD.launch(
-        problem, config, grad=grad, a=a, group_offsets=offsets, accumulate_into=into
-    )
-    return problem, config
-
-
-def launch_dual(
-    target: str, shape: tuple[int, ...], dtype: torch.dtype, *, groups: int = 0
-) -> None:
-    problem = DualProblem(
-        Op.QUANTIZE_DUAL,
-        TARGETS[target],
-        shape,
-        dtype,
-        get_format("mxfp8_e4m3"),
-        ScaleRule.RCEIL,
-        groups,
-        groups > 0,
-    )
-    offsets = empty(groups + 1, dtype=torch.int32) if groups else None
-    QUANTIZE_DUAL.launch(problem, None, x=empty(*shape, dtype=dtype), group_offsets=offsets)
 
 
 def compiled(launch: RecordedLaunch, target: str) -> CompiledKernel:
@@ -179,16 +76,6 @@ def assert_uses_the_chip(
     assert metrics.shared_memory <= estimate + padding <= problem.target.shared_memory
     assert set(metrics.global_loads) <= ({8, 32, 64, 128} if kind == "mx" else {32, 128})
     assert set(metrics.global_stores) == {128}
-
-
-GEMMS = {
-    "bf16-nt": ("bf16", True, 8192),
-    "bf16-nn": ("bf16", False, 8192),
-    "e4m3-nt": ("e4m3", True, 8192),
-    "e4m3-nn": ("e4m3", False, 8192),
-    "e4m3-nt-small": ("e4m3", True, 256),
-    "hybrid-nt": ("hybrid", True, 8192),
-}
 
 
 @targets
@@ -283,7 +170,7 @@ def test_choices_are_valid(target: str) -> None:
         (grouped.GROUPED_GEMM, grouped.GROUPED_WGRAD), FORMATS, (1, 256, 65536), (True, False)
     ):
         problem = GroupedProblem(
-            op.op, TARGETS[target], m, 8, 2880, 2880, *FORMATS[pair], trans_b, torch.bfloat16
+            op.op, DEVICES[target], m, 8, 2880, 2880, *FORMATS[pair], trans_b, torch.bfloat16
         )
         configs = list(op.configs(problem))
         assert configs[0] == op.heuristic(problem)
@@ -304,9 +191,9 @@ def test_amd_refuses_mx_tiles_without_scaled_mfma() -> None:
         heuristics.require_valid(problem, low)
 
 
-@pytest.mark.parametrize("arch, kind", [("sm_80", "cuda"), ("gfx942", "hip")])
+@pytest.mark.parametrize("arch, kind", [("sm_75", "cuda"), ("gfx942", "hip")])
 def test_older_chips_are_refused(arch: str, kind: str) -> None:
-    target = replace(TARGETS["sm_90"], kind=kind, arch=arch)
+    target = replace(DEVICES["sm_90"], kind=kind, arch=arch)
     problem = GroupedProblem(
         Op.GROUPED_GEMM, target, 64, 2, 64, 64, "bf16", "bf16", True, torch.bfloat16
     )
@@ -320,7 +207,7 @@ def test_grids_fit_the_work(record: Recorder) -> None:
     config = grouped.GROUPED_GEMM.heuristic(
         GroupedProblem(
             Op.GROUPED_GEMM,
-            TARGETS["sm_90"],
+            DEVICES["sm_90"],
             8192,
             8,
             2880,

@@ -17,34 +17,15 @@ import torch
 
 from mxpert.backends.common import combine
 from mxpert.backends.triton.moe import config as heuristics
-from mxpert.backends.triton.moe import host as moe
-from mxpert.formats import MXFP4, MXTensor
-from mxpert.formats.tensor import Layout
-from mxpert.problem import (
-    Combine,
-    GemmConfig,
-    MoEConfig,
-    MoEOptions,
-    MoEProblem,
-    Op,
-    SiLU,
-    SiTUv2,
-    SwiGLU,
-    Target,
-    activation_mx_format,
-)
-from mxpert.routing import RoutingPlan, plan_capacity
+from mxpert.problem import Combine, GemmConfig, MoEConfig, MoEProblem, Op, SiLU, SiTUv2, SwiGLU
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
-from mxpert.weights import MoEWeights
 from support.aot import TRITON_RELEASE, Metrics, compile_for, specialize
+from support.devices import DEVICES
 from support.gfx950_listing import check_figures
 from support.launches import RecordedLaunch, recorded_launches
+from support.moe_launches import describe, launch_stages
 
-TARGETS = {
-    "sm_90": Target("cuda", "sm_90", "NVIDIA H200", 132, 232448),
-    "sm_100": Target("cuda", "sm_100", "NVIDIA B200", 148, 232448),
-    "gfx950": Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024),
-}
+TARGETS = ("sm_90", "sm_100", "gfx950")
 NATIVE = {"sm_90": "wgmma", "sm_100": "tcgen05.mma.block_scale", "gfx950": "mfma_scale"}
 """Required matrix instruction for MX activations; Hopper decodes them to bf16."""
 WITH_BF16 = {"sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx950": "mfma"}
@@ -73,64 +54,6 @@ def record() -> Iterator[Recorder]:
         yield run
 
 
-def launch_stages(problem: MoEProblem, config: MoEConfig, shape: MoEShape) -> None:
-    """Run both stages on meta tensors with a problem's sizes."""
-    experts, hidden, inner = shape.num_experts, shape.hidden_size, shape.intermediate_size
-
-    def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device="meta")
-
-    def bias(width: int) -> torch.Tensor | None:
-        return empty(experts, width, dtype=torch.float32) if shape.has_bias else None
-
-    weights = MoEWeights(
-        MXTensor(
-            empty(experts, 2 * inner, hidden // 2), empty(experts, 2 * inner, hidden // 32), MXFP4
-        ),
-        MXTensor(empty(experts, hidden, inner // 2), empty(experts, hidden, inner // 32), MXFP4),
-        bias(2 * inner),
-        bias(hidden),
-        shape.gate_up_order,
-    )
-    unit, tokens = config.routing_block_m, problem.num_tokens
-    capacity = plan_capacity(tokens, shape.top_k, experts, unit)
-    plan = RoutingPlan(
-        empty(capacity, dtype=torch.int32),
-        empty(capacity, dtype=torch.float32),
-        empty(capacity // unit, dtype=torch.int32),
-        empty(2, dtype=torch.int32),
-        empty(tokens, shape.top_k, dtype=torch.int32),
-        tokens,
-        shape.top_k,
-        experts,
-        unit,
-    )
-    fmt = activation_mx_format(problem.options.activation_format, "test")
-    x: torch.Tensor | MXTensor = empty(tokens, hidden, dtype=torch.bfloat16)
-    if fmt is not None:
-        x = MXTensor(empty(tokens, hidden // fmt.codes_per_byte), empty(tokens, hidden // 32), fmt)
-    h = moe.GATE_UP.run(
-        problem, config.gate_up, x=x, weights=weights, plan=plan, num_rows=plan.max_blocks * unit
-    )
-    moe.DOWN.launch(problem, config.down, h=h, weights=weights, plan=plan)
-
-
-def describe(
-    target: str, a_format: str, num_tokens: int, shape: MoEShape, **options: Any
-) -> MoEProblem:
-    return MoEProblem(
-        Op.FUSED_MOE,
-        TARGETS[target],
-        num_tokens,
-        shape.top_k,
-        shape.num_experts,
-        shape.hidden_size,
-        shape.intermediate_size,
-        MoEOptions(shape.activation, a_format, **options),
-        Layout.ROW_MAJOR,
-    )
-
-
 def compile_launch(launch: RecordedLaunch, target: str) -> Metrics:
     return compile_for(launch.kernel, launch.arguments, target=target).metrics
 
@@ -138,7 +61,7 @@ def compile_launch(launch: RecordedLaunch, target: str) -> Metrics:
 def scale_loads(arguments: dict[str, Any], target: str) -> int:
     """Largest number of byte loads. Only scales need them: one tile for each pipeline stage and the
     loop, twice if the matrix layout holds a scale in two threads."""
-    threads = arguments["num_warps"] * (64 if TARGETS[target].kind == "hip" else 32)
+    threads = arguments["num_warps"] * (64 if DEVICES[target].kind == "hip" else 32)
     per_row = arguments["BLOCK_K"] // 32
     loads = sum(-(-rows * per_row // threads) for rows in (128, arguments["BLOCK_M"]))
     return 2 * (arguments["num_stages"] + 1) * loads

@@ -91,7 +91,7 @@ def group_block(num_groups: int) -> int:
 def refuse_groups(target: Target, num_groups: int) -> str | None:
     """Why portable kernels cannot run on `target` with this many groups; None if they can."""
     if num_groups > MAX_GROUPS:
-        return f"holds at most {MAX_GROUPS} groups, got {num_groups}"
+        return f"holds at most {MAX_GROUPS} groups, got {num_groups}; split the call"
     return refuse_without(target, "scaled MFMA and the OCP fp8 types")
 
 

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ...formats.spec import E8M0_BIAS, E8M0_NAN, MXFormat, ScaleRule
+from .fp8 import decode_fp8, encode_fp8, has_fp8_instructions
 
 _MANTISSA = 1 << 23  # largest mantissa field of a float32, plus one
 _ONE = tl.constexpr(E8M0_BIAS)  # the E8M0 byte of 2^0
@@ -93,7 +94,10 @@ def encode(values, is_nan, FORMAT: tl.constexpr):
         TYPE: tl.constexpr = tl.float8e4nv if FORMAT == "e4m3" else tl.float8e5
         tl.static_assert(FORMAT == "e4m3" or FORMAT == "e5m2", "an MX element format")
         clamped = tl.minimum(tl.maximum(values, -LARGEST), LARGEST)
-        code = clamped.to(TYPE).to(tl.uint8, bitcast=True)
+        if has_fp8_instructions():
+            code = clamped.to(TYPE).to(tl.uint8, bitcast=True)
+        else:
+            code = encode_fp8(clamped, FORMAT)
         return tl.where(is_nan, 0x7F, code).to(tl.int32)
 
 
@@ -105,6 +109,8 @@ def decode(codes, FORMAT: tl.constexpr):
         magnitude = ((codes & 7).to(tl.int32) << 22).to(tl.float32, bitcast=True)
         sign = tl.where((codes & 8) != 0, -1.0, 1.0)
         return magnitude * 8.507059173023462e37 * sign  # 2^126
+    elif not has_fp8_instructions():
+        return decode_fp8(codes, FORMAT).to(tl.float32)
     elif FORMAT == "e4m3":
         return codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:

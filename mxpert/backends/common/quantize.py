@@ -34,7 +34,10 @@ class _AnyShape(UntunedKernel):
     def unsupported(self, problem: QuantizeProblem) -> str | None:
         """Why the kernels cannot serve `problem`; None if they can."""
         if problem.dtype not in DTYPES:
-            return f"reads and writes float32, bfloat16 or float16, not {problem.dtype}"
+            return (
+                f"reads and writes float32, bfloat16 or float16, not {problem.dtype}; "
+                "convert it to one of them"
+            )
         return refuse_without(problem.target, "conversions to the OCP fp8 types")
 
 

@@ -48,9 +48,9 @@ class QuantizeDual(UntunedKernel):
     def unsupported(self, problem: DualProblem) -> str | None:
         """Why the kernel cannot serve `problem`; None if it can."""
         if problem.dtype not in DTYPES:
-            return f"reads float32, bfloat16 or float16, not {problem.dtype}"
+            return f"reads float32, bfloat16 or float16, not {problem.dtype}; convert x to one"
         if {problem.row_span, problem.column_span} != {ScaleSpan.BLOCK}:
-            return "writes one scale per block of 32 (ScaleSpan.BLOCK)"
+            return "writes one scale per block of 32; pass scale_span=ScaleSpan.BLOCK"
         return refuse_groups(problem.target, problem.num_groups if problem.grouped_rows else 0)
 
     def launch(

@@ -17,19 +17,37 @@ def refuse_cpu(target: Target) -> str | None:
     return None
 
 
-def refuse_without(target: Target, feature: str) -> str | None:
+def refuse_without(target: Target, feature: str, least: int = 80) -> str | None:
     """Why a kernel cannot run on `target`, as a phrase; None if it can.
 
-    feature: what the kernel needs of an AMD GPU. gfx950 is the first to have scaled MFMA and the
-    OCP fp8 types; NVIDIA GPUs have what these kernels need from sm_90 on.
+    Args:
+        feature: what the kernel needs of an AMD GPU. gfx950 is the first to have scaled MFMA and
+            the OCP fp8 types.
+        least: the oldest compute capability of an NVIDIA GPU. From 80 on they have what portable
+            kernels need: bf16 tensor cores and asynchronous copies.
     """
     if target.kind == "hip" and target.arch != "gfx950":
         return f"needs {feature} (gfx950), got {target.arch}"
-    if target.kind == "cuda" and target.compute_capability < 90:
-        return f"needs sm_90 or later, got {target.arch}"
+    if target.kind == "cuda" and target.compute_capability < least:
+        return f"needs sm_{least} or later, got {target.arch}"
     return refuse_cpu(target)
 
 
-def is_blackwell(target: Target) -> bool:
-    """Whether the target has block-scaled MMA (sm_100 or later)."""
-    return target.kind == "cuda" and target.compute_capability >= 100
+def has_wgmma(target: Target) -> bool:
+    """Whether four warps multiply operands in shared memory (Hopper)."""
+    return target.kind == "cuda" and 90 <= target.compute_capability < 100
+
+
+def has_tcgen05(target: Target) -> bool:
+    """Whether the target has block-scaled MMA of tensor memory (Blackwell for data centres)."""
+    return target.kind == "cuda" and 100 <= target.compute_capability < 120
+
+
+def has_mma_sync_only(target: Target) -> bool:
+    """Whether warps multiply operands in registers: sm_80 to sm_89, and sm_120 and later."""
+    return target.kind == "cuda" and not has_wgmma(target) and not has_tcgen05(target)
+
+
+def decodes_fp8(target: Target) -> bool:
+    """Whether warps decode FP8 operands to bf16 in registers; sm_120 multiplies FP8 itself."""
+    return has_mma_sync_only(target) and target.compute_capability < 120

@@ -162,6 +162,11 @@ def _error(got: Result, case: Case) -> float:
     return relative_l2(got, case.want)
 
 
+def failures(rows: list[Row]) -> list[str]:
+    """Names of the problems whose result is wrong, or that did not run."""
+    return [row["case"] for row in rows if not row["passed"]]
+
+
 def show(console: Console, title: str, rows: list[Row]) -> None:
     """The table of executed problems, then each fault in full."""
     emulated = any("instructions" in row for row in rows)

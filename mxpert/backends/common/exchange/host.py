@@ -128,7 +128,7 @@ def refuse(num_ranks: int, target: Target) -> str | None:
     """Why the kernels cannot serve N ranks on `target`, as a phrase; None if they can."""
     if num_ranks > MAX_RANKS.value:
         return f"serves at most {MAX_RANKS.value} ranks, got {num_ranks}"
-    return refuse_without(target, "stores to other GPUs")
+    return refuse_without(target, "stores to other GPUs", least=90)
 
 
 def new_words(timeout_s: float, target: Target, device: torch.device) -> torch.Tensor:

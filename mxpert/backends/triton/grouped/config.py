@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ....formats.spec import MX_BLOCK_SIZE
 from ....problem import GemmConfig, GroupedProblem, Op
-from ...common.targets import is_blackwell
+from ...common.targets import decodes_fp8, has_mma_sync_only, has_tcgen05, has_wgmma
 from ..tile_rules import (
     EPILOGUE_BYTES,
     invalid_tile,
@@ -32,9 +32,8 @@ def shared_memory(problem: GroupedProblem, config: GemmConfig) -> int:
     if problem.a_format == "bf16":
         stage, decoded = rows * depth * 2, 0
     else:
-        hopper = target.kind == "cuda" and not is_blackwell(target)
         stage = rows * depth + rows * depth // MX_BLOCK_SIZE
-        decoded = rows * depth * 2 if hopper else 0
+        decoded = rows * depth * 2 if has_wgmma(target) else 0
     loop = config.num_stages * stage + decoded
     return max(loop, config.block_m * config.block_n * 4) + EPILOGUE_BYTES
 
@@ -43,8 +42,8 @@ def invalid(problem: GroupedProblem, config: GemmConfig) -> str | None:
     """Why `config` cannot run, as a phrase; None if it can. Tuner and heuristic both use this."""
     if config.split_k != 1:
         return f"needs split_k 1, got {config.split_k}"
-    mx_on_blackwell = problem.a_format != "bf16" and is_blackwell(problem.target)
-    if mx_on_blackwell and config.block_m < SCALED_MMA_ROWS:
+    block_scaled = problem.a_format != "bf16" and has_tcgen05(problem.target)
+    if block_scaled and config.block_m < SCALED_MMA_ROWS:
         return f"block-scaled MMA is {SCALED_MMA_ROWS} rows high, block_m is {config.block_m}"
     reason = invalid_tile(problem.target, config, config.block_n, shared_memory(problem, config))
     if reason is None and problem.a_format != "bf16":
@@ -69,17 +68,19 @@ def configs(problem: GroupedProblem) -> Iterator[GemmConfig]:
 def heuristic(problem: GroupedProblem) -> GemmConfig:
     """Tiles of 128 × 128 with 8 warps and a K step of 128 bytes, a row of a swizzled tile.
 
-    The tile has 64 rows if an average group has at most 64, except with MX operands on Blackwell,
-    whose block-scaled MMA has 128 rows.
+    The tile has 64 rows if an average group has at most 64, except with MX operands and tcgen05,
+    whose block-scaled MMA has 128 rows. Where warps multiply operands in registers (mma.sync), the
+    K step of MX operands is halved, and the tile has 64 rows where they are decoded: 128 to 198
+    registers, no spills (sm_80, sm_86, sm_89, compiled, not run).
     """
     target, mx = problem.target, problem.a_format != "bf16"
     average = problem.num_rows / max(1, problem.num_groups)
-    may_be_low = not (mx and is_blackwell(target))
+    may_be_low = not (mx and has_tcgen05(target))
     small = problem.op is Op.GROUPED_GEMM and average <= 64 and may_be_low
     config = GemmConfig(
-        block_m=64 if small else 128,
+        block_m=64 if small or (mx and decodes_fp8(target)) else 128,
         block_n=128,
-        block_k=128 if mx else 64,
+        block_k=128 if mx and not has_mma_sync_only(target) else 64,
         num_warps=8,
         num_stages=2 if target.kind == "hip" else 4,
         group_m=8,

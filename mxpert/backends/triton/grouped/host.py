@@ -15,7 +15,7 @@ from ....problem import GemmConfig, GroupedProblem, Op, Target
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.grouped import Grouped, GroupedGemm, GroupedWgrad
 from ...common.groups import group_block, refuse_groups
-from ...common.targets import is_blackwell
+from ...common.targets import has_tcgen05
 from ..tile_rules import OUT_DTYPES
 from . import config as heuristics
 from .kernels import _grouped_gemm_kernel, _grouped_wgrad_kernel
@@ -31,7 +31,10 @@ class _Grouped(Grouped[Operand]):
     def unsupported(self, problem: GroupedProblem) -> str | None:
         """Why the kernel cannot serve `problem`; None if it can."""
         if problem.out_dtype not in OUT_DTYPES:
-            return f"writes bfloat16, float16 or float32, not {problem.out_dtype}"
+            return (
+                f"writes bfloat16, float16 or float32, not {problem.out_dtype}; "
+                "pass one as out_dtype"
+            )
         # The number of groups does not limit wgrad: a program reads two offsets only.
         searched = problem.num_groups if problem.op is Op.GROUPED_GEMM else 0
         return refuse_groups(problem.target, searched)
@@ -196,11 +199,11 @@ def _parts(value: Operand) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int
 def _prefetch_scales(target: Target, *strides: int) -> bool:
     """Whether the kernel loads scales one step ahead.
 
-    True on NVIDIA, where the pipeliner does not hide their latency. False on Blackwell with strided
+    True on NVIDIA, where the pipeliner does not hide their latency. False with tcgen05 and strided
     scales (``trans_b=False``), which Triton 3.6 fails to lower.
     """
     dense = all(stride <= 1 for stride in strides)
-    return target.kind != "hip" and (dense or not is_blackwell(target))
+    return target.kind != "hip" and (dense or not has_tcgen05(target))
 
 
 GROUPED_GEMM = _GroupedGemm()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ...common.fp8 import decode_fp8, has_fp8_instructions
 from ...common.groups import clamp_rows, group_extents, pick
 
 
@@ -147,7 +148,11 @@ def multiply_rows(
             next_b = load_tile(b_scale_ptrs, b.mask, block + AHEAD, end, b.scale_stride_k, STEP)
             a_scale = a_scale if PREFETCH_SCALES else next_a
             b_scale = b_scale if PREFETCH_SCALES else next_b
-            acc = tl.dot_scaled(a_tile, a_scale, A_FORMAT, b_tile.T, b_scale, B_FORMAT, acc)
+            if has_fp8_instructions():
+                acc = tl.dot_scaled(a_tile, a_scale, A_FORMAT, b_tile.T, b_scale, B_FORMAT, acc)
+            else:
+                a_tile, b_tile = decode_fp8(a_tile, A_FORMAT), decode_fp8(b_tile, B_FORMAT)
+                acc = tl.dot_scaled(a_tile, a_scale, "bf16", b_tile.T, b_scale, "bf16", acc)
             a_scale, b_scale = next_a, next_b
     return acc
 

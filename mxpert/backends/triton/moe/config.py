@@ -11,7 +11,7 @@ import triton
 from ....formats.tensor import Layout
 from ....formats.token import FP8_TOKEN
 from ....problem import GemmConfig, MoEConfig, MoEProblem, Op, Target
-from ...common.targets import is_blackwell, refuse_without
+from ...common.targets import has_mma_sync_only, has_tcgen05, has_wgmma, refuse_without
 from ..tile_rules import (
     EPILOGUE_BYTES,
     MIN_BLOCK_M,
@@ -39,11 +39,18 @@ def unsupported(problem: MoEProblem) -> str | None:
     if refused:
         return refused
     if options.out_dtype not in OUT_DTYPES:
-        return f"writes bfloat16, float16 or float32, not {options.out_dtype}"
+        return (
+            f"writes bfloat16, float16 or float32, not {options.out_dtype}; pass one as out_dtype"
+        )
     if problem.weight_layout is not Layout.ROW_MAJOR:
-        return f"reads ROW_MAJOR weights, got {problem.weight_layout.name}"
+        return (
+            f"reads ROW_MAJOR weights, got {problem.weight_layout.name}; call weights.unprepare()"
+        )
     if problem.routing_block_m % MIN_BLOCK_M:
-        return f"needs routing_block_m in multiples of {MIN_BLOCK_M}, not {problem.routing_block_m}"
+        return (
+            f"needs routing_block_m in multiples of {MIN_BLOCK_M}, not {problem.routing_block_m}; "
+            "make the plan with one"
+        )
     return None
 
 
@@ -51,20 +58,19 @@ def shared_memory(target: Target, op: Op, activation_format: str, config: GemmCo
     """Upper estimate of the shared memory of one program, in bytes.
 
     A pipeline stage holds the tiles of activations and weights in their memory format, and their
-    scales. On Blackwell e2m1 weights with e4m3 activations take one byte a code. On Hopper MX
+    scales. With tcgen05 e2m1 weights with e4m3 activations take one byte a code. With wgmma MX
     activations are also stored in shared memory as bf16. After the loop the epilogue may use shared
     memory to transpose the float32 accumulator.
     """
     rows, depth = config.block_m, config.block_k
     weight_rows = PROJECTIONS[op] * config.block_n
-    hopper = target.kind == "cuda" and not is_blackwell(target)
-    widened = is_blackwell(target) and activation_format in ("mxfp8", FP8_TOKEN)
+    widened = has_tcgen05(target) and activation_format in ("mxfp8", FP8_TOKEN)
     stage = (
         int(rows * depth * VALUE_BYTES[activation_format])
         + weight_rows * depth // (1 if widened else 2)
         + (rows + weight_rows) * depth // 32
     )
-    decoded = rows * depth * 2 if hopper and activation_format != "bf16" else 0
+    decoded = rows * depth * 2 if has_wgmma(target) and activation_format != "bf16" else 0
     loop = config.num_stages * stage + decoded
     return max(loop, rows * weight_rows * 4) + EPILOGUE_BYTES
 
@@ -108,16 +114,21 @@ def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
     128 weight rows a tile in both stages: the height of Blackwell's block-scaled MMA and of two
     Hopper warpgroups. Eight warps on NVIDIA keep the decoded weights in registers without spills
     (sm_90, compiled: 98 to 255 registers over all formats; four warps spill from 64 rows on), with
-    half the K step at 128 rows. group_m is 1 where an expert has one row block, so that no weight
-    is read twice. Otherwise eight row blocks share each weight tile in L2.
+    half the K step at 128 rows. Where warps multiply operands in registers (mma.sync), the K step
+    is halved from 32 rows on, and a tile of 128 rows has 64 weight rows: 90 to 221 registers, no
+    spills (sm_80, sm_86, sm_89, sm_120; compiled, not run). group_m is 1 where an expert has one
+    row block, so that no weight is read twice. Otherwise eight row blocks share each weight tile in
+    L2.
     """
     target, name = problem.target, problem.options.activation_format
     columns, depth = stage_dimensions(problem, op)
-    block_n = 128 // PROJECTIONS[op]
+    by_warp = has_mma_sync_only(target)
+    block_n = (64 if by_warp and block_m >= 128 else 128) // PROJECTIONS[op]
+    halved = target.kind == "cuda" and block_m >= (32 if by_warp else 128)
     config = GemmConfig(
         block_m=block_m,
         block_n=block_n,
-        block_k=64 if block_m >= 128 and target.kind == "cuda" else 128,
+        block_k=64 if halved else 128,
         num_warps=4 if target.kind == "hip" and block_m < 128 else 8,
         num_stages=4,
         group_m=1 if problem.rows_per_expert <= block_m else 8,

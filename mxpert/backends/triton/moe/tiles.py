@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ...common.fp8 import decode_fp8, has_fp8_instructions
 from ...common.moe.tiles import gate_up_row
 
 
@@ -130,6 +131,8 @@ def multiply_tile(
     W_ROWS: tl.constexpr = w_rows.rows.shape[0]
     STEP: tl.constexpr = BLOCK_K // 32
     AHEAD: tl.constexpr = STEP if PREFETCH_SCALES else 0
+    BY_BITS: tl.constexpr = (X_FORMAT == "e4m3") and not has_fp8_instructions()
+    DECODED: tl.constexpr = "bf16" if BY_BITS else X_FORMAT
     x_ptrs = x.ptr + x.rows.to(tl.int64) * x.stride
     row, expert = w_rows.rows.to(tl.int64), w_rows.expert.to(tl.int64)
     w_ptrs = w.ptr + expert * w.stride_e + row * w.stride_n
@@ -151,7 +154,9 @@ def multiply_tile(
         w_scale = w_scale if PREFETCH_SCALES else next_w_scale
         if IS_MX:
             x_scale = x_scale if PREFETCH_SCALES else next_x_scale
-            acc = tl.dot_scaled(w_tile, w_scale, "e2m1", x_tile.T, x_scale, X_FORMAT, acc)
+            if BY_BITS:
+                x_tile = decode_fp8(x_tile, X_FORMAT)
+            acc = tl.dot_scaled(w_tile, w_scale, "e2m1", x_tile.T, x_scale, DECODED, acc)
             x_scale = next_x_scale
         else:
             acc = tl.dot_scaled(x_tile, None, "bf16", w_tile.T, w_scale, "e2m1", acc)

@@ -35,7 +35,7 @@ class _Rows(UntunedKernel):
     def unsupported(self, problem: RowsProblem) -> str | None:
         """Why the kernel cannot serve `problem`; None if it can."""
         if problem.dtype not in DTYPES:
-            return f"reads float32, bfloat16 or float16, not {problem.dtype}"
+            return f"reads float32, bfloat16 or float16, not {problem.dtype}; convert it to one"
         return refuse_cpu(problem.target)
 
 
