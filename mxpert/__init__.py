@@ -5,12 +5,11 @@ A layer in ten lines: quantise the experts, prepare them for a device, route tok
     >>> import torch, mxpert
     >>> E, H, F, T = 8, 64, 32, 5                     # experts, hidden, intermediate, tokens
     >>> gate_up, down = torch.randn(E, 2 * F, H) / 8, torch.randn(E, H, F) / 6
-    >>> weights = mxpert.MoEWeights(
-    ...     mxpert.quantize(gate_up, "mxfp4"), mxpert.quantize(down, "mxfp4"),
-    ...     gate_up_order=mxpert.GateUpOrder.CONCATENATED).prepare(device="cpu")
+    >>> weights = mxpert.quantize_weights(gate_up, down, gate_up_order="concatenated")
+    >>> weights = weights.prepare(device="cpu")
     >>> x, logits = torch.randn(T, H, dtype=torch.bfloat16), torch.randn(T, E)
     >>> topk_weights, topk_ids = mxpert.route_topk(logits, top_k=2)
-    >>> y = mxpert.fused_moe(x, weights, topk_weights, topk_ids, activation=mxpert.SiLU(),
+    >>> y = mxpert.fused_moe(x, weights, topk_weights, topk_ids, activation="silu",
     ...                      activation_format="a8w4")
     >>> y.shape, y.dtype
     (torch.Size([5, 64]), torch.bfloat16)
@@ -19,17 +18,22 @@ A layer in ten lines: quantise the experts, prepare them for a device, route tok
 MXFP8, and `mxpert.convert` puts these kernels under a model of Transformers.
 """
 
+import importlib
+import warnings
+from typing import TYPE_CHECKING, Any
+
 import torch
 
+from . import configs
 from .dispatch import override
+from .distributed import ExpertParallel
 from .errors import PerformanceWarning, UnsupportedError
 from .formats.folding import FoldCertificate
 from .formats.spans import rebase
 from .formats.spec import ElementFormat, MXFormat, ScaleRule, ScaleSpan
 from .formats.tensor import Layout, MXTensor
 from .formats.token import TokenRows
-from .integrations.models.convert import convert
-from .modules import MoE
+from .modules import MoE, quantize_weights
 from .ops.explain import explain
 from .ops.grouped_gemm import grouped_gemm, grouped_wgrad
 from .ops.moe import fused_moe, moe_down, moe_gate_up
@@ -37,42 +41,26 @@ from .ops.quantize import dequantize, quantize
 from .ops.quantize_dual import quantize_dual
 from .ops.route import make_routing_plan, route_topk
 from .ops.warm_up import warm_up
-from .problem import (
-    Cdna4GemmConfig,
-    Cdna4Kernel,
-    ClampedSiLU,
-    Combine,
-    GemmConfig,
-    HopperGemmConfig,
-    HopperKernel,
-    MoEConfig,
-    ReferenceConfig,
-    Scoring,
-    SiLU,
-    SiTUv2,
-    SwiGLU,
-    TopKOptions,
-)
+from .problem import ClampedSiLU, Combine, Scoring, SiLU, SiTUv2, SwiGLU, TopKOptions
 from .routing import RoutingPlan, padded_capacity, padded_group_offsets
 from .weights import GateUpOrder, MoEWeights
+
+if TYPE_CHECKING:
+    from .integrations.checkpoints.load import load_expert_weights
+    from .integrations.models.convert import convert, restore
+    from .integrations.models.evaluation import evaluate
 
 __version__ = "0.2.0"
 
 __all__ = [
     "ClampedSiLU",
     "Combine",
+    "ExpertParallel",
     "GateUpOrder",
-    "GemmConfig",
-    "Cdna4GemmConfig",
-    "Cdna4Kernel",
-    "HopperGemmConfig",
-    "HopperKernel",
     "MXTensor",
     "MoE",
-    "MoEConfig",
     "MoEWeights",
     "PerformanceWarning",
-    "ReferenceConfig",
     "RoutingPlan",
     "ScaleRule",
     "ScaleSpan",
@@ -84,10 +72,12 @@ __all__ = [
     "UnsupportedError",
     "convert",
     "dequantize",
+    "evaluate",
     "explain",
     "fused_moe",
     "grouped_gemm",
     "grouped_wgrad",
+    "load_expert_weights",
     "make_routing_plan",
     "moe_down",
     "moe_gate_up",
@@ -96,7 +86,9 @@ __all__ = [
     "padded_group_offsets",
     "quantize",
     "quantize_dual",
+    "quantize_weights",
     "rebase",
+    "restore",
     "route_topk",
     "warm_up",
 ]
@@ -116,6 +108,35 @@ torch.serialization.add_safe_globals(
         TokenRows,
     ]
 )
+
+
+_LAZY = {
+    "convert": ".integrations.models.convert",
+    "evaluate": ".integrations.models.evaluation",
+    "load_expert_weights": ".integrations.checkpoints.load",
+    "restore": ".integrations.models.convert",
+}
+"""Names for whole models and checkpoints; what they import costs time that a layer need not pay."""
+
+_PACKAGES = ("distributed", "formats", "integrations", "testing", "training")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of `_LAZY` or a package when it is first used."""
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name], __name__), name)
+        globals()[name] = value
+        return value
+    if name in _PACKAGES:
+        return importlib.import_module(f".{name}", __name__)
+    if name in configs.__all__:
+        warnings.warn(
+            f"mxpert.{name} is now mxpert.configs.{name}; the old name goes in version 0.3",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(configs, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

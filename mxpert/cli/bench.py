@@ -22,7 +22,7 @@ from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_down, moe_gate_up
 from ..ops.quantize import dequantize
 from ..ops.route import make_routing_plan
-from ..problem import MoEOptions
+from ..problem import MoEOptions, OwnFormat
 from ..routing import TOKEN_MASK, RoutingPlan
 from ..testing.numerics import relative_l2
 from ..testing.problems import (
@@ -128,7 +128,7 @@ class Request:
 
     models: list[Model]
     tokens: list[int]
-    formats: list[str]
+    formats: list[OwnFormat]
     stages: list[str]
     routing: str
     backend: str | None

@@ -9,7 +9,7 @@ import torch
 
 from ..dispatch import detect_target
 from ..errors import message, require, require_number, require_tensor
-from ..problem import Op, RoutingProblem, Scoring, TopKOptions, TopKProblem
+from ..problem import Op, RoutingProblem, Scoring, ScoringLike, TopKOptions, TopKProblem
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, plan_capacity, require_topk
 from .library import OpSpec
 
@@ -24,7 +24,7 @@ def route_topk(
     top_k: int,
     *,
     normalize: bool = True,
-    scoring: Scoring = Scoring.SOFTMAX,
+    scoring: ScoringLike = Scoring.SOFTMAX,
     num_groups: int = 1,
     top_groups: int = 1,
     correction_bias: torch.Tensor | None = None,
@@ -50,7 +50,7 @@ def route_topk(
         logits: float32, bfloat16 or float16 [T, E].
         top_k: experts per token, at most 127.
         normalize: divide the chosen scores by their sum.
-        scoring: Scoring.SOFTMAX or Scoring.SIGMOID.
+        scoring: Scoring.SOFTMAX or Scoring.SIGMOID, or its name.
         num_groups: equal groups of at least two experts; 1 is no groups.
         top_groups: groups that compete; they must hold at least `top_k` experts.
         correction_bias: float32 [E], added for the choice only.
@@ -73,6 +73,8 @@ def route_topk(
         >>> ids.tolist(), weights.tolist()
         ([[1, 2]], [[0.5, 0.5]])
     """
+    if not isinstance(scoring, Scoring):
+        scoring = Scoring.parse(scoring, "route_topk", "scoring")
     return _TOPK(
         scoring,
         top_k,

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import Combine, GateUpOrder, GemmConfig, MoEConfig, MoEWeights, ReferenceConfig
+from mxpert import Combine, GateUpOrder, MoEWeights
 from mxpert.backends.triton.moe import kernels as moe_kernels
+from mxpert.configs import GemmConfig, MoEConfig, ReferenceConfig
 from mxpert.formats import MXTensor
 from mxpert.problem import ACTIVATION_FORMATS, ACTIVATIONS
 from mxpert.routing import RoutingPlan

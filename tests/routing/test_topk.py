@@ -218,7 +218,7 @@ BAD = {
     "top-k-over-experts": (LOGITS, 9, {}, ValueError, r"top_k — need 1 … 8 .*got 9"),
     "top-k-over-127": (torch.zeros(1, 200), 128, {}, ValueError, r"top_k — need 1 … 127"),
     "top-k-type": (LOGITS, 2.0, {}, TypeError, r"top_k — need an int, got 2.0"),
-    "scoring": (LOGITS, 2, {"scoring": "sigmoid"}, TypeError, r"scoring — need a Scoring"),
+    "scoring": (LOGITS, 2, {"scoring": "tanh"}, ValueError, r"scoring — need a Scoring"),
     "normalize": (LOGITS, 2, {"normalize": 1}, TypeError, r"normalize — need a bool"),
     "factor": (LOGITS, 2, {"routed_scaling_factor": "2"}, TypeError, r"routed_scaling_factor —"),
     "groups-divide": (LOGITS, 2, {"num_groups": 3}, ValueError, r"num_groups — need a divisor of"),

@@ -11,7 +11,7 @@ import torch
 
 from ...errors import UnsupportedError, message, require
 from ...formats.codec import dequantize_blocks, quantize_blocks
-from ...formats.spec import MXFP4, ScaleRule
+from ...formats.spec import MXFP4, ScaleRule, ScaleRuleLike
 from ...published import BLOCK_BYTES
 from ...weights_state import PROJECTIONS
 from .expert_sources import ExpertLayer, find_expert_layers
@@ -66,18 +66,11 @@ def plan_quantization(
     source: Path | str,
     destination: Path | str,
     *,
-    scale_rule: ScaleRule,
+    scale_rule: ScaleRuleLike,
     device: torch.device | str,
 ) -> QuantizePlan:
     """Check source and arguments, and decide which tensor goes into which shard; writes nothing."""
-    require(
-        isinstance(scale_rule, ScaleRule),
-        OP,
-        "scale_rule",
-        need="a ScaleRule",
-        got=repr(scale_rule),
-        error=TypeError,
-    )
+    scale_rule = ScaleRule.parse(scale_rule, OP, "scale_rule")
     source, destination = Path(source), Path(destination)
     reader = CheckpointReader(source, OP)
     require(source.is_dir(), OP, str(source), need="a checkpoint directory", got="a file")

@@ -21,7 +21,7 @@ import torch
 from ... import __version__
 from ...errors import require
 from ...files import JSONReader, partial_name, write_atomically
-from ...formats.spec import MX_BLOCK_SIZE, ScaleRule
+from ...formats.spec import MX_BLOCK_SIZE, ScaleRule, ScaleRuleLike
 from ...published import BLOCK_BYTES
 from ...weights import GateUpOrder
 from ...weights_state import PROJECTIONS
@@ -108,7 +108,7 @@ def quantize_checkpoint(
     source: Path | str,
     destination: Path | str,
     *,
-    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
     device: torch.device | str = "cpu",
     on_progress: ProgressCallback | None = None,
 ) -> QuantizeReport:
@@ -127,7 +127,7 @@ def quantize_checkpoint(
         source: directory with ``config.json`` and safetensors in Mixtral's, Qwen-MoE's or
             DeepSeek's naming, or stacked as transformers 5 and gpt-oss do.
         destination: directory to write; absent, empty, or left by an interrupted run.
-        scale_rule: how a block's scale follows from its maximum.
+        scale_rule: how a block's scale follows from its maximum; a ScaleRule or its name.
         device: device that quantises.
         on_progress: called after every expert and every copied shard.
 

@@ -9,7 +9,7 @@ import torch
 from ...distributed import ExpertParallel
 from ...modules import PreparedExperts
 from ...ops.quantize import dequantize
-from ...problem import Activation
+from ...problem import Activation, ActivationFormat, parse_activation_format
 from ...published import expert_weights_from, published_shapes
 from ...training.activation import gated_activation
 from ...training.autograd import grouped_linear
@@ -45,7 +45,7 @@ class MXExperts(PreparedExperts):
         weights: MoEWeights,
         activation: Activation,
         *,
-        activation_format: str,
+        activation_format: ActivationFormat,
         source: FoundExperts,
         dtype: torch.dtype,
         expert_parallel: ExpertParallel | None = None,
@@ -125,7 +125,7 @@ class StoredExperts(torch.nn.Module):
         return MXExperts(
             weights.prepare(device=weights.device),
             self._source.activation,
-            activation_format=activation_format,
+            activation_format=parse_activation_format(activation_format, "MXExperts"),
             source=self._source,
             dtype=self.dtype,
             expert_parallel=self.expert_parallel,
