@@ -53,6 +53,7 @@ from .options import (
     FORMAT_NAMES,
     Formats,
     JsonFile,
+    ListModels,
     Tokens,
     check_backend,
     check_model,
@@ -349,7 +350,7 @@ Models = Annotated[
     typer.Option(
         "--model",
         help="A named model; repeat for several. Default: "
-        f"gpt-oss-120b. Known: {', '.join(MODEL_SHAPES)}.",
+        f"gpt-oss-120b. Known: {', '.join(MODEL_SHAPES)}; --list-models says what each is.",
     ),
 ]
 Scale = Annotated[
@@ -390,6 +391,7 @@ def bench(
     link: LinkName = "nvlink5",
     output: Output = Path("reports/bench"),
     json_to: JsonFile = None,
+    list_models: ListModels = False,
 ) -> None:
     """Time named models against the ceilings of this machine.
 

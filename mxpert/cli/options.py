@@ -114,8 +114,38 @@ def check_model(name: str, command: str) -> str:
         "--model",
         need=f"one of {', '.join(MODEL_SHAPES)}",
         got=short(name),
+        remedy=f"mxpert {command} --list-models says what each is",
     )
     return name
+
+
+def models_table() -> str:
+    """The named models: sizes, and which share of which model each is."""
+    lines = [f"{'model':<19}{'E':>5}{'k':>4}{'H':>6}{'F':>6}  what it is"]
+    for name, shape in MODEL_SHAPES.items():
+        sizes = f"{shape.num_experts:>5}{shape.top_k:>4}"
+        sizes += f"{shape.hidden_size:>6}{shape.intermediate_size:>6}"
+        lines.append(f"{name:<19}{sizes}  {shape.about}")
+    return "\n".join(
+        [*lines, "E experts, k of them per token, hidden size H, intermediate size F."]
+    )
+
+
+def _list_models(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(models_table())
+        raise typer.Exit
+
+
+ListModels = Annotated[
+    bool,
+    typer.Option(
+        "--list-models",
+        is_eager=True,
+        callback=_list_models,
+        help="List the named models with their sizes, and exit.",
+    ),
+]
 
 
 def open_folder(folder: Path, command: str, option: str) -> None:
