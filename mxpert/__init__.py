@@ -46,6 +46,8 @@ from .routing import RoutingPlan, padded_capacity, padded_group_offsets
 from .weights import GateUpOrder, MoEWeights
 
 if TYPE_CHECKING:
+    from . import integrations as integrations
+    from . import training as training
     from .integrations.checkpoints.load import load_expert_weights
     from .integrations.models.convert import convert, restore
     from .integrations.models.evaluation import evaluate
@@ -111,32 +113,27 @@ torch.serialization.add_safe_globals(
 
 
 _LAZY = {
-    "convert": ".integrations.models.convert",
-    "evaluate": ".integrations.models.evaluation",
-    "load_expert_weights": ".integrations.checkpoints.load",
-    "restore": ".integrations.models.convert",
+    "convert": "integrations.models.convert",
+    "evaluate": "integrations.models.evaluation",
+    "integrations": "",
+    "load_expert_weights": "integrations.checkpoints.load",
+    "restore": "integrations.models.convert",
+    "training": "",
 }
-"""Names for whole models and checkpoints; what they import costs time that a layer need not pay."""
-
-_PACKAGES = ("distributed", "formats", "integrations", "testing", "training")
+"""Module of each name that is imported at first use; empty where the name is a module."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `_LAZY` or a package when it is first used."""
-    if name in _LAZY:
-        value = getattr(importlib.import_module(_LAZY[name], __name__), name)
-        globals()[name] = value
-        return value
-    if name in _PACKAGES:
-        return importlib.import_module(f".{name}", __name__)
     if name in configs.__all__:
-        warnings.warn(
-            f"mxpert.{name} is now mxpert.configs.{name}; the old name goes in version 0.3",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        text = f"mxpert.{name} is now mxpert.configs.{name}; the old name goes in version 0.3"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
         return getattr(configs, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_LAZY[name] or name}")
+    value = getattr(module, name) if _LAZY[name] else module
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from ...formats.codec import dequantize_blocks, quantize_blocks
 from ...formats.spec import MXFP4, ScaleRule, ScaleRuleLike
 from ...published import BLOCK_BYTES
 from ...weights_state import PROJECTIONS
+from ..models.experts import FoundExperts
+from .convertible import converter_experts, stacked_order
 from .expert_sources import ExpertLayer, find_expert_layers
 from .safetensors_files import CheckpointReader
 
@@ -75,7 +78,7 @@ def plan_quantization(
     reader = CheckpointReader(source, OP)
     require(source.is_dir(), OP, str(source), need="a checkpoint directory", got="a file")
     config = reader.config()
-    layers = find_expert_layers(reader, config)
+    layers = _loadable_layers(reader, config)
     inside = destination.resolve()
     require(
         inside != source.resolve() and source.resolve() not in inside.parents,
@@ -108,6 +111,22 @@ def plan_quantization(
         for name, group, size in zip(names[len(layers) :], groups, sizes, strict=True)
     ]
     return QuantizePlan(reader, destination, config, scale_rule, _device(device), shards)
+
+
+def _loadable_layers(reader: CheckpointReader, config: dict[str, Any]) -> list[ExpertLayer]:
+    """The experts of a checkpoint by name, if the converter can load the result.
+
+    Raises:
+        ValueError, UnsupportedError: as `find_expert_layers` and `converter_experts`.
+    """
+
+    @functools.cache
+    def converter() -> list[FoundExperts]:
+        return converter_experts(reader.directory, config, OP)
+
+    layers = find_expert_layers(reader, config, lambda: stacked_order(converter()))
+    converter()  # raises for a model that nothing could load
+    return layers
 
 
 def quantize_expert(

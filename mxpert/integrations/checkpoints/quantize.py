@@ -124,8 +124,8 @@ def quantize_checkpoint(
     load.
 
     Args:
-        source: directory with ``config.json`` and safetensors in Mixtral's, Qwen-MoE's or
-            DeepSeek's naming, or stacked as transformers 5 and gpt-oss do.
+        source: directory with ``config.json`` and safetensors in Mixtral's, Qwen-MoE's, DeepSeek's
+            or GraniteMoe's naming, or stacked as transformers 5 and gpt-oss do.
         destination: directory to write; absent, empty, or left by an interrupted run.
         scale_rule: how a block's scale follows from its maximum; a ScaleRule or its name.
         device: device that quantises.
@@ -136,7 +136,9 @@ def quantize_checkpoint(
 
     Raises:
         ValueError: bad source, a destination that would be overwritten, or NaN or infinity among
-            the weights. UnsupportedError: a naming that is not known. TypeError: wrong types.
+            the weights. TypeError: wrong types.
+        UnsupportedError: a naming that is not known, or a model that `mxpert.convert` refuses, so
+            that nothing could load the result; nothing is written then.
 
     Example:
         >>> quantize_checkpoint("/nowhere", "/tmp/out")

@@ -204,7 +204,7 @@ def _check_arguments(
         if isinstance(model, str):
             remedy += ', which with experts_implementation="mxpert" reads its experts as MXFP4'
         got = repr(model) if isinstance(model, str) else type(model).__name__
-        raise TypeError(message(op, "model", "a model in memory (torch.nn.Module)", got, remedy))
+        raise TypeError(message(op, "model", "a Module, a model in memory", got, remedy))
     for name, value, fits, need in (
         ("recipe", recipe, isinstance(recipe, MXFP8Recipe | None), "an MXFP8Recipe"),
         ("expert_parallel", ranks, isinstance(ranks, ExpertParallel | None), "an ExpertParallel"),
