@@ -77,7 +77,8 @@ class Aggregate:
 
     def cuda(self, device: torch.device | str | int | None = None) -> Self:
         """Return this object on a GPU; None is the current one."""
-        found = require_device("cuda" if device is None else device, f"{type(self).__name__}.cuda")
+        named = f"cuda:{device}" if isinstance(device, int) else device or "cuda"
+        found = require_device(named, f"{type(self).__name__}.cuda")
         return self._mapped(lambda tensor: tensor.to(found))
 
     def cpu(self) -> Self:
