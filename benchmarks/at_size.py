@@ -49,7 +49,8 @@ SAMPLE = (0, 1, 3, 15, 63, 127, 255, 1023, 4095, 8191, 32767)
 """Tokens that are compared: the first, and the last of every bucket."""
 
 ORDER = (
-    *("kimi-k2", "dsv4-pro", "gpt-oss-120b", "deepseek-v3", "qwen3-235b", "kimi-k2-tp4"),
+    *("kimi-k2", "dsv4-pro", "gpt-oss-120b", "deepseek-v3", "qwen3-235b"),
+    "kimi-k2-tp4-shared",
     *("dsv4-flash", "gpt-oss-20b", "glm-5.1", "minimax-m2.7", "qwen3-next"),
 )
 _LIKE_COMPARE: dict[str, Any] = dict(

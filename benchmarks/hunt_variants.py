@@ -12,7 +12,8 @@ from grouped_gemms.cells import MODES, Shape
 from grouped_gemms.ours import recipe_of
 
 import mxpert
-from mxpert import GateUpOrder, MoEConfig, ScaleSpan, SwiGLU
+from mxpert import GateUpOrder, ScaleSpan, SwiGLU
+from mxpert.configs import MoEConfig
 from mxpert.formats import MXTensor
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape, random_moe_problem, random_routing

@@ -5,12 +5,11 @@ A layer in ten lines: quantise the experts, prepare them for a device, route tok
     >>> import torch, mxpert
     >>> E, H, F, T = 8, 64, 32, 5                     # experts, hidden, intermediate, tokens
     >>> gate_up, down = torch.randn(E, 2 * F, H) / 8, torch.randn(E, H, F) / 6
-    >>> weights = mxpert.MoEWeights(
-    ...     mxpert.quantize(gate_up, "mxfp4"), mxpert.quantize(down, "mxfp4"),
-    ...     gate_up_order=mxpert.GateUpOrder.CONCATENATED).prepare(device="cpu")
+    >>> weights = mxpert.quantize_weights(gate_up, down, gate_up_order="concatenated")
+    >>> weights = weights.prepare(device="cpu")
     >>> x, logits = torch.randn(T, H, dtype=torch.bfloat16), torch.randn(T, E)
     >>> topk_weights, topk_ids = mxpert.route_topk(logits, top_k=2)
-    >>> y = mxpert.fused_moe(x, weights, topk_weights, topk_ids, activation=mxpert.SiLU(),
+    >>> y = mxpert.fused_moe(x, weights, topk_weights, topk_ids, activation="silu",
     ...                      activation_format="a8w4")
     >>> y.shape, y.dtype
     (torch.Size([5, 64]), torch.bfloat16)
@@ -20,6 +19,7 @@ MXFP8, and `mxpert.convert` puts these kernels under a model of Transformers.
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from . import required as required  # first: it refuses in one line where a package is missing
@@ -27,7 +27,9 @@ from . import required as required  # first: it refuses in one line where a pack
 # isort: split
 import torch
 
+from . import configs
 from .dispatch import override
+from .distributed import ExpertParallel
 from .errors import PerformanceWarning, UnsupportedError
 from .formats.folding import FoldCertificate
 from .formats.spans import rebase
@@ -35,7 +37,7 @@ from .formats.spec import ElementFormat, MXFormat, ScaleRule, ScaleSpan
 from .formats.tensor import Layout, MXTensor
 from .formats.token import TokenRows
 from .integrations.on_import import watch
-from .modules import MoE
+from .modules import MoE, quantize_weights
 from .ops.explain import explain
 from .ops.grouped_gemm import grouped_gemm, grouped_wgrad
 from .ops.moe import fused_moe, moe_down, moe_gate_up
@@ -43,49 +45,29 @@ from .ops.quantize import dequantize, quantize
 from .ops.quantize_dual import quantize_dual
 from .ops.route import make_routing_plan, route_topk
 from .ops.warm_up import warm_up
-from .problem import (
-    Cdna4GemmConfig,
-    Cdna4Kernel,
-    ClampedSiLU,
-    Combine,
-    GemmConfig,
-    GroupScore,
-    HopperGemmConfig,
-    HopperKernel,
-    MoEConfig,
-    ReferenceConfig,
-    Scoring,
-    SiLU,
-    SiTUv2,
-    SwiGLU,
-    TopKOptions,
-)
+from .problem import ClampedSiLU, Combine, GroupScore, Scoring, SiLU, SiTUv2, SwiGLU, TopKOptions
 from .routing import RoutingPlan, padded_capacity, padded_group_offsets
 from .weights import GateUpOrder, MoEWeights
 
 if TYPE_CHECKING:
     from . import integrations as integrations
     from . import training as training
-    from .integrations.models.convert import convert
+    from .integrations.checkpoints.load import load_expert_weights
+    from .integrations.models.convert import convert, restore
+    from .integrations.models.evaluation import evaluate
 
 __version__ = "0.2.0"
 
 __all__ = [
     "ClampedSiLU",
     "Combine",
+    "ExpertParallel",
     "GateUpOrder",
-    "GemmConfig",
     "GroupScore",
-    "Cdna4GemmConfig",
-    "Cdna4Kernel",
-    "HopperGemmConfig",
-    "HopperKernel",
     "MXTensor",
     "MoE",
-    "MoEConfig",
     "MoEWeights",
     "PerformanceWarning",
-    "ReferenceConfig",
     "RoutingPlan",
     "ScaleRule",
     "ScaleSpan",
@@ -97,10 +79,12 @@ __all__ = [
     "UnsupportedError",
     "convert",
     "dequantize",
+    "evaluate",
     "explain",
     "fused_moe",
     "grouped_gemm",
     "grouped_wgrad",
+    "load_expert_weights",
     "make_routing_plan",
     "moe_down",
     "moe_gate_up",
@@ -109,7 +93,9 @@ __all__ = [
     "padded_group_offsets",
     "quantize",
     "quantize_dual",
+    "quantize_weights",
     "rebase",
+    "restore",
     "route_topk",
     "warm_up",
 ]
@@ -133,12 +119,22 @@ torch.serialization.add_safe_globals(
 watch()  # so that experts_implementation="mxpert" works in Transformers
 
 
-# Imported at first use: they take torch's compiler, which costs as much as torch itself.
-_LAZY = {"convert": "integrations.models.convert", "integrations": "", "training": ""}
-"""Module of each name; empty where the name is a module."""
+_LAZY = {
+    "convert": "integrations.models.convert",
+    "evaluate": "integrations.models.evaluation",
+    "integrations": "",
+    "load_expert_weights": "integrations.checkpoints.load",
+    "restore": "integrations.models.convert",
+    "training": "",
+}
+"""Module of each name that is imported at first use; empty where the name is a module."""
 
 
 def __getattr__(name: str) -> Any:
+    if name in configs.__all__:
+        text = f"mxpert.{name} is now mxpert.configs.{name}; the old name goes in version 0.3"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return getattr(configs, name)
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__name__}.{_LAZY[name] or name}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal, cast
 
 from .errors import message, require, require_number
 
@@ -146,27 +147,48 @@ def _require_number(op: str, name: str, value: object, *, limit: bool = False) -
 Activation = SiLU | SwiGLU | ClampedSiLU | SiTUv2
 ACTIVATIONS: dict[str, type] = {a.name: a for a in (SiLU, SwiGLU, ClampedSiLU, SiTUv2)}
 
+ActivationLike = Activation | Literal["silu", "swiglu", "swigluoai", "clamped_silu", "situ_v2"]
+"""An activation, or the name of one with its default parameters."""
 
-def require_activation(value: object, op: str) -> None:
-    """Check that `value` is one of the activations; the error says which object to pass.
+NAMED_ACTIVATIONS: dict[str, Activation] = {
+    "silu": SiLU(),
+    "swiglu": SwiGLU(),
+    "swigluoai": SwiGLU(),
+    "clamped_silu": ClampedSiLU(),
+    "situ_v2": SiTUv2(),
+}
+"""What each name stands for; "swigluoai" is vLLM's name of gpt-oss's."""
+
+
+def parse_activation(value: object, op: str) -> Activation:
+    """Return the activation that `value` is or names.
+
+    Args:
+        value: an activation; or "silu" for ``silu(gate) * up``, "swiglu" or "swigluoai" for
+            gpt-oss's SwiGLU(alpha=1.702, limit=7.0), "clamped_silu" for ClampedSiLU(limit=10.0),
+            "situ_v2" for SiTUv2(beta=4.0, beta_up=25.0).
+        op: the function that reports a wrong one.
 
     Raises:
-        TypeError: anything else, a name or a class included.
+        ValueError: an unknown name. TypeError: anything else, a class included.
+
+    Example:
+        >>> parse_activation("swigluoai", "fused_moe")
+        SwiGLU(alpha=1.702, limit=7.0)
     """
     if isinstance(value, tuple(ACTIVATIONS.values())):
-        return
-    named = value if isinstance(value, type) else ACTIVATIONS.get(str(value), SwiGLU)
-    known = named in ACTIVATIONS.values()
+        return cast("Activation", value)
+    found = NAMED_ACTIVATIONS.get(value) if isinstance(value, str) else None
+    if found is not None:
+        return found
+    remedy = ""
+    if isinstance(value, type) and value in ACTIVATIONS.values():
+        remedy = f"pass mxpert.{value.__name__}()"
     calls = ", ".join(f"{kind.__name__}()" for kind in ACTIVATIONS.values())
-    raise TypeError(
-        message(
-            op,
-            "activation",
-            f"an activation object: {calls}",
-            repr(value),
-            f"pass mxpert.{(named if known else SwiGLU).__name__}()",
-        )
-    )
+    names = ", ".join(map(repr, NAMED_ACTIVATIONS))
+    error = ValueError if isinstance(value, str) else TypeError
+    need = f"an activation object: {calls}; or one of the names {names}"
+    raise error(message(op, "activation", need, repr(value), remedy))
 
 
 def activation_from(name: str, parameters: Iterable[float]) -> Activation:

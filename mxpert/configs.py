@@ -10,6 +10,16 @@ import torch
 
 from .errors import message, require, require_dtype
 
+__all__ = [
+    "Cdna4GemmConfig",
+    "Cdna4Kernel",
+    "GemmConfig",
+    "HopperGemmConfig",
+    "HopperKernel",
+    "MoEConfig",
+    "ReferenceConfig",
+]
+
 
 def _require_integers(config: Any, names: tuple[str, ...]) -> None:
     for name in names:

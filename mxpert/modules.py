@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .dispatch.ambient import isolated
 from .distributed import ExpertParallel
 from .errors import UnsupportedError, message, require, require_device, require_tensor
-from .formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
+from .formats.gate_up import GateUpOrderLike
+from .formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule, ScaleRuleLike
 from .formats.tensor import Layout, MXTensor
+from .ops.gradient import without_backward
 from .ops.local_weights import check_local_weights, local_weights
 from .ops.moe import fused_moe
 from .ops.quantize import FLOAT_DTYPES, quantize
 from .ops.route import LOGIT_DTYPES, check_route_topk, route_topk
-from .problem import Activation, SiLU, TopKOptions, parse_activation_format, require_activation
+from .problem import (
+    ActivationFormat,
+    ActivationLike,
+    SiLU,
+    TopKOptions,
+    parse_activation,
+    parse_activation_format,
+)
 from .published import expert_weights_from, published_expert_tensors, published_shapes
-from .weights import GateUpOrder, MoEWeights
+from .weights import ORDERS, GateUpOrder, MoEWeights
 from .weights_state import PROJECTIONS
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
@@ -36,7 +45,7 @@ class PreparedExperts(torch.nn.Module):
 
     Args:
         weights: MoEWeights, ROW_MAJOR or prepared.
-        activation: what stands between the two GEMMs.
+        activation: what stands between the two GEMMs; an object or its name.
         activation_format: "bf16", "mxfp8", "mxfp4" or "fp8_token"; may be assigned later.
         dtype: dtype of the biases in the state dict.
         expert_parallel: mxpert.distributed.ExpertParallel, where `weights` are the local experts of
@@ -48,6 +57,12 @@ class PreparedExperts(torch.nn.Module):
             rank's experts; a rank that has all experts, but not in the order of their ids.
     """
 
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+        ) -> torch.Tensor: ...
+
     weights: MoEWeights
     no_gradient = "train with mxpert.training.MXMoE"
     """What to do instead, for the error that a gradient raises."""
@@ -55,15 +70,15 @@ class PreparedExperts(torch.nn.Module):
     def __init__(
         self,
         weights: MoEWeights,
-        activation: Activation,
+        activation: ActivationLike,
         *,
-        activation_format: str = "bf16",
+        activation_format: ActivationFormat = "bf16",
         dtype: torch.dtype = torch.float32,
         expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         op = type(self).__name__
-        self.activation, self.dtype = activation, dtype
+        self.activation, self.dtype = parse_activation(activation, op), dtype
         self.expert_parallel = expert_parallel
         self.activation_format = parse_activation_format(activation_format, op)
         if expert_parallel is not None:
@@ -127,12 +142,9 @@ class PreparedExperts(torch.nn.Module):
         )
         if x.dim() != 2:
             out = out.view(x.shape)
-        if needs_grad and not torch.compiler.is_compiling():
-            result: torch.Tensor = _WithoutBackward.apply(
-                out, x, type(self).__name__, self.no_gradient
-            )
-            return result
-        return out
+        if not needs_grad:
+            return out
+        return without_backward(type(self).__name__, out, x, remedy=self.no_gradient)
 
     def _refuse_exchanged_buffers(self) -> None:
         """Raise for buffers that were assigned, or that `functional_call` exchanged."""
@@ -254,9 +266,9 @@ class MoE(torch.nn.Module):
             the layer, of which the module keeps a copy of this rank's.
         router_weight: bfloat16, float16 or float32 [E, H], on the device of `weights`.
         top_k: experts per token.
-        activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2().
-        activation_format: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4", or "fp8_token";
-            see `fused_moe`.
+        activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2(), or a name as `fused_moe` takes it.
+        activation_format: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4", "fp8_token" or
+            "a8w4-token"; see `fused_moe`.
         router_bias: [E] in the dtype of `router_weight`, added to the logits, or None.
         correction_bias: float32 [E], added to the scores for the choice only, or None.
         routing: mxpert.TopKOptions: scoring, groups and scaling, as for `route_topk`.
@@ -272,9 +284,8 @@ class MoE(torch.nn.Module):
     Example:
         >>> import torch, mxpert
         >>> from mxpert.distributed import ExpertParallel
-        >>> from mxpert.modules import quantize_weights
-        >>> weights = quantize_weights(torch.randn(4, 64, 32), torch.randn(4, 32, 32),
-        ...                            gate_up_order=mxpert.GateUpOrder.CONCATENATED)
+        >>> weights = mxpert.quantize_weights(torch.randn(4, 64, 32), torch.randn(4, 32, 32),
+        ...                                   gate_up_order="concatenated")
         >>> moe = mxpert.MoE(weights, torch.randn(4, 32), top_k=2).eval()
         >>> moe(torch.randn(2, 5, 32, dtype=torch.bfloat16)).shape
         torch.Size([2, 5, 32])
@@ -286,14 +297,18 @@ class MoE(torch.nn.Module):
         <All keys matched successfully>
     """
 
+    if TYPE_CHECKING:
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
     def __init__(
         self,
         weights: MoEWeights,
         router_weight: torch.Tensor,
         *,
         top_k: int,
-        activation: Activation = SiLU(),
-        activation_format: str = "bf16",
+        activation: ActivationLike = SiLU(),
+        activation_format: ActivationFormat = "bf16",
         router_bias: torch.Tensor | None = None,
         correction_bias: torch.Tensor | None = None,
         routing: TopKOptions = TopKOptions(),
@@ -301,7 +316,7 @@ class MoE(torch.nn.Module):
     ) -> None:
         super().__init__()
         op = "MoE"
-        activation_format = parse_activation_format(activation_format, op)
+        parse_activation_format(activation_format, op)
         ranks = expert_parallel
         for name, value, kind in (
             ("weights", weights, MoEWeights),
@@ -310,7 +325,7 @@ class MoE(torch.nn.Module):
         ):
             if not isinstance(value, kind):
                 raise TypeError(message(op, name, kind.__name__, repr(value)))
-        require_activation(activation, op)
+        activation = parse_activation(activation, op)
         if ranks is not None:
             require(ranks.top_k == top_k, op, "top_k", need=ranks.top_k, got=top_k)
             weights = local_weights(op, ranks, weights)
@@ -370,8 +385,7 @@ class MoE(torch.nn.Module):
             group_score=options.group_score,
             clamp_nan=options.clamp_nan,
         )
-        out: torch.Tensor = self.experts(rows, topk_weights, topk_ids)
-        return out.view(x.shape)
+        return self.experts(rows, topk_weights, topk_ids).view(x.shape)
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, routing={self.routing}"
@@ -381,10 +395,10 @@ def quantize_weights(
     gate_up_proj: torch.Tensor,
     down_proj: torch.Tensor,
     *,
-    gate_up_order: GateUpOrder,
+    gate_up_order: GateUpOrderLike,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
-    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
     device: torch.device | str | None = None,
 ) -> MoEWeights:
     """Quantise the dense experts of one layer to MXFP4.
@@ -394,7 +408,8 @@ def quantize_weights(
     Args:
         gate_up_proj: bfloat16, float16 or float32 [E, 2F, H].
         down_proj: the same dtypes, [E, H, F].
-        gate_up_order: how gate and up rows are arranged.
+        gate_up_order: how gate and up rows are arranged: "concatenated" (F gate rows, then F up
+            rows), "interleaved" (gpt-oss) or "interleaved_16".
         gate_up_bias: [E, 2F] in that order, or None. down_bias: [E, H], or None.
         scale_rule: how a block's scale follows from its maximum.
         device: where the result goes; None is the device of `gate_up_proj`.
@@ -407,12 +422,12 @@ def quantize_weights(
 
     Example:
         >>> quantize_weights(torch.ones(4, 64, 32), torch.ones(4, 32, 32),
-        ...                  gate_up_order=GateUpOrder.CONCATENATED).num_experts
+        ...                  gate_up_order="concatenated").num_experts
         4
     """
     op = "quantize_weights"
-    if not isinstance(scale_rule, ScaleRule):
-        raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(scale_rule)))
+    scale_rule = ScaleRule.parse(scale_rule, op, "scale_rule")
+    gate_up_order = GateUpOrder.parse(gate_up_order, op, "gate_up_order", ORDERS)
     for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         require_tensor(weight, op, name, dtype=FLOAT_DTYPES, shape=(None, None, None))
         require(
@@ -489,20 +504,3 @@ def _mismatch(name: str, tensor: object, shape: tuple[int, ...]) -> str:
 def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`tensor` in `dtype`; a call of `to` that changes nothing takes as long as an allocation."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
-class _WithoutBackward(torch.autograd.Function):
-    """Pass a result on; asking for its gradient is an error, not a silent zero."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, out: torch.Tensor, x: torch.Tensor, name: str, remedy: str
-    ) -> torch.Tensor:
-        ctx.name, ctx.remedy = name, remedy
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
-        raise UnsupportedError(
-            message(ctx.name, "backward", "an inference pass", "a gradient", ctx.remedy)
-        )

@@ -9,18 +9,19 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from .activations import ACTIVATIONS as ACTIVATIONS
 from .activations import Activation as Activation
+from .activations import ActivationLike as ActivationLike
 from .activations import ClampedSiLU as ClampedSiLU
 from .activations import SiLU as SiLU
 from .activations import SiTUv2 as SiTUv2
 from .activations import SwiGLU as SwiGLU
 from .activations import activation_from as activation_from
-from .activations import require_activation as require_activation
+from .activations import parse_activation as parse_activation
 from .configs import Cdna4GemmConfig as Cdna4GemmConfig
 from .configs import Cdna4Kernel as Cdna4Kernel
 from .configs import Config as Config
@@ -30,13 +31,18 @@ from .configs import HopperKernel as HopperKernel
 from .configs import MoEConfig as MoEConfig
 from .configs import ReferenceConfig as ReferenceConfig
 from .configs import StageConfig as StageConfig
-from .errors import message
-from .formats.spec import MXFormat, ScaleRule, ScaleSpan, get_format
+from .formats.names import ACTIVATION_FORMATS as ACTIVATION_FORMATS
+from .formats.names import FORMAT_OF as FORMAT_OF
+from .formats.names import SHORT_NAMES as SHORT_NAMES
+from .formats.names import ActivationFormat as ActivationFormat
+from .formats.names import OwnFormat as OwnFormat
+from .formats.names import activation_mx_format as activation_mx_format
+from .formats.names import parse_activation_format as parse_activation_format
+from .formats.spec import MXFormat, ScaleRule, ScaleSpan, ValueEnum
 from .formats.tensor import Layout
-from .formats.token import FP8_TOKEN
 
 
-class Combine(enum.Enum):
+class Combine(ValueEnum):
     """How stage 2 turns the top-k rows of a token into one.
 
     REDUCE: one row per (token, slot), then a sum in slot order; the same bits in every run (the
@@ -58,45 +64,8 @@ class Combine(enum.Enum):
     FLAT = "flat"
 
 
-ACTIVATION_FORMATS = ("bf16", "mxfp8", "mxfp4", FP8_TOKEN)
-"""Names of the activation formats, as options, tuned tables and reports hold them."""
-
-ACTIVATION_FORMAT_ALIASES = {"a16w4": "bf16", "a8w4": "mxfp8", "a4w4": "mxfp4"}
-"""Other names of three of them; every argument accepts both."""
-
-
-def parse_activation_format(name: str, op: str) -> str:
-    """Return the member of ACTIVATION_FORMATS that `name` or its alias stands for.
-
-    Args:
-        name: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4", or "fp8_token".
-        op: the function that reports a wrong name.
-
-    Returns:
-        "bf16", "mxfp8", "mxfp4" or "fp8_token".
-
-    Raises:
-        ValueError: any other name.
-
-    Example:
-        >>> parse_activation_format("a8w4", "fused_moe")
-        'mxfp8'
-    """
-    known = ACTIVATION_FORMAT_ALIASES.get(name, name) if isinstance(name, str) else None
-    if known not in ACTIVATION_FORMATS:
-        aliases = {full: alias for alias, full in ACTIVATION_FORMAT_ALIASES.items()}
-        names = [
-            f"{full!r} ({aliases[full]!r})" if full in aliases else repr(full)
-            for full in ACTIVATION_FORMATS
-        ]
-        raise ValueError(message(op, "activation_format", f"one of {', '.join(names)}", repr(name)))
-    return known
-
-
-def activation_mx_format(name: str, op: str) -> MXFormat | None:
-    """The MX format that `name` stands for ("mxfp8" is e4m3); None where ops exchange bfloat16."""
-    name = parse_activation_format(name, op)
-    return None if name in ("bf16", FP8_TOKEN) else get_format(name)
+CombineLike = Combine | Literal["reduce", "atomic", "flat"]
+"""A Combine or its name."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +76,7 @@ class MoEOptions:
     """
 
     activation: Activation
-    activation_format: str = "bf16"
+    activation_format: OwnFormat = "bf16"
     scale_rule: ScaleRule = ScaleRule.RCEIL
     apply_router_weight_on_input: bool = False
     combine: Combine = Combine.REDUCE
@@ -170,7 +139,7 @@ class QuantizeProblem:
     scale_rule: ScaleRule = ScaleRule.RCEIL
 
 
-class Scoring(enum.Enum):
+class Scoring(ValueEnum):
     """How router logits become scores: by a softmax over experts, or from each logit alone.
 
     SOFTMAX: ``softmax(logits)``. SIGMOID: ``sigmoid(logit)``. SQRTSOFTPLUS:
@@ -190,7 +159,7 @@ class Scoring(enum.Enum):
     SQRTSOFTPLUS = "sqrtsoftplus"
 
 
-class GroupScore(enum.Enum):
+class GroupScore(ValueEnum):
     """What stands for a group of experts when `route_topk` chooses groups.
 
     MAX: the highest score of its experts. TOP2: the sum of the two highest.
@@ -212,15 +181,8 @@ GroupScoreLike = GroupScore | Literal["max", "top2"]
 """A GroupScore or its name."""
 
 
-def parse_group_score(value: object, op: str) -> GroupScore | None:
-    """Return the GroupScore that `value` is or names; None for None."""
-    if value is None or isinstance(value, GroupScore):
-        return value
-    for score in GroupScore:
-        if value == score.value:
-            return score
-    error = ValueError if isinstance(value, str) else TypeError
-    raise error(message(op, "group_score", "a GroupScore ('max' or 'top2') or None", repr(value)))
+ScoringLike = Scoring | Literal["softmax", "sigmoid", "sqrtsoftplus"]
+"""A Scoring or its name."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +190,7 @@ class TopKOptions:
     """How `route_topk` chooses and weighs experts.
 
     Args:
-        scoring: SOFTMAX, SIGMOID or SQRTSOFTPLUS.
+        scoring: SOFTMAX, SIGMOID or SQRTSOFTPLUS, or its name.
         normalize: divide the chosen scores by their sum; with SOFTMAX this is the softmax over the
             chosen experts alone.
         num_groups: equal groups of experts; 1 means no groups.
@@ -252,6 +214,27 @@ class TopKOptions:
     routed_scaling_factor: float = 1.0
     group_score: GroupScore | None = None
     clamp_nan: bool = False
+
+    if TYPE_CHECKING:  # the fields as callers may pass them
+
+        def __init__(
+            self,
+            scoring: ScoringLike = ...,
+            normalize: bool = ...,
+            num_groups: int = ...,
+            top_groups: int = ...,
+            routed_scaling_factor: float = ...,
+            group_score: GroupScoreLike | None = ...,
+            clamp_nan: bool = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scoring, str):
+            scoring = Scoring.parse(self.scoring, "TopKOptions", "scoring")
+            object.__setattr__(self, "scoring", scoring)
+        if isinstance(self.group_score, str):
+            score = GroupScore.parse(self.group_score, "TopKOptions", "group_score")
+            object.__setattr__(self, "group_score", score)
 
 
 @dataclass(frozen=True)

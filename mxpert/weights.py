@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import weights_state
-from .errors import message, require, require_device, require_tensor
+from .errors import require, require_device, require_tensor
 from .formats.folding import FoldCertificate, fold_certificate
 from .formats.gate_up import GateUpOrder as GateUpOrder
+from .formats.gate_up import GateUpOrderLike as GateUpOrderLike
 from .formats.gate_up import gate_up_rows as gate_up_rows
 from .formats.gate_up import interleaved_rows as interleaved_rows
 from .formats.layouts import (
@@ -24,11 +25,11 @@ from .formats.layouts import (
     unpack_cdna4,
     unpack_hopper,
 )
-from .formats.spec import MXFP4
-from .formats.tensor import Aggregate, Layout, MXTensor
+from .formats.tensor import Aggregate, Layout, LayoutLike, MXTensor
 
 _OP = "MoEWeights"
-
+ORDERS = "gpt-oss checkpoints are 'interleaved', stacked gate and up projections 'concatenated'"
+"""What an error about the order of rows advises."""
 
 _PREPARED_ORDER = {
     Layout.HOPPER_FRAGMENT: GateUpOrder.INTERLEAVED,
@@ -47,7 +48,7 @@ class MoEWeights(Aggregate):
         down_proj: MXFP4 [E, H, F], blocks of 32 along F.
         gate_up_bias: float32 [E, 2F] in the row order of `gate_up_proj`, or None.
         down_bias: float32 [E, H], or None.
-        gate_up_order: the order of gate and up rows; required.
+        gate_up_order: the order of gate and up rows, or its name; required.
         fold_certificates: set by `prepare`: whether each projection folds into e4m3 exactly.
         source_order: set by `prepare`: the order before it rearranged the rows.
 
@@ -78,17 +79,28 @@ class MoEWeights(Aggregate):
     fold_certificates: tuple[FoldCertificate, FoldCertificate] | None = None
     source_order: GateUpOrder | None = None
 
+    if TYPE_CHECKING:  # the fields as callers may pass them
+
+        def __init__(
+            self,
+            gate_up_proj: MXTensor,
+            down_proj: MXTensor,
+            gate_up_bias: torch.Tensor | None = ...,
+            down_bias: torch.Tensor | None = ...,
+            gate_up_order: GateUpOrderLike | None = ...,
+            fold_certificates: tuple[FoldCertificate, FoldCertificate] | None = ...,
+            source_order: GateUpOrder | None = ...,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
-        if not isinstance(self.gate_up_order, GateUpOrder):
-            remedy = (
-                "gpt-oss checkpoints are GateUpOrder.INTERLEAVED, stacked gate and up projections "
-                "GateUpOrder.CONCATENATED"
-            )
-            raise TypeError(
-                message(_OP, "gate_up_order", "a GateUpOrder", repr(self.gate_up_order), remedy)
-            )
-        _check_projection(self.gate_up_proj, "gate_up_proj")
-        _check_projection(self.down_proj, "down_proj")
+        for name in ("gate_up_order", "source_order"):
+            value = getattr(self, name)
+            if name == "gate_up_order" or value is not None:
+                parsed = GateUpOrder.parse(value, _OP, name, ORDERS)
+                if parsed is not value:  # its name was given
+                    object.__setattr__(self, name, parsed)
+        weights_state.check_projection(self.gate_up_proj, _OP, "gate_up_proj")
+        weights_state.check_projection(self.down_proj, _OP, "down_proj")
         self._check_layout()
         self._check_sizes()
 
@@ -169,47 +181,42 @@ class MoEWeights(Aggregate):
             f"           device='{self.device}', nbytes={self.nbytes})"
         )
 
-    def to(self, device: torch.device | str) -> MoEWeights:
-        """Return these weights on `device`, in the layout that they have.
+    @property
+    def dtype(self) -> torch.dtype:
+        """Torch's dtype of the codes, two values a byte."""
+        return self.down_proj.dtype
 
-        `prepare` moves weights too, and brings them into the device's fastest layout.
+    @property
+    def ndim(self) -> int:
+        """3: both projections are [E, N, K]."""
+        return self.down_proj.ndim
+
+    def numel(self) -> int:
+        """Number of weights of both projections."""
+        return self.gate_up_proj.numel() + self.down_proj.numel()
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode both projections, prepared or not.
 
         Args:
-            device: where the result lives; tensors that are there already are not copied.
+            dtype: float32, bfloat16, float16 or float64.
 
         Returns:
-            MoEWeights on `device`.
+            gate_up [E, 2F, H], its rows in the order that the weights were made with, and down
+            [E, H, F]. `quantize_weights` takes them back.
 
         Raises:
-            ValueError: there is no such device.
+            TypeError: another dtype.
 
         Example:
             >>> import mxpert
-            >>> w = lambda *shape: mxpert.quantize(torch.ones(*shape), "mxfp4")
-            >>> weights = MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
-            ...                      gate_up_order=GateUpOrder.CONCATENATED)
-            >>> weights.to("meta").device
-            device(type='meta')
+            >>> weights = mxpert.quantize_weights(torch.ones(4, 64, 32), torch.ones(4, 32, 32),
+            ...                                   gate_up_order="concatenated")
+            >>> [(tuple(each.shape), each.unique().item()) for each in weights.dequantize()]
+            [((4, 64, 32), 1.0), ((4, 32, 32), 1.0)]
         """
-        return self._moved(require_device(device, "MoEWeights.to"))
-
-    def _certificates_on(
-        self, device: torch.device
-    ) -> tuple[FoldCertificate, FoldCertificate] | None:
-        found = self.fold_certificates
-        return None if found is None else (found[0].to(device), found[1].to(device))
-
-    def _moved(self, device: torch.device) -> MoEWeights:
-        biases = (self.gate_up_bias, self.down_bias)
-        gate_up_bias, down_bias = (None if bias is None else bias.to(device) for bias in biases)
-        return replace(
-            self,
-            gate_up_proj=self.gate_up_proj.to(device),
-            down_proj=self.down_proj.to(device),
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            fold_certificates=self._certificates_on(device),
-        )
+        plain = self.unprepare()
+        return plain.gate_up_proj.dequantize(dtype), plain.down_proj.dequantize(dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors of these weights by name, and their facts under "_extra_state".
@@ -224,9 +231,8 @@ class MoEWeights(Aggregate):
 
         Example:
             >>> import mxpert
-            >>> w = lambda *shape: mxpert.quantize(torch.ones(*shape), "mxfp4")
-            >>> weights = MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
-            ...                      gate_up_order=GateUpOrder.CONCATENATED)
+            >>> weights = mxpert.quantize_weights(torch.ones(4, 64, 32), torch.ones(4, 32, 32),
+            ...                                   gate_up_order="concatenated")
             >>> state = weights.state_dict()
             >>> state["down_proj.scale"].shape, state["_extra_state"]["layout"]
             (torch.Size([4, 32, 1]), 'row_major')
@@ -249,9 +255,8 @@ class MoEWeights(Aggregate):
 
         Example:
             >>> import mxpert
-            >>> w = lambda *shape: mxpert.quantize(torch.ones(*shape), "mxfp4")
-            >>> weights = MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
-            ...                      gate_up_order=GateUpOrder.CONCATENATED)
+            >>> weights = mxpert.quantize_weights(torch.ones(4, 64, 32), torch.ones(4, 32, 32),
+            ...                                   gate_up_order="concatenated")
             >>> MoEWeights.from_state_dict(weights.state_dict()).num_experts
             4
         """
@@ -302,7 +307,7 @@ class MoEWeights(Aggregate):
         remedy = "MoEWeights.from_state_dict makes new weights"
         _check_holds_data(self.device, op, "weights.device", remedy)
         weights_state.copy_into(self.state_dict(), new.state_dict(), op)
-        certificates = new._certificates_on(self.device)
+        certificates = new.to(self.device).fold_certificates
         self.__dict__.update(fold_certificates=certificates, source_order=new.source_order)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -320,9 +325,8 @@ class MoEWeights(Aggregate):
 
         Example:
             >>> import mxpert, pathlib, tempfile
-            >>> w = lambda *shape: mxpert.quantize(torch.ones(*shape), "mxfp4")
-            >>> weights = MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
-            ...                      gate_up_order=GateUpOrder.CONCATENATED)
+            >>> weights = mxpert.quantize_weights(torch.ones(4, 64, 32), torch.ones(4, 32, 32),
+            ...                                   gate_up_order="concatenated")
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     weights.save(pathlib.Path(folder, "layer.safetensors"))
             ...     MoEWeights.load(pathlib.Path(folder, "layer.safetensors")).gate_up_order
@@ -356,7 +360,9 @@ class MoEWeights(Aggregate):
         device = require_device(device, op)
         return cls._from_state(weights_state.read(path, op), op).to(device)
 
-    def prepare(self, *, device: torch.device | str, layout: Layout | None = None) -> MoEWeights:
+    def prepare(
+        self, *, device: torch.device | str, layout: LayoutLike | None = None
+    ) -> MoEWeights:
         """Return the weights on `device`, in the layout that its fastest kernels read.
 
         Call it once, when the model is loaded. The result computes the same function, and
@@ -373,28 +379,27 @@ class MoEWeights(Aggregate):
             layout can read it.
 
         Raises:
-            TypeError: `layout` is no Layout.
+            TypeError: `layout` is no Layout and no name.
             ValueError: weights that are prepared already, a layout that cannot hold them exactly,
                 or a device that does not exist.
 
         Example:
             >>> import mxpert
-            >>> w = lambda *shape: mxpert.quantize(torch.ones(*shape), "mxfp4")
-            >>> weights = MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
-            ...                      gate_up_order=GateUpOrder.CONCATENATED)
+            >>> weights = mxpert.quantize_weights(torch.ones(4, 64, 32), torch.ones(4, 32, 32),
+            ...                                   gate_up_order="concatenated")
             >>> weights.prepare(device="cpu").layout.name
             'ROW_MAJOR'
         """
         op, device = "prepare", require_device(device, "prepare")
         _check_holds_data(device, op, "device", "load the weights first")
-        if not (layout is None or isinstance(layout, Layout)):
-            raise TypeError(message(op, "layout", "a Layout or None", repr(layout)))
+        if layout is not None:
+            layout = Layout.parse(layout, op, "layout", "None chooses")
         plain, remedy = Layout.ROW_MAJOR, "call unprepare() first"
         require(
             self.layout is plain, op, "weights.layout", need=plain, got=self.layout, remedy=remedy
         )
         gate_up, down = _dense(self.gate_up_proj), _dense(self.down_proj)
-        moved = replace(self, gate_up_proj=gate_up, down_proj=down)._moved(device)
+        moved = replace(self, gate_up_proj=gate_up, down_proj=down).to(device)
         certificates = (fold_certificate(moved.gate_up_proj), fold_certificate(moved.down_proj))
         if layout is None:
             foldable = all(hopper_can_hold(certificate) for certificate in certificates)
@@ -445,17 +450,6 @@ class MoEWeights(Aggregate):
 
 def _check(condition: bool, argument: str, need: object, got: object, remedy: str = "") -> None:
     require(condition, _OP, argument, need=need, got=got, remedy=remedy)
-
-
-def _check_projection(projection: object, name: str) -> None:
-    """Require an MXTensor of MXFP4 [E, N, K], quantised along K."""
-    if not isinstance(projection, MXTensor):
-        got, remedy = type(projection).__name__, "quantise with mxpert.quantize(w, 'mxfp4')"
-        raise TypeError(message(_OP, name, "an MXTensor", got, remedy))
-    shape, axis = list(projection.shape), projection.axis
-    _check(projection.format == MXFP4, f"{name}.format", "mxfp4", projection.format.name)
-    _check(len(shape) == 3, f"{name}.shape", "three dimensions [E, N, K]", shape)
-    _check(axis == -1, f"{name}.axis", -1, axis, "quantise along the last axis")
 
 
 def _check_holds_data(device: torch.device, op: str, name: str, remedy: str) -> None:

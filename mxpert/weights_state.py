@@ -23,6 +23,14 @@ BIASES = ("gate_up_bias", "down_bias")
 FACTS = "_extra_state"
 """Key of the facts beside the tensors: the name that torch gives to a module's extra state."""
 
+_OF_DENSE = "mxpert.quantize_weights takes both dense weights"
+_OF_CODES = (
+    "codes and scales of MXFP4 become MXTensor(qdata, scale, 'mxfp4') with qdata uint8 [E, N, K/2] "
+    "(of gpt-oss: blocks.flatten(-2)) and scale uint8 [E, N, K/32]; mxpert.load_expert_weights "
+    "reads a checkpoint"
+)
+"""What to pass as a projection instead."""
+
 _PARTS = ("qdata", "scale", "reference")
 _CERTIFICATE_PARTS = ("reference", "rows_outside", "blocks_outside")
 _CERTIFICATE_DTYPES = (torch.uint8, torch.bool, torch.int64)
@@ -330,3 +338,21 @@ def _path(path: object, op: str) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(message(op, "path", "a path", repr(path)))
     return Path(os.fsdecode(path))
+
+
+def check_projection(projection: object, op: str, name: str) -> None:
+    """Require an MXTensor of MXFP4 [E, N, K], quantised along K."""
+    if not isinstance(projection, MXTensor):
+        got, remedy = type(projection).__name__, _OF_DENSE
+        if isinstance(projection, torch.Tensor):
+            dtype = str(projection.dtype).removeprefix("torch.")
+            got = f"a {dtype} Tensor {list(projection.shape)}"
+            remedy = _OF_DENSE if projection.is_floating_point() else _OF_CODES
+        raise TypeError(message(op, name, "an MXTensor", got, remedy))
+    shape, axis = list(projection.shape), projection.axis
+    for argument, fits, need, given, remedy in (
+        ("format", projection.format == MXFP4, "mxfp4", projection.format.name, ""),
+        ("shape", len(shape) == 3, "three dimensions [E, N, K]", shape, ""),
+        ("axis", axis == -1, -1, axis, "quantise along the last axis"),
+    ):
+        require(fits, op, f"{name}.{argument}", need=need, got=given, remedy=remedy)

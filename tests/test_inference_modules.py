@@ -229,7 +229,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "top_k large": ({"top_k": E + 1}, ValueError, r"top_k — need 1 … 4 "),
     "top_k float": ({"top_k": 2.0}, TypeError, "top_k — need an int"),
     "top_k bool": ({"top_k": True}, TypeError, "top_k — need an int"),
-    "activation": ({"activation": "silu"}, TypeError, "activation — need an activation object"),
+    "activation": ({"activation": "gelu"}, ValueError, "activation — need an activation object"),
     "format": ({"activation_format": "int8"}, ValueError, "activation_format — need one of"),
     "groups": ({"routing": mxpert.TopKOptions(num_groups=3)}, ValueError, "num_groups — need"),
     "routing": ({"routing": "softmax"}, TypeError, "routing — need TopKOptions"),
@@ -264,7 +264,7 @@ def test_bad_dense_weights_are_named() -> None:
         quantize_weights(gate_up.double(), down, gate_up_order=order)
     with pytest.raises(ValueError, match=r"gate_up_proj\.shape — need \[E, 2F, H\]"):
         quantize_weights(gate_up[:, :32], down, gate_up_order=order)
-    with pytest.raises(TypeError, match="gate_up_order — need a GateUpOrder"):
-        quantize_weights(gate_up, down, gate_up_order="concatenated")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"gate_up_order — need a GateUpOrder .*'concatenated'"):
+        quantize_weights(gate_up, down, gate_up_order="gate_first")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^quantize_weights: gate_up_bias\.dtype"):
         quantize_weights(gate_up, down, gate_up_order=order, gate_up_bias=torch.ones(E).int())

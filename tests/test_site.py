@@ -24,7 +24,14 @@ import mxpert.formats
 import mxpert.training
 
 ROOT = Path(__file__).resolve().parent.parent
-PUBLIC = (mxpert, mxpert.training, mxpert.distributed, mxpert.distributed.planner, mxpert.formats)
+PUBLIC = (
+    mxpert,
+    mxpert.configs,
+    mxpert.training,
+    mxpert.distributed,
+    mxpert.distributed.planner,
+    mxpert.formats,
+)
 DOCUMENTS = sorted(
     path.relative_to(ROOT).as_posix()
     for path in [

@@ -36,7 +36,14 @@ from mxpert.testing.gfx950.timing import Execution, model_loop
 from mxpert.testing.gfx950.timing.execution import find_loop
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 
-SHAPES = {**MODEL_SHAPES, "gpt-oss padded": GPT_OSS, "deepseek-v3 EP8": DEEPSEEK}
+LEFT_TO_THE_HEURISTIC = ("dsv3-ep8", "kimi-k2-tp4", "kimi-e385", "r1-e384")
+"""Shares of models that the shipped table has no rows for."""
+
+SHAPES = {
+    **{name: each for name, each in MODEL_SHAPES.items() if name not in LEFT_TO_THE_HEURISTIC},
+    "gpt-oss padded": GPT_OSS,
+    "deepseek-v3 EP8": DEEPSEEK,
+}
 """Models, and the sizes with which the reference systems run two of them."""
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
 BLOCK_M = min(cdna4.DECODE_BLOCKS_M)

@@ -9,6 +9,7 @@ import torch
 
 from mxpert.errors import message
 from mxpert.ops.route import route_topk
+from mxpert.testing.problems import MODEL_SHAPES
 
 GEMM_STAGES = ("gate_up_gemm", "down_gemm")
 STAGES = (*GEMM_STAGES, "gate_up", "down", "layer")
@@ -41,21 +42,19 @@ class Model:
     F: int
 
 
-def by_name(*models: Model) -> dict[str, Model]:
-    return {model.name: model for model in models}
+def named(*names: str) -> dict[str, Model]:
+    """Models of mxpert's list of names."""
+    shapes = {name: MODEL_SHAPES[name] for name in names}
+    return {
+        name: Model(name, each.num_experts, each.top_k, each.hidden_size, each.intermediate_size)
+        for name, each in shapes.items()
+    }
 
 
-NAMED = by_name(
-    Model("gpt-oss-120b", 128, 4, 2880, 2880),
-    Model("kimi-k2-tp4", 384, 8, 7168, 512),
-    Model("dsv3-ep8", 32, 8, 7168, 2048),
-    Model("gpt-oss-20b", 32, 4, 2880, 2880),
-    Model("qwen3-235b", 128, 8, 4096, 1536),
-    Model("dsv4-flash", 256, 6, 4096, 2048),
-)
+NAMED = named("gpt-oss-120b", "kimi-k2-tp4", "dsv3-ep8", "gpt-oss-20b", "qwen3-235b", "dsv4-flash")
 """In order of importance."""
 
-REFERENCE = by_name(Model("kimi-e385", 385, 9, 7168, 256), Model("r1-e384", 384, 8, 7168, 1024))
+REFERENCE = named("kimi-e385", "r1-e384")
 """Shapes that the reference systems publish; their third is gpt-oss-120b."""
 
 MODELS = NAMED | REFERENCE

@@ -22,7 +22,7 @@ from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_down, moe_gate_up
 from ..ops.quantize import dequantize
 from ..ops.route import make_routing_plan
-from ..problem import MoEOptions
+from ..problem import MoEOptions, OwnFormat
 from ..routing import TOKEN_MASK, RoutingPlan
 from ..testing.numerics import relative_l2
 from ..testing.problems import (
@@ -53,6 +53,7 @@ from .options import (
     FORMAT_NAMES,
     Formats,
     JsonFile,
+    ListModels,
     Tokens,
     check_backend,
     check_model,
@@ -128,7 +129,7 @@ class Request:
 
     models: list[Model]
     tokens: list[int]
-    formats: list[str]
+    formats: list[OwnFormat]
     stages: list[str]
     routing: str
     backend: str | None
@@ -349,7 +350,7 @@ Models = Annotated[
     typer.Option(
         "--model",
         help="A named model; repeat for several. Default: "
-        f"gpt-oss-120b. Known: {', '.join(MODEL_SHAPES)}.",
+        f"gpt-oss-120b. Known: {', '.join(MODEL_SHAPES)}; --list-models says what each is.",
     ),
 ]
 Scale = Annotated[
@@ -390,6 +391,7 @@ def bench(
     link: LinkName = "nvlink5",
     output: Output = Path("reports/bench"),
     json_to: JsonFile = None,
+    list_models: ListModels = False,
 ) -> None:
     """Time named models against the ceilings of this machine.
 

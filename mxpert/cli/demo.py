@@ -17,6 +17,7 @@ from rich.console import Console
 from ..dispatch import override
 from ..errors import require
 from ..files import short
+from ..formats.spec import get_format
 from ..formats.token import FP8_TOKEN, quantize_token_rows
 from ..ops.explain import explain
 from ..ops.moe import fused_moe, moe_gate_up
@@ -83,7 +84,7 @@ def quantised(rows: torch.Tensor, activation_format: str) -> torch.Tensor:
     """The rows as a quantised activation format holds them, float32."""
     if activation_format == FP8_TOKEN:
         return quantize_token_rows(rows).dequantize()
-    return dequantize(quantize(rows, activation_format))
+    return dequantize(quantize(rows, get_format(activation_format)))
 
 
 def run_case(

@@ -152,10 +152,7 @@ def load(
 def read_tokens(checkpoint: Path, text: Path, *, as_bytes: bool, limit: int) -> torch.Tensor:
     """Token ids of a text, int64 [S]: by the checkpoint's tokenizer, else bytes."""
     vocabulary = _vocabulary(checkpoint)
-    try:
-        content = text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(message("eval", str(text), "UTF-8 text", error)) from error
+    content = read_text(text)
     has_tokenizer = any((checkpoint / name).exists() for name in _TOKENIZER_FILES)
     if as_bytes or not has_tokenizer:
         require(
@@ -181,6 +178,20 @@ def read_tokens(checkpoint: Path, text: Path, *, as_bytes: bool, limit: int) -> 
         remedy="put the model's own tokenizer files beside its weights",
     )
     return torch.tensor(tokens[:limit], dtype=torch.int64)
+
+
+def read_text(text: Path) -> str:
+    """The content of the text file; what is wrong with it is said of it, not of the checkpoint."""
+    try:
+        content = text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(message("eval", str(text), "UTF-8 text", error)) from error
+    except OSError as error:
+        got = error.strerror or str(error)
+        raise ValueError(message("eval", str(text), "a file that can be read", got)) from error
+    remedy = "name a text of a few thousand words"
+    require(bool(content.strip()), "eval", str(text), need="text", got="none", remedy=remedy)
+    return content
 
 
 def load_dense(checkpoint: Path) -> Any:

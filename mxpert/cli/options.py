@@ -15,16 +15,14 @@ from ..dispatch.registry import BACKENDS
 from ..errors import UnsupportedError, message, require
 from ..files import is_file, short, what_is_at
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, CheckpointReader, read_json
-from ..integrations.models.evaluation import FORMATS
-from ..problem import parse_activation_format
+from ..problem import SHORT_NAMES, OwnFormat, parse_activation_format
 from ..routing import TOKEN_MASK
 from ..testing.problems import MODEL_SHAPES
 
-FORMAT_NAMES = {activation: name for name, activation in FORMATS.items()}
-"""Activation format → the name that tables show and that options take."""
+FORMAT_NAMES = SHORT_NAMES
 FORMATS_HELP = (
-    f"Activation formats, comma-separated: {', '.join(FORMAT_NAMES.values())}; the "
-    f"names {', '.join(FORMAT_NAMES)} mean the same."
+    f"Activation formats, comma-separated: {', '.join(SHORT_NAMES.values())}; the "
+    f"names {', '.join(SHORT_NAMES)} mean the same."
 )
 JSON_HELP = (
     "Write the machine-readable report to this file. With '-' it goes to standard output, "
@@ -75,7 +73,7 @@ def parse_choices(text: str, allowed: Sequence[str], command: str, option: str) 
     return list(dict.fromkeys(parts))
 
 
-def parse_formats(text: str, command: str, option: str) -> list[str]:
+def parse_formats(text: str, command: str, option: str) -> list[OwnFormat]:
     """A comma-separated list of activation formats in either vocabulary, each once.
 
     >>> parse_formats("a16w4,mxfp8,a8w4-token", "bench", "--format")
@@ -84,13 +82,13 @@ def parse_formats(text: str, command: str, option: str) -> list[str]:
     found = []
     for part in (part.strip() for part in text.split(",")):
         try:
-            found.append(FORMATS.get(part) or parse_activation_format(part, command))
+            found.append(parse_activation_format(part, command))
         except ValueError as error:
             raise ValueError(
                 message(
                     command,
                     option,
-                    f"some of {','.join(FORMAT_NAMES.values())} or {','.join(FORMAT_NAMES)}",
+                    f"some of {','.join(SHORT_NAMES.values())} or {','.join(SHORT_NAMES)}",
                     short(part),
                 )
             ) from error
@@ -116,8 +114,38 @@ def check_model(name: str, command: str) -> str:
         "--model",
         need=f"one of {', '.join(MODEL_SHAPES)}",
         got=short(name),
+        remedy=f"mxpert {command} --list-models says what each is",
     )
     return name
+
+
+def models_table() -> str:
+    """The named models: sizes, and which share of which model each is."""
+    lines = [f"{'model':<19}{'E':>5}{'k':>4}{'H':>6}{'F':>6}  what it is"]
+    for name, shape in MODEL_SHAPES.items():
+        sizes = f"{shape.num_experts:>5}{shape.top_k:>4}"
+        sizes += f"{shape.hidden_size:>6}{shape.intermediate_size:>6}"
+        lines.append(f"{name:<19}{sizes}  {shape.about}")
+    return "\n".join(
+        [*lines, "E experts, k of them per token, hidden size H, intermediate size F."]
+    )
+
+
+def _list_models(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(models_table())
+        raise typer.Exit
+
+
+ListModels = Annotated[
+    bool,
+    typer.Option(
+        "--list-models",
+        is_eager=True,
+        callback=_list_models,
+        help="List the named models with their sizes, and exit.",
+    ),
+]
 
 
 def open_folder(folder: Path, command: str, option: str) -> None:

@@ -44,7 +44,8 @@ def quantize(
     DESTINATION gets the quantised experts, every other tensor unchanged, config.json, the tokenizer
     files, and mxpert_quantize.json, which records the finished shards: after an interruption run
     the same command again to continue. Everything that was written is read back and compared with
-    the source; exit code 1 means that it differs. SOURCE is never changed.
+    the source; exit code 1 means that it differs. SOURCE is never changed. A model that mxpert
+    cannot load afterwards is refused before anything is written.
 
     Examples:
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4

@@ -29,6 +29,7 @@ from .options import (
     FORMAT_NAMES,
     Formats,
     JsonFile,
+    ListModels,
     check_target,
     open_folder,
     parse_formats,
@@ -329,7 +330,8 @@ def _check_search(backend: str | None, time_budget: float) -> None:
 def tune(
     model: list[str] = typer.Option(
         None,
-        help="A named model; repeat for several. Default: gpt-oss-120b, unless --shape is given.",
+        help="A named model (see --list-models); repeat for several. Default: gpt-oss-120b, unless "
+        "--shape is given.",
     ),
     shape: list[str] = typer.Option(
         None,
@@ -357,6 +359,7 @@ def tune(
     target: str = typer.Option(
         None, help=f"With --dry-run: a device that need not be here: {', '.join(TARGETS)}."
     ),
+    list_models: ListModels = False,
     json_to: JsonFile = None,
 ) -> None:
     """Search the tiles that are fastest on this GPU.

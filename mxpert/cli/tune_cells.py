@@ -19,7 +19,15 @@ from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import Layout
 from ..kernel_spec import KernelSpec
 from ..ops.moe import fused_moe
-from ..problem import MoEConfig, MoEOptions, MoEProblem, Op, Target
+from ..problem import (
+    MoEConfig,
+    MoEOptions,
+    MoEProblem,
+    Op,
+    OwnFormat,
+    Target,
+    parse_activation_format,
+)
 from ..routing import TOKEN_MASK
 from ..testing.numerics import relative_l2
 from ..testing.problems import MODEL_SHAPES, MoEShape, random_tokens
@@ -54,7 +62,7 @@ class Cell:
     model: str
     shape: MoEShape
     num_tokens: int
-    activation_format: str
+    activation_format: OwnFormat
 
     def problem(self, target: Target, layout: Layout) -> MoEProblem:
         """The whole layer on a target, with weights in a layout."""
@@ -140,7 +148,8 @@ def invalid_row(row: TunedRow, target: Target) -> str | None:
     part of it for the row's routing unit.
     """
     shape = MoEShape(row.hidden_size, row.intermediate_size, row.num_experts, row.top_k)
-    cell = Cell(row.place, shape, row.num_tokens, row.formats.partition("x")[0])
+    activation_format = parse_activation_format(row.formats.partition("x")[0], "tune")
+    cell = Cell(row.place, shape, row.num_tokens, activation_format)
     try:
         choice = choose(cell, target, expected_layouts(target), row.backend)
     except (UnsupportedError, ValueError) as error:
@@ -171,7 +180,10 @@ def parse_shape(text: str) -> MoEShape:
 
 
 def make_cells(
-    models: Iterable[str], shapes: Iterable[str], tokens: Sequence[int], formats: Sequence[str]
+    models: Iterable[str],
+    shapes: Iterable[str],
+    tokens: Sequence[int],
+    formats: Sequence[OwnFormat],
 ) -> list[Cell]:
     """All cells, each dimensions' once, ordered by shape so that its weights are made once."""
     named = [(name, MODEL_SHAPES[check_model(name, "tune")]) for name in models]

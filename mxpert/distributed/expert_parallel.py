@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import message, require, require_device, require_dtype, require_int, require_tensor
-from ..formats.spec import ScaleRule
+from ..formats.spec import ScaleRule, ScaleRuleLike
 from ..formats.tensor import Layout, MXTensor
 from ..kernel_spec import KernelSpec, Launchable
 from ..problem import MoEOptions
@@ -21,7 +21,15 @@ from .groups import agree, default_device, find_group
 from .layer import LAYER, LAYER_OUT, OBJECTS
 from .placement import Placement
 from .streams import StreamGuard
-from .transport import DispatchedTokens, Exchange, ExchangeSpec, Rows, Transport
+from .transport import (
+    DispatchedTokens,
+    Exchange,
+    ExchangeSpec,
+    Rows,
+    Transport,
+    TransportLike,
+    WireFormat,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -53,7 +61,7 @@ class ExpertParallel:
         hidden_size: H.
         max_tokens: largest number of tokens of a rank in one call.
         placement: which rank holds which experts; None is ``Placement.contiguous``.
-        transport: AUTO takes SYMMETRIC where it runs, else GATHER.
+        transport: AUTO takes SYMMETRIC where it runs, else GATHER; or the name, as "gather".
         wire_format: "bf16", or "mxfp8" to send MXFP8 rows; then `fused_moe` needs
             activation_format="mxfp8", and gives the same bits as quantising inside.
         combine_dtype: bfloat16 or float32, the dtype of partial results between ranks.
@@ -94,8 +102,8 @@ class ExpertParallel:
         hidden_size: int,
         max_tokens: int,
         placement: Placement | None = None,
-        transport: Transport = Transport.AUTO,
-        wire_format: str = "bf16",
+        transport: TransportLike = Transport.AUTO,
+        wire_format: WireFormat = "bf16",
         combine_dtype: torch.dtype = torch.bfloat16,
         timeout_s: float = 30.0,
         device: torch.device | str | None = None,
@@ -106,9 +114,7 @@ class ExpertParallel:
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         sizes = num_experts, top_k, hidden_size, max_tokens
         try:
-            if not isinstance(transport, Transport):
-                names = ", ".join(f"Transport.{each.name}" for each in Transport)
-                raise TypeError(message(_OP, "transport", f"one of {names}", repr(transport)))
+            transport = Transport.parse(transport, _OP, "transport")
             require_int(num_experts, _OP, "num_experts", least=size)
             placement = _checked_placement(placement, num_experts, size)
             formats = wire_format, combine_dtype
@@ -231,7 +237,7 @@ class ExpertParallel:
         topk_weights: torch.Tensor,
         topk_ids: torch.Tensor,
         *,
-        scale_rule: ScaleRule = ScaleRule.RCEIL,
+        scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
         out_dtype: torch.dtype = torch.bfloat16,
     ) -> DispatchedTokens:
         """Send this rank's tokens to the ranks that own their experts, and receive theirs.
@@ -268,9 +274,7 @@ class ExpertParallel:
             [1.0, 0.5, 1.0]
         """
         self.check_tokens(f"{_OP}.dispatch", x, topk_weights, topk_ids)
-        if not isinstance(scale_rule, ScaleRule):
-            need = "a ScaleRule"
-            raise TypeError(message(f"{_OP}.dispatch", "scale_rule", need, repr(scale_rule)))
+        scale_rule = ScaleRule.parse(scale_rule, f"{_OP}.dispatch", "scale_rule")
         require_dtype(out_dtype, OUT_DTYPES, f"{_OP}.dispatch", "out_dtype")
         with torch.no_grad():
             return self.dispatch_unchecked(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from ..errors import message, require, require_dtype, require_int
-from ..formats.spec import MX_BLOCK_SIZE, ScaleRule
+from ..formats.spec import MX_BLOCK_SIZE, ScaleRule, ValueEnum
 from ..formats.tensor import MXTensor
 from ..kernel_spec import KernelSpec, Launchable
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K
@@ -17,13 +16,14 @@ from .placement import Placement
 
 Rows = torch.Tensor | MXTensor
 
+WireFormat = Literal["bf16", "mxfp8"]
 WIRE_FORMATS = ("bf16", "mxfp8")
 COMBINE_DTYPES = (torch.bfloat16, torch.float32)
 MAX_TIMEOUT_S = 1e9
 """Kernels count nanoseconds in int64."""
 
 
-class Transport(enum.Enum):
+class Transport(ValueEnum):
     """How tokens travel between ranks.
 
     AUTO: SYMMETRIC where it runs, else GATHER.
@@ -47,6 +47,10 @@ class Transport(enum.Enum):
     GATHER = "gather"
     ALL_TO_ALL = "all_to_all"
     SYMMETRIC = "symmetric"
+
+
+TransportLike = Transport | Literal["auto", "gather", "all_to_all", "symmetric"]
+"""A Transport or its name."""
 
 
 @dataclass(frozen=True, eq=False)

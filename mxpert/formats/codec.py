@@ -20,6 +20,7 @@ from .spec import (
     ElementFormat,
     MXFormat,
     ScaleRule,
+    ScaleRuleLike,
     get_format,
 )
 from .tensor import Layout, MXTensor
@@ -205,7 +206,7 @@ def unpack_codes(packed: torch.Tensor, axis: int = -1) -> torch.Tensor:
     return codes.flatten(axis - 1, axis)
 
 
-def block_scale(amax: torch.Tensor, fmt: MXFormat | str, rule: ScaleRule) -> torch.Tensor:
+def block_scale(amax: torch.Tensor, fmt: MXFormat | str, rule: ScaleRuleLike) -> torch.Tensor:
     """Return the E8M0 byte of blocks whose largest magnitudes are `amax`.
 
     With ``amax = m * 2^e``, ``1 <= m < 2``, and the element's ``max = m_max * 2^emax``, the byte is
@@ -237,7 +238,7 @@ def block_scale(amax: torch.Tensor, fmt: MXFormat | str, rule: ScaleRule) -> tor
     op = "block_scale"
     require_tensor(amax, op, "amax", dtype=FLOAT_DTYPES)
     element = get_format(fmt, op, "fmt").element
-    require_rule(rule, op)
+    rule = ScaleRule.parse(rule, op, "rule")
     amax = _working(amax).abs()
     int_dtype, mantissa_bits, bias = _BITS[amax.dtype]
     bits = amax.view(int_dtype)
@@ -287,7 +288,7 @@ def decode_scale(scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> tor
 
 
 def quantize_blocks(
-    x: torch.Tensor, fmt: MXFormat | str, axis: int = -1, rule: ScaleRule = ScaleRule.RCEIL
+    x: torch.Tensor, fmt: MXFormat | str, axis: int = -1, rule: ScaleRuleLike = ScaleRule.RCEIL
 ) -> MXTensor:
     """Quantise blocks of 32 consecutive elements along `axis`.
 
@@ -327,7 +328,7 @@ def quantize_blocks(
     op = "quantize_blocks"
     require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
     fmt = get_format(fmt, op, "fmt")
-    require_rule(rule, op)
+    rule = ScaleRule.parse(rule, op, "rule")
     axis = _negative_axis(x, axis, op)
     size, block = x.shape[axis], fmt.block_size
     require(
@@ -453,18 +454,5 @@ def _require_element(element: object, op: str) -> None:
         need="an ElementFormat",
         got=type(element).__name__,
         remedy=f"pass for example {E2M1.name.upper()}",
-        error=TypeError,
-    )
-
-
-def require_rule(rule: object, op: str) -> None:
-    """Check that `rule` is a ScaleRule."""
-    require(
-        isinstance(rule, ScaleRule),
-        op,
-        "rule",
-        need="a ScaleRule",
-        got=repr(rule),
-        remedy="pass for example ScaleRule.RCEIL",
         error=TypeError,
     )

@@ -8,7 +8,7 @@ no multiplication per weight and no error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -79,15 +79,6 @@ class FoldCertificate(Aggregate):
         return (
             f"FoldCertificate(rows={self.reference.numel()}, blocks={self.num_blocks}, "
             f"widest_span={self.widest_span})"
-        )
-
-    def to(self, device: torch.device | str) -> FoldCertificate:
-        """Return the same certificate with its tensors on `device`."""
-        return replace(
-            self,
-            reference=self.reference.to(device),
-            rows_outside=self.rows_outside.to(device),
-            blocks_outside=self.blocks_outside.to(device),
         )
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from .spec import ValueEnum
@@ -37,6 +39,10 @@ class GateUpOrder(ValueEnum):
         """
         groups = {GateUpOrder.INTERLEAVED: 1, GateUpOrder.INTERLEAVED_16: 16}
         return groups.get(self, intermediate_size)
+
+
+GateUpOrderLike = GateUpOrder | Literal["concatenated", "interleaved", "interleaved_16"]
+"""A GateUpOrder or its name."""
 
 
 def gate_up_rows(

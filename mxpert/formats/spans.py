@@ -15,9 +15,18 @@ from .codec import (
     encode,
     exact_power_of_two,
     quantize_blocks,
-    require_rule,
 )
-from .spec import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan, get_format
+from .spec import (
+    E8M0_BIAS,
+    E8M0_NAN,
+    MX_BLOCK_SIZE,
+    MXFormat,
+    ScaleRule,
+    ScaleRuleLike,
+    ScaleSpan,
+    ScaleSpanLike,
+    get_format,
+)
 from .tensor import Layout, MXTensor
 
 BLOCKS_OF_SPAN128 = 4
@@ -32,8 +41,8 @@ error of at most half a step: an eighth of the error 2^-4 (2^-3) of rounding to 
 def quantize_spans(
     x: torch.Tensor,
     fmt: MXFormat | str,
-    rule: ScaleRule,
-    span: ScaleSpan,
+    rule: ScaleRuleLike,
+    span: ScaleSpanLike,
     *,
     group_starts: torch.Tensor | None = None,
 ) -> MXTensor:
@@ -70,8 +79,8 @@ def quantize_spans(
     op = "quantize_spans"
     require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
     fmt = get_format(fmt, op, "fmt")
-    require_rule(rule, op)
-    _require_span(span, op)
+    rule = ScaleRule.parse(rule, op, "rule")
+    span = ScaleSpan.parse(span, op, "span")
     require(fmt.codes_per_byte == 1, op, "fmt", need="mxfp8_e4m3 or mxfp8_e5m2", got=fmt.name)
     require(
         x.dim() > 0 and x.shape[-1] % MX_BLOCK_SIZE == 0,
@@ -109,7 +118,7 @@ def quantize_spans(
 
 
 def rebase(
-    tensor: MXTensor, span: ScaleSpan, *, group_starts: torch.Tensor | None = None
+    tensor: MXTensor, span: ScaleSpanLike, *, group_starts: torch.Tensor | None = None
 ) -> MXTensor:
     """Give all blocks of a span the same scale: the largest of its blocks that have values.
 
@@ -137,7 +146,7 @@ def rebase(
         >>> t.scale.tolist(), rebase(t, ScaleSpan.ROW).scale.tolist()
         ([[119, 127]], [[127, 127]])
     """
-    _check_spanned(
+    span = _check_spanned(
         tensor,
         span,
         group_starts,
@@ -170,7 +179,10 @@ def few_blocks(numel: int) -> int:
 
 
 def count_wide_blocks(
-    tensor: MXTensor, span: ScaleSpan = ScaleSpan.ROW, *, group_starts: torch.Tensor | None = None
+    tensor: MXTensor,
+    span: ScaleSpanLike = ScaleSpan.ROW,
+    *,
+    group_starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Count the blocks whose scale lies more than 9 binades (e5m2: 25) below their span's largest.
 
@@ -194,7 +206,7 @@ def count_wide_blocks(
         >>> int(count_wide_blocks(t))
         1
     """
-    _check_spanned(
+    span = _check_spanned(
         tensor, span, group_starts, "count_wide_blocks", "AUTO itself chooses between BLOCK and ROW"
     )
     present = _have_values(tensor)
@@ -237,16 +249,16 @@ def _span_ids(
 
 
 def _check_spanned(
-    tensor: MXTensor, span: ScaleSpan, group_starts: torch.Tensor | None, op: str, remedy: str
-) -> None:
-    """Check an MXFP8 tensor along its last axis, a span that is not AUTO, and group starts."""
+    tensor: MXTensor, span: ScaleSpanLike, group_starts: torch.Tensor | None, op: str, remedy: str
+) -> ScaleSpan:
+    """Return the span, not AUTO; check an MXFP8 tensor along its last axis, and group starts."""
     if not isinstance(tensor, MXTensor):
         raise TypeError(
             message(
                 op, "tensor", "an MXTensor", type(tensor).__name__, "make one with mxpert.quantize"
             )
         )
-    _require_span(span, op)
+    span = ScaleSpan.parse(span, op, "span")
     require(
         tensor.format.codes_per_byte == 1,
         op,
@@ -270,6 +282,7 @@ def _check_spanned(
         remedy=remedy,
     )
     _check_group_starts(group_starts, tensor.device, op)
+    return span
 
 
 def _check_group_starts(group_starts: torch.Tensor | None, device: torch.device, op: str) -> None:
@@ -283,10 +296,3 @@ def _check_group_starts(group_starts: torch.Tensor | None, device: torch.device,
             device=device,
         )
         require(group_starts.numel() > 0, op, "group_starts.shape", need="[G + 1]", got=[0])
-
-
-def _require_span(span: object, op: str) -> None:
-    if not isinstance(span, ScaleSpan):
-        raise TypeError(
-            message(op, "span", "a ScaleSpan", repr(span), "for example mxpert.ScaleSpan.ROW")
-        )

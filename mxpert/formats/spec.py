@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Self
 
 from ..errors import message
 
@@ -23,14 +23,40 @@ E8M0_MAX = 254
 
 
 class ValueEnum(enum.Enum):
-    """Base of enums whose members are pickled as their class and value.
+    """Base of enums whose members arguments take by their value too, as ``"floor"``.
 
-    Python 3.11.0 to 3.11.3 pickle members by `getattr`, which torch.load(weights_only=True)
-    refuses.
+    Members are pickled as their class and value: Python 3.11.0 to 3.11.3 pickle them by `getattr`,
+    which torch.load(weights_only=True) refuses.
     """
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return type(self), (self.value,)
+
+    @classmethod
+    def parse(cls, value: object, op: str, argument: str, remedy: str = "") -> Self:
+        """Return the member that `value` is, or whose value it is.
+
+        Args:
+            value: a member or its value.
+            op: the function that reports a wrong one.
+            argument: the name that the error gives to `value`.
+            remedy: what the error advises.
+
+        Raises:
+            ValueError: an unknown name. TypeError: another type.
+
+        Example:
+            >>> ScaleRule.parse("floor", "quantize", "scale_rule")
+            <ScaleRule.FLOOR: 'floor'>
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value in cls._value2member_map_:
+            return cls(value)
+        *names, last = [repr(member.value) for member in cls]
+        need = f"a {cls.__name__} ({', '.join(names)} or {last})"
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(message(op, argument, need, repr(value), remedy))
 
 
 class ScaleRule(ValueEnum):
@@ -53,6 +79,10 @@ class ScaleRule(ValueEnum):
     RCEIL = "rceil"
     CEIL = "ceil"
     EVEN = "even"
+
+
+ScaleRuleLike = ScaleRule | Literal["floor", "rceil", "ceil", "even"]
+"""A ScaleRule or its name."""
 
 
 class ScaleSpan(ValueEnum):
@@ -80,6 +110,10 @@ class ScaleSpan(ValueEnum):
     SPAN128 = "span128"
     ROW = "row"
     AUTO = "auto"
+
+
+ScaleSpanLike = ScaleSpan | Literal["block", "span128", "row", "auto"]
+"""A ScaleSpan or its name."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +180,10 @@ MXFP8_E5M2 = MXFormat("mxfp8_e5m2", E5M2)
 FORMATS: dict[str, MXFormat] = {f.name: f for f in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)}
 """Every MX format by its name."""
 _ALIASES = {"mxfp8": "mxfp8_e4m3"}
+MXFormatLike = MXFormat | Literal["mxfp4", "mxfp8", "mxfp8_e4m3", "mxfp8_e5m2"]
+"""An MXFormat or its name; "mxfp8" means "mxfp8_e4m3"."""
+MXFP8FormatLike = MXFormat | Literal["mxfp8", "mxfp8_e4m3", "mxfp8_e5m2"]
+"""An MXFP8 format or its name."""
 
 
 def get_format(name: str | MXFormat, op: str = "get_format", argument: str = "name") -> MXFormat:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
 from ..errors import message, require, require_device, require_tensor
-from .spec import MXFormat, ScaleSpan, ValueEnum, get_format
+from .spec import MXFormat, MXFormatLike, ScaleSpan, ScaleSpanLike, ValueEnum, get_format
 
 
 class Layout(ValueEnum):
@@ -31,6 +32,10 @@ class Layout(ValueEnum):
     def is_folded(self) -> bool:
         """Whether scales are stored relative to a reference exponent of each row."""
         return self is Layout.HOPPER_FRAGMENT
+
+
+LayoutLike = Layout | Literal["row_major", "hopper_fragment", "cdna4_fragment"]
+"""A Layout or its name."""
 
 
 class Aggregate:
@@ -57,6 +62,51 @@ class Aggregate:
         check = getattr(self, "__post_init__", None)
         if check is not None:
             check()
+
+    def to(self, device: torch.device | str | int) -> Self:
+        """Return this object on `device`; tensors that are there already are not copied.
+
+        Args:
+            device: where all tensors will live.
+
+        Raises:
+            ValueError: there is no such device.
+        """
+        found = require_device(device, f"{type(self).__name__}.to")
+        return self._mapped(lambda tensor: tensor.to(found))
+
+    def cuda(self, device: torch.device | str | int | None = None) -> Self:
+        """Return this object on a GPU; None is the current one."""
+        named = f"cuda:{device}" if isinstance(device, int) else device or "cuda"
+        found = require_device(named, f"{type(self).__name__}.cuda")
+        return self._mapped(lambda tensor: tensor.to(found))
+
+    def cpu(self) -> Self:
+        """Return this object on the CPU."""
+        return self._mapped(torch.Tensor.cpu)
+
+    def clone(self) -> Self:
+        """Return a copy that shares no memory with this object."""
+        return self._mapped(torch.Tensor.clone)
+
+    def detach(self) -> Self:
+        """Return an object that shares this one's memory; nothing here has a gradient."""
+        return self._mapped(torch.Tensor.detach)
+
+    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """This object with every tensor changed, those of its parts too."""
+
+        def mapped(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return change(value)
+            if isinstance(value, Aggregate):
+                return value._mapped(change)
+            if isinstance(value, tuple) and any(isinstance(each, Aggregate) for each in value):
+                return tuple(map(mapped, value))
+            return value
+
+        new = {field.name: mapped(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
+        return replace(self, **new)  # type: ignore[type-var]  # subclasses are dataclasses
 
 
 TORCH_DTYPES = {
@@ -116,27 +166,37 @@ class MXTensor(Aggregate):
     scale_span: ScaleSpan = ScaleSpan.BLOCK
     wide_blocks: torch.Tensor | None = None
 
+    if TYPE_CHECKING:  # the fields as callers may pass them
+
+        def __init__(
+            self,
+            qdata: torch.Tensor,
+            scale: torch.Tensor,
+            format: MXFormatLike,
+            axis: int = ...,
+            layout: LayoutLike = ...,
+            reference: torch.Tensor | None = ...,
+            logical_shape: tuple[int, ...] | None = ...,
+            scale_span: ScaleSpanLike = ...,
+            wide_blocks: torch.Tensor | None = ...,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         op = "MXTensor"
-        if not isinstance(self.format, MXFormat):
-            raise TypeError(
-                message(
-                    op,
-                    "format",
-                    "an MXFormat",
-                    type(self.format).__name__,
-                    "use mxpert.formats.get_format(name)",
-                )
-            )
-        get_format(self.format, op, "format")
+        if not isinstance(self.format, (MXFormat, str)):
+            got = type(self.format).__name__
+            raise TypeError(message(op, "format", "an MXFormat or its name", got))
+        for name, value in (
+            ("format", get_format(self.format, op, "format")),
+            ("layout", Layout.parse(self.layout, op, "layout")),
+            ("scale_span", ScaleSpan.parse(self.scale_span, op, "scale_span")),
+        ):
+            if getattr(self, name) is not value:  # its name was given
+                object.__setattr__(self, name, value)
         require_tensor(self.qdata, op, "qdata", dtype=torch.uint8)
         require_tensor(self.scale, op, "scale", dtype=torch.uint8, device=self.qdata.device)
         if type(self.axis) is not int:
             raise TypeError(message(op, "axis", "a negative int", repr(self.axis)))
-        if not isinstance(self.layout, Layout):
-            raise TypeError(message(op, "layout", "a Layout", repr(self.layout)))
-        if not isinstance(self.scale_span, ScaleSpan):
-            raise TypeError(message(op, "scale_span", "a ScaleSpan", repr(self.scale_span)))
         require(
             (self.wide_blocks is not None) == (self.scale_span is ScaleSpan.AUTO),
             op,
@@ -239,6 +299,15 @@ class MXTensor(Aggregate):
         """Device of codes and scales."""
         return self.qdata.device
 
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return self.qdata.dim() if self.logical_shape is None else len(self.logical_shape)
+
+    def numel(self) -> int:
+        """Number of values (codes, not bytes)."""
+        return self.shape.numel()
+
     def __repr__(self) -> str:
         span = "" if self.scale_span is ScaleSpan.BLOCK else f", scale_span={self.scale_span.name}"
         return (
@@ -276,30 +345,6 @@ class MXTensor(Aggregate):
         """Bytes of codes and scales that a kernel reads."""
         reference = 0 if self.reference is None else self.reference.numel()
         return self.qdata.numel() + self.scale.numel() + reference
-
-    def to(self, device: torch.device | str) -> MXTensor:
-        """Return this tensor on `device`, without a copy if it is there already.
-
-        Args:
-            device: where codes and scales will live.
-
-        Returns:
-            MXTensor on `device`.
-
-        Raises:
-            ValueError: there is no such device.
-        """
-        device = require_device(device, "MXTensor.to")
-        reference, wide_blocks = (
-            None if part is None else part.to(device) for part in (self.reference, self.wide_blocks)
-        )
-        return replace(
-            self,
-            qdata=self.qdata.to(device),
-            scale=self.scale.to(device),
-            reference=reference,
-            wide_blocks=wide_blocks,
-        )
 
     def __getitem__(self, index: int | slice) -> MXTensor:
         """Index or slice the leading dimension, for example one expert out of [E, N, K]."""

@@ -22,6 +22,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ..distributed import ExpertParallel
 from ..errors import message, require
 from ..formats.spec import ScaleRule
+from ..problem import OwnFormat
 from ..published import published_shapes
 from ..weights import GateUpOrder
 from .checkpoint_names import fitting, module_of
@@ -51,7 +52,7 @@ class LoadRequest:
         expert_parallel: the ranks that share the layers.
     """
 
-    activation_format: str
+    activation_format: OwnFormat
     order: GateUpOrder
     scale_rule: ScaleRule | None = None
     unconverted: tuple[str, ...] = ()

@@ -14,6 +14,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import ScaleRule
+from ..problem import ActivationFormat
 from .checkpoints.load import stored_gate_up_order
 from .checkpoints.safetensors_files import CONFIG_FILE
 from .dense_checkpoints import LocalExpertsConfig
@@ -107,7 +108,7 @@ def _load(
 def _convert(
     model: Any,
     info: Mapping[str, Any],
-    activation_format: str,
+    activation_format: ActivationFormat,
     unconverted: list[str],
     ranks: ExpertParallel | None,
 ) -> None:
@@ -188,7 +189,7 @@ def _stated_config(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
         if file.is_file():
             return dict(json.loads(file.read_text("utf-8")))
         options = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
-        found, _ = cls.config_class.get_config_dict(place, **options)
+        found: dict[str, Any] = cls.config_class.get_config_dict(place, **options)[0]
     except (OSError, TypeError, ValueError):
         return {}
     return found

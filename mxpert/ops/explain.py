@@ -8,11 +8,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.overrides import TorchFunctionMode
 
 from ..dispatch import Explanation, explain_problem
 from ..errors import message
+from ..files import short
+from ..formats.tensor import MXTensor
 from ..problem import Problem
+from ..routing import RoutingPlan
 from . import grouped_gemm, moe, quantize, quantize_dual, route  # noqa: F401  (they fill OPS)
 from .library import OPS
 
@@ -41,7 +45,11 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     if not _is_public_op(op):
         names = sorted(name for name, spec in OPS.items() if spec.is_public)
-        raise ValueError(message("explain", "op", f"one of {names}", repr(op)))
+        got, remedy = short(op), ""
+        if isinstance(op, torch.Tensor | MXTensor | RoutingPlan | tuple):
+            got = f"a {type(op).__name__}, which may be an op's result"
+            remedy = "pass the op and its arguments: mxpert.explain(mxpert.fused_moe, x, …)"
+        raise ValueError(message("explain", "op", f"one of {names}", got, remedy))
     try:
         given = inspect.signature(op).bind(*args, **kwargs).arguments
     except TypeError as error:
@@ -64,7 +72,7 @@ def describe(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
             op(*args, **kwargs)
     except _DescribedError as described:
         return described.problem
-    raise ValueError(message("describe", "op", "a function that calls an op", repr(op)))
+    raise ValueError(message("describe", "op", "a function that calls an op", short(op)))
 
 
 def _is_public_op(op: object) -> bool:

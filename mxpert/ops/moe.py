@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Never, Protocol, cast
 
 import torch
 
 from ..dispatch import detect_target, launch, resolve_cached
 from ..errors import message
-from ..formats.spec import ScaleRule
+from ..formats.spec import ScaleRule, ScaleRuleLike
 from ..formats.tensor import MXTensor
-from ..problem import Activation, Combine, MoEOptions, MoEProblem, Op, SiLU, activation_mx_format
+from ..problem import (
+    Activation,
+    ActivationFormat,
+    ActivationLike,
+    Combine,
+    CombineLike,
+    MoEOptions,
+    MoEProblem,
+    Op,
+    SiLU,
+    activation_mx_format,
+)
 from ..routing import RoutingPlan
 from ..runtime.geometry import CachedCall, tensors_of
 from ..weights import MoEWeights
+from .gradient import without_backward
 from .library import OpSpec
 from .local_weights import require_ranks
 from .moe_checks import (
@@ -23,8 +35,15 @@ from .moe_checks import (
     check_fused_moe_received,
     check_gate_up,
     moe_options,
+    refuse_foreign_call,
 )
 from .schema import Operand, rebuild_mx
+
+if TYPE_CHECKING:
+    from ..distributed import ExpertParallel
+
+REQUIRED = cast("Activation", None)
+"""Default of an argument that must be given: the error of a call without it is ours."""
 
 
 class ReceivedTokens(Protocol):
@@ -40,68 +59,57 @@ class ReceivedTokens(Protocol):
     def topk_ids(self) -> torch.Tensor: ...
 
 
-class LayerOfRanks(Protocol):
-    """What runs a layer whose experts lie on several ranks: `ExpertParallel`."""
-
-    def run_layer(
-        self, options: MoEOptions, inputs: dict[str, Any], out: torch.Tensor | None
-    ) -> torch.Tensor: ...
-
-
 def fused_moe(
     x: torch.Tensor | MXTensor,
     weights: MoEWeights,
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,
-    *,
-    activation: Activation,
-    activation_format: str = "bf16",
-    combine: Combine = Combine.REDUCE,
-    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    *others: Never,
+    activation: ActivationLike = REQUIRED,
+    activation_format: ActivationFormat = "bf16",
+    combine: CombineLike = Combine.REDUCE,
+    scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
     apply_router_weight_on_input: bool = False,
     expert_map: torch.Tensor | None = None,
     num_local_tokens: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
-    expert_parallel: LayerOfRanks | None = None,
+    expert_parallel: ExpertParallel | None = None,
 ) -> torch.Tensor:
     """Compute a whole MoE layer with MXFP4 weights.
 
     Sorts tokens by expert, runs both GEMMs and the activation, and adds each token's rows:
 
     ``y[t] = Σ_slot w[t, slot] · (act(x[t] · Wgu[e]ᵀ + bgu[e]) · Wd[e]ᵀ + bd[e])`` with
-    ``e = ids[t, slot]``.
-
-    For inference: the result has no gradient, even where inputs require one.
+    ``e = ids[t, slot]``. For inference: if x or topk_weights require a gradient, backward raises.
 
     Args:
         x: bfloat16 [T, H], or an MXTensor [T, H] in the format of `activation_format`.
         weights: MoEWeights of the local experts, on the device of `x`.
         topk_weights: float32, bfloat16 or float16 [T, k], routing weights; used in float32.
         topk_ids: int32 or int64 [T, k], expert ids; negative and foreign ids are skipped.
-        activation: SiLU(), SwiGLU(alpha, limit), ClampedSiLU(limit) or SiTUv2(beta, beta_up).
+        others: none.
+        activation: SiLU(), SwiGLU(alpha, limit), ClampedSiLU(limit), SiTUv2(beta, beta_up); "silu",
+            "swiglu" or "swigluoai" (SwiGLU(1.702, 7)), "clamped_silu" or "situ_v2". Required.
         activation_format: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4". The MX formats
-            quantise x and the intermediate with 1×32 scales. "fp8_token" quantises each row to e4m3
-            with one float32 scale (amax / 448, see mxpert.formats.quantize_token_rows); x is then
-            bfloat16.
-        combine: REDUCE (deterministic) or ATOMIC.
+            quantise x and the intermediate with 1×32 scales. "fp8_token" or "a8w4-token" quantises
+            each row of a bfloat16 x as mxpert.formats.quantize_token_rows: e4m3, one scale each.
+        combine: REDUCE (deterministic), ATOMIC, or a name.
         scale_rule: how scales of activations in MX formats follow from each block's maximum.
         apply_router_weight_on_input: multiply x by the routing weight, instead of the result.
         expert_map: int32 [E_global], global id to local id or −1 (expert parallelism).
         num_local_tokens: int32 [1] on the device; tokens at or beyond it are skipped.
         out_dtype: bfloat16, float16 or float32.
-        out: contiguous [T, H] in `out_dtype`, which the layer writes; may be `x` or share its
-            memory, because x is read before the first row is written. None allocates.
-        expert_parallel: an mxpert.distributed.ExpertParallel, whose ranks call at the same time.
-            Then `weights` are this rank's experts, tokens are this rank's, and ids are global.
+        out: contiguous [T, H] in `out_dtype` to write; may be `x` or share its memory, because x is
+            read before the first row is written. None allocates.
+        expert_parallel: an ExpertParallel; its ranks call together with their experts and tokens.
 
     Returns:
         [T, H] in `out_dtype`, or `out`; zero where no local expert was chosen.
 
     Raises:
-        TypeError: an argument of the wrong type or dtype.
-        ValueError: an argument of the wrong shape, device or value.
-        UnsupportedError: no backend serves the problem here; see mxpert.explain.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape, device or value.
+        UnsupportedError: a backward pass, or no backend serves this (mxpert.explain says why).
         PeerLostError: with `expert_parallel`: a rank died or did not arrive in time.
 
     Source:
@@ -109,25 +117,28 @@ def fused_moe(
 
     Example:
         >>> import torch, mxpert
-        >>> w = lambda *s: mxpert.quantize(torch.randn(*s), "mxfp4")
-        >>> weights = mxpert.MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
-        ...                             gate_up_order=mxpert.GateUpOrder.INTERLEAVED)
-        >>> topk_weights, topk_ids = mxpert.route_topk(torch.randn(3, 4), top_k=2)
-        >>> x = torch.randn(3, 32, dtype=torch.bfloat16)
-        >>> mxpert.fused_moe(x, weights, topk_weights, topk_ids, activation=mxpert.SiLU()).shape
+        >>> weights = mxpert.quantize_weights(torch.randn(4, 64, 32), torch.randn(4, 32, 32),
+        ...                                   gate_up_order="concatenated")
+        >>> x, topk = torch.randn(3, 32).bfloat16(), mxpert.route_topk(torch.randn(3, 4), top_k=2)
+        >>> mxpert.fused_moe(x, weights, *topk, activation="silu").shape
         torch.Size([3, 32])
     """
+    if others or activation is REQUIRED:
+        refuse_foreign_call((x, weights, topk_weights, topk_ids, *others))
     choices = scale_rule, apply_router_weight_on_input, combine, out_dtype
     options = moe_options("fused_moe", activation, activation_format, *choices)
-    routed = dict(x=x, weights=weights, topk_weights=topk_weights, topk_ids=topk_ids)
-    local = dict(expert_map=expert_map, num_local_tokens=num_local_tokens)
+    inputs: dict[str, Any] = {"x": x, "weights": weights}
+    inputs |= {"topk_weights": topk_weights, "topk_ids": topk_ids}
+    inputs |= {"expert_map": expert_map, "num_local_tokens": num_local_tokens}
     if expert_parallel is not None:
-        _check_on_ranks(expert_parallel, local)
-        return expert_parallel.run_layer(options, routed, out)
-    if out is None:
-        return _FUSED_MOE(options, **routed, **local)
-    _FUSED_MOE_OUT(options, **routed, **local, out=out)
-    return out
+        y = _on_ranks(expert_parallel, options, inputs, out)
+    elif out is None:
+        y = _FUSED_MOE(options, **inputs)
+    else:
+        _FUSED_MOE_OUT(options, **inputs, out=out)
+        return out
+    guard = torch.is_grad_enabled() and y is not out
+    return without_backward("fused_moe", y, x, topk_weights) if guard else y
 
 
 def fused_moe_received(
@@ -182,13 +193,17 @@ _REMEDY_ON_RANKS = {
 }
 
 
-def _check_on_ranks(ranks: object, local: dict[str, torch.Tensor | None]) -> None:
-    """Check `expert_parallel`, and refuse arguments that a layer on several ranks does not take."""
+def _on_ranks(
+    ranks: ExpertParallel, options: MoEOptions, inputs: dict[str, Any], out: torch.Tensor | None
+) -> torch.Tensor:
+    """Run a layer on several ranks, which takes neither an expert map nor a number of tokens."""
     require_ranks("fused_moe", ranks)
-    for name, value in local.items():
-        if value is not None:
-            need, remedy = "None with expert_parallel", _REMEDY_ON_RANKS[name]
-            raise ValueError(message("fused_moe", name, need, "a tensor", remedy))
+    for name, remedy in _REMEDY_ON_RANKS.items():
+        if inputs.pop(name) is not None:
+            raise ValueError(
+                message("fused_moe", name, "None with expert_parallel", "a tensor", remedy)
+            )
+    return ranks.run_layer(options, inputs, out)
 
 
 def moe_gate_up(
@@ -196,22 +211,22 @@ def moe_gate_up(
     weights: MoEWeights,
     plan: RoutingPlan,
     *,
-    activation: Activation,
-    activation_format: str = "bf16",
-    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    activation: ActivationLike,
+    activation_format: ActivationFormat = "bf16",
+    scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
     apply_router_weight_on_input: bool = False,
 ) -> torch.Tensor | MXTensor:
     """Compute stage 1 of an MoE layer: gate/up GEMM, bias, activation, quantisation.
 
     ``h[r] = act(x[token(r)] · Wgu[e]ᵀ + bgu[e])`` for each sorted row r of expert e.
 
-    For inference: the result has no gradient, even where inputs require one.
+    For inference: where an input requires a gradient, a backward pass raises.
 
     Args:
         x: bfloat16 [T, H], or an MXTensor [T, H] in the format of `activation_format`.
         weights: MoEWeights of the local experts, on the device of `x`.
         plan: the RoutingPlan of these T tokens.
-        activation: SiLU(), SwiGLU(alpha, limit), ClampedSiLU(limit) or SiTUv2(beta, beta_up).
+        activation: as for `fused_moe`.
         activation_format: format of the GEMM's inputs and of the result, as in `fused_moe`.
         scale_rule: how scales of activations in MX formats follow from each block's maximum.
         apply_router_weight_on_input: multiply x by the routing weight here; tell `moe_down` too.
@@ -245,7 +260,8 @@ def moe_gate_up(
     options = moe_options(
         "moe_gate_up", activation, activation_format, scale_rule, apply_router_weight_on_input
     )
-    return _GATE_UP(options, x=x, weights=weights, plan=plan)
+    h = _GATE_UP(options, x=x, weights=weights, plan=plan)
+    return h if isinstance(h, MXTensor) else without_backward("moe_gate_up", h, x)
 
 
 def moe_down(
@@ -253,8 +269,8 @@ def moe_down(
     weights: MoEWeights,
     plan: RoutingPlan,
     *,
-    activation_format: str | None = None,
-    combine: Combine = Combine.REDUCE,
+    activation_format: ActivationFormat | None = None,
+    combine: CombineLike = Combine.REDUCE,
     apply_router_weight_on_input: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
@@ -262,7 +278,7 @@ def moe_down(
 
     ``y[t] = Σ_slot w[t, slot] · (h[row(t, slot)] · Wd[e]ᵀ + bd[e])``.
 
-    For inference: the result has no gradient, even where inputs require one.
+    For inference: where an input requires a gradient, a backward pass raises.
 
     Args:
         h: the result of `moe_gate_up`: [P, F] in sorted order, bfloat16 or an MXTensor.
@@ -270,7 +286,7 @@ def moe_down(
         plan: the RoutingPlan that stage 1 used.
         activation_format: None takes the format of `h`. "fp8_token" quantises bfloat16 rows to
             e4m3 with one float32 scale each.
-        combine: REDUCE, ATOMIC, or FLAT for the weighted rows [P, H] in sorted order.
+        combine: REDUCE, ATOMIC, or FLAT for the weighted rows [P, H] in sorted order; or its name.
         apply_router_weight_on_input: True if stage 1 has applied the routing weight.
         out_dtype: bfloat16, float16 or float32.
 
@@ -307,7 +323,7 @@ def moe_down(
         combine,
         out_dtype,
     )
-    return _DOWN(options, h=h, weights=weights, plan=plan)
+    return without_backward("moe_down", _DOWN(options, h=h, weights=weights, plan=plan), h)
 
 
 def _layer_problem(

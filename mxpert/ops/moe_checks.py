@@ -6,20 +6,22 @@ Messages that hold a size are composed on failure alone: under torch.compile siz
 from __future__ import annotations
 
 import functools
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from ..errors import message, require, require_dtype, require_tensor
-from ..formats.spec import ScaleRule
+from ..formats.spec import ScaleRule, ScaleRuleLike
 from ..formats.tensor import MXTensor
 from ..problem import (
-    Activation,
+    ActivationLike,
     Combine,
+    CombineLike,
     MoEOptions,
     activation_mx_format,
+    parse_activation,
     parse_activation_format,
-    require_activation,
 )
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, check_plan_shapes, require_topk
 from ..weights import MoEWeights
@@ -187,7 +189,8 @@ def check_topk(
 
 def _check_weights(weights: MoEWeights, op: str) -> None:
     if not isinstance(weights, MoEWeights):
-        raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
+        got, remedy = type(weights).__name__, "mxpert.quantize_weights makes them of dense tensors"
+        raise TypeError(message(op, "weights", "MoEWeights", got, remedy))
     gate_up, down = weights.gate_up_proj, weights.down_proj
     for name, part in (
         ("gate_up_proj.qdata", gate_up.qdata),
@@ -207,18 +210,40 @@ def _check_weights(weights: MoEWeights, op: str) -> None:
             )
 
 
+def refuse_foreign_call(arguments: tuple[object, ...]) -> None:
+    """Raise for a call of `fused_moe` as other libraries spell it, or without an activation.
+
+    Args:
+        arguments: the positional ones.
+    """
+    op = "fused_moe"
+    if len(arguments) > 4 or isinstance(arguments[1], torch.Tensor):
+        raise TypeError(
+            message(
+                op,
+                "arguments",
+                "fused_moe(x, weights, topk_weights, topk_ids, activation='silu')",
+                f"{len(arguments)} by position, as vLLM's fused_experts(x, w1, w2, topk_weights, "
+                "topk_ids) takes them",
+                "once: weights = mxpert.quantize_weights(w1, w2, gate_up_order='concatenated')"
+                ".prepare(device=x.device)",
+            )
+        )
+    parse_activation(None, op)
+
+
 def moe_options(
     op: str,
-    activation: Activation,
+    activation: ActivationLike,
     activation_format: str = "bf16",
-    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
     apply_router_weight_on_input: bool = False,
-    combine: Combine = Combine.REDUCE,
+    combine: CombineLike = Combine.REDUCE,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> MoEOptions:
     """Check options; equal choices give the same object, by whose identity later caches look up.
 
-    Aliases of the activation format become its own name here, and nowhere else.
+    Names become what they stand for here, and nowhere else.
     """
     choices = (scale_rule, apply_router_weight_on_input, combine, out_dtype)
     if torch.compiler.is_compiling():
@@ -230,29 +255,34 @@ def moe_options(
 
 
 def _checked_options(
-    op: str, activation: Activation, activation_format: str, *choices: Any
+    op: str,
+    activation: ActivationLike,
+    activation_format: str,
+    scale_rule: ScaleRuleLike,
+    apply_router_weight_on_input: bool,
+    combine: CombineLike,
+    out_dtype: torch.dtype,
 ) -> MoEOptions:
-    options = MoEOptions(activation, parse_activation_format(activation_format, op), *choices)
+    options = MoEOptions(
+        parse_activation(activation, op),
+        parse_activation_format(activation_format, op),
+        ScaleRule.parse(scale_rule, op, "scale_rule"),
+        apply_router_weight_on_input,
+        Combine.parse(combine, op, "combine"),
+        out_dtype,
+    )
     _check_options(options, op)
     return options
 
 
 @functools.lru_cache(1024, typed=True)
-def _cached_options(
-    op: str, activation: Activation, activation_format: str, *choices: Any
-) -> MoEOptions:
-    name = parse_activation_format(activation_format, op)
-    if name != activation_format:
-        return _cached_options(op, activation, name, *choices)
-    return _checked_options(op, activation, name, *choices)
+def _cached_options(op: str, *choices: Any) -> MoEOptions:
+    options = _checked_options(op, *choices)
+    parsed = tuple(getattr(options, each.name) for each in fields(options))
+    return options if parsed == choices else _cached_options(op, *parsed)
 
 
 def _check_options(options: MoEOptions, op: str) -> None:
-    require_activation(options.activation, op)
-    if not isinstance(options.combine, Combine):
-        raise TypeError(message(op, "combine", "a Combine", repr(options.combine)))
-    if not isinstance(options.scale_rule, ScaleRule):
-        raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(options.scale_rule)))
     if not isinstance(options.apply_router_weight_on_input, bool):
         raise TypeError(
             message(

@@ -6,7 +6,7 @@ import torch
 
 from ..dispatch import detect_target
 from ..errors import message, require, require_dtype, require_tensor
-from ..formats.spec import MXFormat, ScaleRule, get_format
+from ..formats.spec import MXFormatLike, ScaleRule, ScaleRuleLike, get_format
 from ..formats.tensor import Layout, MXTensor
 from ..problem import Op, QuantizeProblem
 from .library import OpSpec
@@ -17,10 +17,10 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def quantize(
     x: torch.Tensor,
-    format: str | MXFormat,
+    format: MXFormatLike,
     *,
     axis: int = -1,
-    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
 ) -> MXTensor:
     """Quantise a tensor to an MX format: codes and one power-of-two scale per 32 elements.
 
@@ -30,14 +30,16 @@ def quantize(
         x: float32, bfloat16 or float16, any shape; the size along `axis` a multiple of 32.
         format: "mxfp4", "mxfp8_e4m3" (or "mxfp8"), "mxfp8_e5m2".
         axis: the dimension along which 32 elements share a scale.
-        scale_rule: how the scale follows from the block's maximum; see ScaleRule.
+        scale_rule: how the scale follows from the block's maximum: a ScaleRule, or "floor",
+            "rceil", "ceil", "even".
 
     Returns:
         MXTensor with uint8 codes (two per byte for mxfp4, low nibble first) and uint8 E8M0 scales.
 
     Raises:
-        TypeError: `x` is no tensor of these dtypes, or `scale_rule` no ScaleRule.
-        ValueError: an unknown format, an axis that `x` lacks, or a size that is no multiple of 32.
+        TypeError: `x` is no tensor of these dtypes, or `scale_rule` no ScaleRule and no name.
+        ValueError: an unknown format or rule, an axis that `x` lacks, or a size that is no multiple
+            of 32.
 
     Source:
         OCP Microscaling Formats (MX) 1.0, section 6.3.
@@ -48,6 +50,8 @@ def quantize(
         >>> q.scale.item(), mxpert.dequantize(q)[0, 0].item()
         (126, 3.0)
     """
+    if not isinstance(scale_rule, ScaleRule):
+        scale_rule = ScaleRule.parse(scale_rule, "quantize", "scale_rule")
     return _QUANTIZE(scale_rule, format, axis, x=x)
 
 
@@ -93,16 +97,6 @@ def check_quantize(scale_rule: ScaleRule, format: FormatName, axis: int, x: torc
                 "a multiple of 32",
                 x.shape[axis],
                 "pad with zeros (torch.nn.functional.pad)",
-            )
-        )
-    if not isinstance(scale_rule, ScaleRule):
-        raise TypeError(
-            message(
-                op,
-                "scale_rule",
-                "a ScaleRule",
-                repr(scale_rule),
-                "for example mxpert.ScaleRule.RCEIL",
             )
         )
     get_format(format, op, "format")

@@ -9,7 +9,16 @@ import torch
 
 from ..dispatch import detect_target, resolve
 from ..errors import message, require, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan, get_format
+from ..formats.spec import (
+    MX_BLOCK_SIZE,
+    MXFormat,
+    MXFP8FormatLike,
+    ScaleRule,
+    ScaleRuleLike,
+    ScaleSpan,
+    ScaleSpanLike,
+    get_format,
+)
 from ..formats.tensor import MXTensor
 from ..kernel_spec import KernelSpec
 from ..problem import DualProblem, Op
@@ -26,11 +35,11 @@ COUNTS_REMEDY = "counts become offsets by torch.nn.functional.pad(counts.cumsum(
 
 def quantize_dual(
     x: torch.Tensor,
-    format: str | MXFormat = "mxfp8_e4m3",
+    format: MXFP8FormatLike = "mxfp8_e4m3",
     *,
     group_offsets: torch.Tensor | None = None,
-    scale_rule: ScaleRule = ScaleRule.RCEIL,
-    scale_span: Spans = ScaleSpan.BLOCK,
+    scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
+    scale_span: ScaleSpanLike | tuple[ScaleSpanLike, ScaleSpanLike] = ScaleSpan.BLOCK,
 ) -> tuple[MXTensor, MXTensor]:
     """Quantise a tensor along its rows and along its columns, in one read.
 
@@ -50,10 +59,10 @@ def quantize_dual(
             M; offsets, not counts. On a GPU they are not read by the host;
             `mxpert.testing.validate.validate_group_offsets` checks them. Rows of x before
             ``offsets[0]`` are undefined in the rowwise copy.
-        scale_rule: how a scale follows from its block's maximum; see ScaleRule.
-        scale_span: how many blocks share a scale, for both copies or as a pair (row, col); see
-            ScaleSpan. Hopper is fastest with ROW; GPUs with block-scaled tensor cores use BLOCK. In
-            a grouped columnwise copy no span crosses groups.
+        scale_rule: how a scale follows from its block's maximum: a ScaleRule or its name.
+        scale_span: how many blocks share a scale, for both copies or as a pair (row, col): a
+            ScaleSpan or its name. Hopper is fastest with ROW; GPUs with block-scaled tensor cores
+            use BLOCK. In a grouped columnwise copy no span crosses groups.
 
     Returns:
         Two MXTensors of axis −1: the rowwise copy in the shape of `x`, and the columnwise copy,
@@ -78,9 +87,16 @@ def quantize_dual(
         >>> mxpert.dequantize(col)[0].nonzero().flatten().tolist()
         [0, 32, 33]
     """
+    if not isinstance(scale_rule, ScaleRule):
+        scale_rule = ScaleRule.parse(scale_rule, "quantize_dual", "scale_rule")
+    spans: Any = scale_span
+    if isinstance(scale_span, str):
+        spans = ScaleSpan.parse(scale_span, "quantize_dual", "scale_span")
+    elif isinstance(scale_span, tuple) and str in [type(each) for each in scale_span]:
+        spans = tuple(ScaleSpan.parse(each, "quantize_dual", "scale_span") for each in scale_span)
     if group_offsets is not None:
         refuse_counts(group_offsets, "quantize_dual")
-    return _DUAL(scale_rule, format, scale_span, x=x, group_offsets=group_offsets)
+    return _DUAL(scale_rule, format, spans, x=x, group_offsets=group_offsets)
 
 
 def _check_spans(scale_span: Spans) -> None:
@@ -127,16 +143,6 @@ def check_quantize_dual(
         got=repr(element.name),
         remedy="quantise mxfp4 with mxpert.quantize, axis by axis",
     )
-    if not isinstance(scale_rule, ScaleRule):
-        raise TypeError(
-            message(
-                op,
-                "scale_rule",
-                "a ScaleRule",
-                repr(scale_rule),
-                "for example mxpert.ScaleRule.RCEIL",
-            )
-        )
     require(
         x.shape[-1] % MX_BLOCK_SIZE == 0,
         op,

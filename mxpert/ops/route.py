@@ -15,9 +15,9 @@ from ..problem import (
     Op,
     RoutingProblem,
     Scoring,
+    ScoringLike,
     TopKOptions,
     TopKProblem,
-    parse_group_score,
 )
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, plan_capacity, require_topk
 from .library import OpSpec
@@ -33,7 +33,7 @@ def route_topk(
     top_k: int,
     *,
     normalize: bool = True,
-    scoring: Scoring = Scoring.SOFTMAX,
+    scoring: ScoringLike = Scoring.SOFTMAX,
     num_groups: int = 1,
     top_groups: int = 1,
     correction_bias: torch.Tensor | None = None,
@@ -62,7 +62,7 @@ def route_topk(
         logits: float32, bfloat16 or float16 [T, E].
         top_k: experts per token, at most 127.
         normalize: divide the chosen scores by their sum.
-        scoring: Scoring.SOFTMAX, SIGMOID or SQRTSOFTPLUS.
+        scoring: Scoring.SOFTMAX, SIGMOID or SQRTSOFTPLUS, or its name.
         num_groups: equal groups of at least two experts; 1 is no groups.
         top_groups: groups that compete; they must hold at least `top_k` experts.
         correction_bias: float32 [E], added for the choice only.
@@ -93,7 +93,9 @@ def route_topk(
         ([[1, 2]], [[0.5, 0.5]])
     """
     if group_score is not None:
-        group_score = parse_group_score(group_score, "route_topk")
+        group_score = GroupScore.parse(group_score, "route_topk", "group_score")
+    if not isinstance(scoring, Scoring):
+        scoring = Scoring.parse(scoring, "route_topk", "scoring")
     return _TOPK(
         scoring,
         top_k,
@@ -192,7 +194,9 @@ def check_route_topk(
     for name, value in (("normalize", options.normalize), ("clamp_nan", options.clamp_nan)):
         if not isinstance(value, bool):
             raise TypeError(message(op, name, "a bool", repr(value)))
-    group_score = parse_group_score(options.group_score, op)
+    group_score = options.group_score
+    if group_score is not None:
+        group_score = GroupScore.parse(group_score, op, "group_score")
     require_number(options.routed_scaling_factor, op, "routed_scaling_factor")
     if not (_is_one(options.num_groups) and _is_one(options.top_groups)):
         _check_groups(op, num_experts, top_k, options.num_groups, options.top_groups)

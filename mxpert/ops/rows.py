@@ -11,14 +11,14 @@ import torch
 
 from ..dispatch import detect_target
 from ..errors import require, require_dtype, require_tensor
-from ..problem import Activation, Op, RowsProblem, require_activation
+from ..problem import Activation, ActivationLike, Op, RowsProblem, parse_activation
 from .library import OpSpec
 from .quantize import FLOAT_DTYPES
 
 ROW_DTYPES = (*FLOAT_DTYPES, torch.float64)
 
 
-def activate_rows(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+def activate_rows(gate_up: torch.Tensor, activation: ActivationLike) -> torch.Tensor:
     """``act(gate, up)`` of rows with gate first, computed in float32 (float64 for float64).
 
     Args:
@@ -32,11 +32,12 @@ def activate_rows(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor
         >>> activate_rows(torch.tensor([[0.0, 20.0, 3.0, 3.0]]), mxpert.SiLU())
         tensor([[ 0., 60.]])
     """
+    activation = parse_activation(activation, "activate_rows")
     return _ACTIVATE(activation, gate_up=_dense(gate_up))
 
 
 def activate_rows_backward(
-    grad: torch.Tensor, gate_up: torch.Tensor, activation: Activation
+    grad: torch.Tensor, gate_up: torch.Tensor, activation: ActivationLike
 ) -> torch.Tensor:
     """The gradient of `gate_up` [R, 2F] from that of the activation [R, F].
 
@@ -46,6 +47,7 @@ def activate_rows_backward(
         >>> activate_rows_backward(grad, gate_up, mxpert.SiLU())
         tensor([[1., 0.]])
     """
+    activation = parse_activation(activation, "activate_rows_backward")
     return _ACTIVATE_BACKWARD(activation, grad=_dense(grad), gate_up=_dense(gate_up))
 
 
@@ -110,11 +112,10 @@ def _dense(value: Any) -> Any:
 
 
 def _check_activate(activation: Activation, gate_up: torch.Tensor) -> None:
-    _check_gate_up(activation, gate_up, "activate_rows")
+    _check_gate_up(gate_up, "activate_rows")
 
 
-def _check_gate_up(activation: Activation, gate_up: torch.Tensor, op: str) -> None:
-    require_activation(activation, op)
+def _check_gate_up(gate_up: torch.Tensor, op: str) -> None:
     require_tensor(gate_up, op, "gate_up", dtype=ROW_DTYPES, shape=(None, None))
     require(
         gate_up.shape[1] % 2 == 0,
@@ -130,7 +131,7 @@ def _check_activate_backward(
     activation: Activation, grad: torch.Tensor, gate_up: torch.Tensor
 ) -> None:
     op = "activate_rows_backward"
-    _check_gate_up(activation, gate_up, op)
+    _check_gate_up(gate_up, op)
     rows, width = gate_up.shape
     require_tensor(
         grad, op, "grad", dtype=gate_up.dtype, shape=(rows, width // 2), device=gate_up.device

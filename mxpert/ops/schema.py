@@ -12,7 +12,7 @@ import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -203,6 +203,8 @@ def kind_of(hint: Any) -> Kind:
         return _KINDS[hint]
     if hint == Operand:
         return _operand()
+    if get_origin(hint) is Literal:  # names
+        return kind_of(str)
     if get_origin(hint) is types.UnionType:
         (inner,) = (each for each in get_args(hint) if each is not types.NoneType)
         return _optional(kind_of(inner))

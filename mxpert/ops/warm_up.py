@@ -7,18 +7,21 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..dispatch import Explanation, explain_problem
 from ..errors import message, require, require_dtype, require_int, require_tensor
-from ..problem import Activation, MoEProblem
+from ..problem import ActivationFormat, ActivationLike, MoEProblem
 from ..routing import TOPK_ID_DTYPES, TOPK_WEIGHT_DTYPES
 from ..weights import MoEWeights
 from .explain import explain
 from .moe import fused_moe
 from .warm_up_ranks import Ranks, compile_alone, errors_reach_all, exchanged_counts, run_together
+
+if TYPE_CHECKING:
+    from ..distributed import ExpertParallel
 
 Progress = Callable[[int, int, int], object]
 """Called with (finished token counts, all of them, the next one) and at the end."""
@@ -37,13 +40,13 @@ def warm_up(
     max_tokens: int,
     *,
     top_k: int,
-    activation: Activation,
-    activation_format: str = "bf16",
+    activation: ActivationLike,
+    activation_format: ActivationFormat = "bf16",
     apply_router_weight_on_input: bool = False,
     expert_map: torch.Tensor | None = None,
     topk_weights_dtype: torch.dtype = torch.float32,
     topk_ids_dtype: torch.dtype = torch.int32,
-    expert_parallel: Ranks | None = None,
+    expert_parallel: ExpertParallel | None = None,
     progress: Progress | None = None,
 ) -> tuple[int, ...]:
     """Compile the kernels that `fused_moe` launches for 1 to `max_tokens` tokens.

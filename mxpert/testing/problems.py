@@ -17,7 +17,11 @@ from ..weights import GateUpOrder, MoEWeights
 
 @dataclass(frozen=True)
 class MoEShape:
-    """Dimensions, activation, gate/up order and bias of one model's MoE layer."""
+    """Dimensions, activation, gate/up order and bias of one model's MoE layer.
+
+    Args:
+        about: which model, and which share of it one GPU holds.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -26,23 +30,44 @@ class MoEShape:
     activation: Activation = field(default_factory=SiLU)
     gate_up_order: GateUpOrder = GateUpOrder.CONCATENATED
     has_bias: bool = False
+    about: str = field(default="", compare=False)
 
+
+_WHOLE_V3, _WHOLE_K2 = MoEShape(7168, 2048, 256, 8), MoEShape(7168, 2048, 384, 8)
+_GPT_OSS = MoEShape(2880, 2880, 128, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True)
+_ONE_SHARED = "the shared expert is one more, which every token takes"
 
 MODEL_SHAPES: dict[str, MoEShape] = {
-    "gpt-oss-120b": MoEShape(2880, 2880, 128, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True),
-    "gpt-oss-20b": MoEShape(2880, 2880, 32, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True),
-    "deepseek-v3": MoEShape(7168, 2048, 256, 8),
-    "deepseek-v3-shared": MoEShape(7168, 2048, 257, 9),
-    "kimi-k2": MoEShape(7168, 2048, 384, 8),
-    "kimi-k2-tp4": MoEShape(7168, 512, 385, 9),
-    "dsv4-pro": MoEShape(7168, 3072, 384, 6, ClampedSiLU()),
-    "dsv4-flash": MoEShape(4096, 2048, 256, 6, ClampedSiLU()),
-    "glm-5.1": MoEShape(6144, 2048, 256, 8),
-    "minimax-m2.7": MoEShape(3072, 1536, 256, 8),
-    "qwen3-235b": MoEShape(4096, 1536, 128, 8),
-    "qwen3-next": MoEShape(2048, 512, 512, 10),
+    "gpt-oss-120b": replace(_GPT_OSS, about="gpt-oss-120b, whole"),
+    "gpt-oss-20b": replace(_GPT_OSS, num_experts=32, about="gpt-oss-20b, whole"),
+    "deepseek-v3": replace(_WHOLE_V3, about="DeepSeek-V3, V3.1 and R1, whole"),
+    "deepseek-v3-shared": MoEShape(7168, 2048, 257, 9, about=f"DeepSeek-V3, whole; {_ONE_SHARED}"),
+    "dsv3-ep8": replace(
+        _WHOLE_V3,
+        num_experts=32,
+        about="DeepSeek-V3, the experts of one of 8 ranks; tokens have all their experts here",
+    ),
+    "kimi-k2": replace(_WHOLE_K2, about="Kimi-K2, whole"),
+    "kimi-k2-tp4": replace(
+        _WHOLE_K2, intermediate_size=512, about="Kimi-K2, a quarter of each expert (TP 4)"
+    ),
+    "kimi-k2-tp4-shared": MoEShape(
+        7168, 512, 385, 9, about=f"Kimi-K2, a quarter of each expert (TP 4); {_ONE_SHARED}"
+    ),
+    "kimi-e385": MoEShape(
+        7168, 256, 385, 9, about=f"Kimi-K2, an eighth of each expert (TP 8); {_ONE_SHARED}"
+    ),
+    "r1-e384": MoEShape(
+        7168, 1024, 384, 8, about="a shape that other libraries publish as DeepSeek-R1's"
+    ),
+    "dsv4-pro": MoEShape(7168, 3072, 384, 6, ClampedSiLU(), about="DeepSeek-V4 Pro, whole"),
+    "dsv4-flash": MoEShape(4096, 2048, 256, 6, ClampedSiLU(), about="DeepSeek-V4 Flash, whole"),
+    "glm-5.1": MoEShape(6144, 2048, 256, 8, about="GLM-5.1, whole"),
+    "minimax-m2.7": MoEShape(3072, 1536, 256, 8, about="MiniMax-M2.7, whole"),
+    "qwen3-235b": MoEShape(4096, 1536, 128, 8, about="Qwen3-235B-A22B, whole"),
+    "qwen3-next": MoEShape(2048, 512, 512, 10, about="Qwen3-Next-80B-A3B, whole"),
 }
-"""Named model shapes for the tests, the benchmarks and `mxpert bench --model`."""
+"""Named model shapes: the one list for tests, benchmarks and the command line."""
 
 
 class Routing(enum.Enum):

@@ -12,15 +12,15 @@ import torch
 
 from ..dispatch.ambient import refuse_transforms
 from ..ops.rows import activate_rows, activate_rows_backward
-from ..problem import Activation
+from ..problem import Activation, ActivationLike, parse_activation
 
 
-def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+def gated_activation(gate_up: torch.Tensor, activation: ActivationLike) -> torch.Tensor:
     """``act(gate, up)`` of CONCATENATED rows, computed in float32 (float64 for float64).
 
     Args:
         gate_up: [R, 2 F], gate in the first F columns, up in the others.
-        activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2().
+        activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2(), or a name as `fused_moe` takes it.
 
     Returns:
         [R, F] in the dtype of `gate_up`.
@@ -31,6 +31,7 @@ def gated_activation(gate_up: torch.Tensor, activation: Activation) -> torch.Ten
         tensor([[ 0., 60.]])
     """
     refuse_transforms("gated_activation", (gate_up,))
+    activation = parse_activation(activation, "gated_activation")
     result: torch.Tensor = _GatedActivation.apply(gate_up, activation)
     return result
 

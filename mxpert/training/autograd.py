@@ -9,7 +9,7 @@ import torch
 
 from ..dispatch.ambient import isolated, refuse_transforms
 from ..errors import message, require, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan
+from ..formats.spec import MX_BLOCK_SIZE, MXFP8FormatLike, ScaleRule, ScaleSpan
 from ..formats.tensor import MXTensor
 from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
 from ..ops.quantize import FLOAT_DTYPES, quantize
@@ -238,7 +238,7 @@ def _forward_mx(
 
 def quantize_rows(
     x: torch.Tensor,
-    fmt: str | MXFormat,
+    fmt: MXFP8FormatLike,
     rule: ScaleRule,
     spans: Spans,
     group_offsets: torch.Tensor | None,

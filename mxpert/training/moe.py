@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,7 @@ from ..dispatch.ambient import isolated, refuse_transforms
 from ..distributed import ExpertParallel
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
-from ..problem import Activation, SiLU, require_activation
+from ..problem import ActivationLike, SiLU, parse_activation
 from .activation import gated_activation
 from .expert_parallel import check_expert_parallel, run_on_ranks
 from .module import MXGroupedLinear, check_options, float_dtypes, require_size
@@ -59,7 +59,7 @@ class MXMoE(torch.nn.Module):
     Args:
         hidden_size: H. intermediate_size: F. Multiples of 32 with MXFP8.
         num_experts: E. top_k: experts per token.
-        activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2().
+        activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2(), or a name as `fused_moe` takes it.
         recipe: of both grouped layers.
         aux_loss_coef: factor of the load-balancing loss, at least 0.
         bias: whether the experts have biases.
@@ -93,6 +93,10 @@ class MXMoE(torch.nn.Module):
 
     aux_loss: torch.Tensor | None
 
+    if TYPE_CHECKING:
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
     def __init__(
         self,
         hidden_size: int,
@@ -100,7 +104,7 @@ class MXMoE(torch.nn.Module):
         num_experts: int,
         top_k: int,
         *,
-        activation: Activation = SiLU(),
+        activation: ActivationLike = SiLU(),
         recipe: MXFP8Recipe = MXFP8Recipe(),
         aux_loss_coef: float = 0.01,
         bias: bool = False,
@@ -126,7 +130,7 @@ class MXMoE(torch.nn.Module):
             need=f"at most num_experts = {num_experts}",
             got=top_k,
         )
-        require_activation(activation, op)
+        activation = parse_activation(activation, op)
         if not isinstance(aux_loss_coef, (int, float)) or isinstance(aux_loss_coef, bool):
             raise TypeError(message(op, "aux_loss_coef", "a number", repr(aux_loss_coef)))
         require(

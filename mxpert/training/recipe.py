@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from ..dispatch import detect_target
 from ..errors import message, require
-from ..formats.spec import MXFP8_E4M3, MXFP8_E5M2, ScaleRule, ScaleSpan
+from ..formats.spec import (
+    MXFP8_E4M3,
+    MXFP8_E5M2,
+    ScaleRule,
+    ScaleRuleLike,
+    ScaleSpan,
+    ScaleSpanLike,
+    get_format,
+)
 
 TRAINING_FORMATS = (MXFP8_E4M3.name, MXFP8_E5M2.name)
-
+_Format = Literal["mxfp8_e4m3", "mxfp8_e5m2"]
+TrainingFormat = _Format | Literal["mxfp8"]
+"""Name of a recipe's format; "mxfp8" means "mxfp8_e4m3"."""
 
 Spans = tuple[ScaleSpan, ScaleSpan]
 
@@ -38,22 +48,22 @@ class MXFP8Recipe:
     that the first one sums over, and along the dimension that the second one sums over.
 
     Args:
-        forward_format: "mxfp8_e4m3" or "mxfp8_e5m2", of x and weight.
+        forward_format: "mxfp8_e4m3" (or "mxfp8") or "mxfp8_e5m2", of x and weight.
         backward_format: the same choice for the incoming gradient.
-        scale_rule: of all three; RCEIL never saturates.
-        scale_span: how many values share a scale. BLOCK: 32; on Hopper the products are bf16 then.
-            ROW: a row (of one group in wgrad), at full FP8 speed on Hopper. AUTO: the device
-            chooses ROW for tensors that lose nothing by it, and BLOCK for the others. SPAN128: 128
-            of x and gradient. None, the default: AUTO on Hopper, BLOCK elsewhere. docs/training.md
-            says what each costs.
+        scale_rule: of all three, or its name; RCEIL never saturates.
+        scale_span: how many values share a scale, or its name. BLOCK: 32; on Hopper the products
+            are bf16 then. ROW: a row (of one group in wgrad), at full FP8 speed on Hopper. AUTO:
+            the device chooses ROW for tensors that lose nothing by it, and BLOCK for the others.
+            SPAN128: 128 of x and gradient. None, the default: AUTO on Hopper, BLOCK elsewhere.
+            docs/training.md says what each costs.
         high_precision_wgrad: compute wgrad from the bfloat16 values of x and gradient; backward
             then keeps x itself (2 bytes a value instead of 1.03).
         enabled: False computes without quantisation, in the dtype of x: bfloat16 on the same
             kernels, any other float dtype as one torch matmul per group.
 
     Raises:
-        ValueError: a format that is not one of the two. TypeError: a rule, span or switch of
-            another type.
+        ValueError: a format that is not one of the two, or an unknown name of a rule or span.
+        TypeError: a rule, span or switch of another type.
 
     Source:
         FP8 formats for deep learning (arXiv 2209.05433, section 3) for HYBRID; Recipes for
@@ -64,44 +74,42 @@ class MXFP8Recipe:
         ('mxfp8_e4m3', 'mxfp8_e5m2')
     """
 
-    forward_format: str = MXFP8_E4M3.name
-    backward_format: str = MXFP8_E4M3.name
+    forward_format: _Format = "mxfp8_e4m3"
+    backward_format: _Format = "mxfp8_e4m3"
     scale_rule: ScaleRule = ScaleRule.RCEIL
     scale_span: ScaleSpan | None = None
     high_precision_wgrad: bool = False
     enabled: bool = True
 
+    if TYPE_CHECKING:  # the fields as callers may pass them
+
+        def __init__(
+            self,
+            forward_format: TrainingFormat = ...,
+            backward_format: TrainingFormat = ...,
+            scale_rule: ScaleRuleLike = ...,
+            scale_span: ScaleSpanLike | None = ...,
+            high_precision_wgrad: bool = ...,
+            enabled: bool = ...,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         op = "MXFP8Recipe"
         for name in ("forward_format", "backward_format"):
             value = getattr(self, name)
+            known = get_format(value, op, name).name if isinstance(value, str) else None
             require(
-                isinstance(value, str) and value in TRAINING_FORMATS,
+                known in TRAINING_FORMATS,
                 op,
                 name,
                 need=f"one of {list(TRAINING_FORMATS)}",
                 got=repr(value),
             )
-        if not isinstance(self.scale_rule, ScaleRule):
-            raise TypeError(
-                message(
-                    op,
-                    "scale_rule",
-                    "a ScaleRule",
-                    repr(self.scale_rule),
-                    "for example mxpert.ScaleRule.RCEIL",
-                )
-            )
-        if self.scale_span is not None and not isinstance(self.scale_span, ScaleSpan):
-            raise TypeError(
-                message(
-                    op,
-                    "scale_span",
-                    "a ScaleSpan or None",
-                    repr(self.scale_span),
-                    "for example mxpert.ScaleSpan.ROW",
-                )
-            )
+            object.__setattr__(self, name, known)
+        object.__setattr__(self, "scale_rule", ScaleRule.parse(self.scale_rule, op, "scale_rule"))
+        if self.scale_span is not None:
+            span = ScaleSpan.parse(self.scale_span, op, "scale_span")
+            object.__setattr__(self, "scale_span", span)
         for name in ("high_precision_wgrad", "enabled"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -123,4 +131,4 @@ class MXFP8Recipe:
     @classmethod
     def hybrid(cls) -> MXFP8Recipe:
         """e4m3 forward, e5m2 for gradients: more range, one mantissa bit less."""
-        return cls(backward_format=MXFP8_E5M2.name)
+        return cls(backward_format="mxfp8_e5m2")

@@ -406,7 +406,7 @@ def test_wgrad_refuses_many_groups() -> None:
 
 def test_refuses_a_config_of_another_kernel() -> None:
     a, b, offsets = gemm_operands("all_in_last", "e4m3", 304, 416)
-    config = mxpert.GemmConfig(64, 64, 64)
+    config = mxpert.configs.GemmConfig(64, 64, 64)
     with (
         emulate(),
         mxpert.override(backend="cdna4", config=config),

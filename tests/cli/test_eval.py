@@ -15,7 +15,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from mxpert.cli.eval import read_tokens
+from mxpert.cli.eval import read_text, read_tokens
 from mxpert.cli.main import app
 from mxpert.integrations.models.convert import convert, mx_experts
 from mxpert.integrations.models.evaluation import evaluate
@@ -250,3 +250,27 @@ def test_a_model_trained_in_mxfp8_can_be_evaluated(tmp_path) -> None:
     formats = json.loads(shown.stdout)["formats"]
     assert formats[0]["loss"] < math.log(256)
     assert all(abs(entry["delta"]) < 0.05 for entry in formats)
+
+
+@pytest.mark.parametrize("content", ["", " \n"], ids=["nothing", "blanks"])
+def test_an_empty_text_is_blamed_and_not_the_checkpoint(
+    content: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "empty.txt"
+    text.write_text(content, encoding="utf-8")
+    done = run(checkpoint, "--text", text)
+    assert done.exit_code == 2
+    assert done.stderr == (
+        f"error: eval: {text} — need text, got none; name a text of a few thousand words\n"
+    )
+
+
+def test_a_text_that_cannot_be_read_is_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(ValueError, match=r"text\.txt — need a file that can be read, got Permiss"):
+        read_text(tmp_path / "text.txt")

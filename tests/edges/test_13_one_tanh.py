@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import GateUpOrder, GemmConfig, SiTUv2
+from mxpert import GateUpOrder, SiTUv2
 from mxpert.backends.common.activation import tanh
+from mxpert.configs import GemmConfig
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
 from mxpert.problem import MoEOptions, MoEProblem, Op, RowsProblem

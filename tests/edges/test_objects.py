@@ -321,7 +321,7 @@ def test_the_package_has_a_tour() -> None:
     lines = [line.strip() for line in mxpert.__doc__.splitlines()]
     lines = [line for line in lines if line.startswith((">>>", "..."))]
     assert len(lines) <= 12
-    for name in ("quantize", "MoEWeights", "prepare", "route_topk", "fused_moe"):
+    for name in ("quantize_weights", "prepare", "route_topk", "fused_moe"):
         assert name in "".join(lines)
 
 

@@ -242,7 +242,7 @@ def test_packing_ignores_high_nibbles() -> None:
         lambda: decode_scale(torch.ones(2, dtype=torch.uint8), torch.float16),
         lambda: pack_codes(torch.ones(2, dtype=torch.int8)),
         lambda: unpack_codes(torch.ones(2)),
-        lambda: block_scale(torch.ones(2), "mxfp4", "rceil"),
+        lambda: block_scale(torch.ones(2), "mxfp4", 2),
         lambda: block_scale(torch.ones(2, dtype=torch.int32), "mxfp4", None),
         lambda: exact_power_of_two(torch.ones(2, dtype=torch.int32), torch.bfloat16),
     ],

@@ -401,9 +401,9 @@ def test_planted_errors_differ_from_transformers(gpt_oss_weights, plant) -> None
             "x.dtype — need float32 or bfloat16 or float16 or float64, got int32",
         ),
         (
-            lambda: quantize_blocks(torch.ones(32), "mxfp4", rule="floor"),
-            TypeError,
-            "rule — need a ScaleRule, got 'floor'; pass for example ScaleRule.RCEIL",
+            lambda: quantize_blocks(torch.ones(32), "mxfp4", rule="up"),
+            ValueError,
+            "rule — need a ScaleRule ('floor', 'rceil', 'ceil' or 'even'), got 'up'",
         ),
         (lambda: quantize_blocks(torch.ones(32), "mxfp6"), ValueError, "got 'mxfp6'"),
         (

@@ -166,8 +166,8 @@ def test_auto_lets_one_block_in_1024_pass() -> None:
     [
         (lambda: mxpert.rebase(torch.ones(2, 32), ScaleSpan.ROW), TypeError, "MXTensor"),
         (
-            lambda: mxpert.rebase(quantize_blocks(torch.ones(2, 32), "mxfp8"), "row"),
-            TypeError,
+            lambda: mxpert.rebase(quantize_blocks(torch.ones(2, 32), "mxfp8"), "rows"),
+            ValueError,
             "ScaleSpan",
         ),
         (
@@ -186,8 +186,8 @@ def test_auto_lets_one_block_in_1024_pass() -> None:
             "quantise with AUTO",
         ),
         (
-            lambda: mxpert.quantize_dual(torch.ones(32, 32), scale_span="row"),
-            TypeError,
+            lambda: mxpert.quantize_dual(torch.ones(32, 32), scale_span="rows"),
+            ValueError,
             "ScaleSpan",
         ),
         (
@@ -195,7 +195,7 @@ def test_auto_lets_one_block_in_1024_pass() -> None:
             TypeError,
             "ScaleSpan",
         ),
-        (lambda: mxpert.training.MXFP8Recipe(scale_span="row"), TypeError, "ScaleSpan"),
+        (lambda: mxpert.training.MXFP8Recipe(scale_span="rows"), ValueError, "ScaleSpan"),
     ],
     ids=["plain", "string", "mxfp4", "axis", "auto", "dual", "pair", "recipe"],
 )

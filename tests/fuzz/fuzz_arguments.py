@@ -13,7 +13,7 @@ import mxpert
 from mxpert import Combine, GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan, Scoring
 from mxpert import formats as mx
 from mxpert.ops import rows
-from mxpert.problem import ACTIVATION_FORMAT_ALIASES, ACTIVATION_FORMATS, parse_activation_format
+from mxpert.problem import FORMAT_OF, parse_activation_format
 from mxpert.training import MXFP8Recipe
 
 MXFP8_NAMES = ("mxfp8", "mxfp8_e4m3", "mxfp8_e5m2")
@@ -66,7 +66,7 @@ def layer(rng: random.Random) -> Arguments:
         topk_weights=topk_weights,
         topk_ids=topk_ids,
         activation=rng.choice(ACTIVATIONS),
-        activation_format=rng.choice((*ACTIVATION_FORMATS, *ACTIVATION_FORMAT_ALIASES)),
+        activation_format=rng.choice(list(FORMAT_OF)),
         scale_rule=rng.choice(list(ScaleRule)),
     )
 

@@ -268,7 +268,8 @@ LAYERS = [
         "override",
         pinned,
         lambda r: dict(
-            backend="reference", config=r.choice((None, mxpert.ReferenceConfig(torch.float64)))
+            backend="reference",
+            config=r.choice((None, mxpert.configs.ReferenceConfig(torch.float64))),
         ),
     ),
     Target(
@@ -287,21 +288,23 @@ LAYERS = [
     Target("SiTUv2", mxpert.SiTUv2, lambda r: dict(beta=1.0, beta_up=7.0)),
     Target(
         "GemmConfig",
-        mxpert.GemmConfig,
+        mxpert.configs.GemmConfig,
         lambda r: dict(
             block_m=16, block_n=16, block_k=32, num_warps=4, num_stages=1, group_m=1, split_k=1
         ),
     ),
     Target(
         "Cdna4GemmConfig",
-        mxpert.Cdna4GemmConfig,
-        lambda r: dict(vars(mxpert.Cdna4GemmConfig(mxpert.Cdna4Kernel.DECODE, 32, 256))),
+        mxpert.configs.Cdna4GemmConfig,
+        lambda r: dict(
+            vars(mxpert.configs.Cdna4GemmConfig(mxpert.configs.Cdna4Kernel.DECODE, 32, 256))
+        ),
     ),
     Target(
         "HopperGemmConfig",
-        mxpert.HopperGemmConfig,
+        mxpert.configs.HopperGemmConfig,
         lambda r: dict(
-            kernel=mxpert.HopperKernel.PREFILL,
+            kernel=mxpert.configs.HopperKernel.PREFILL,
             block_m=32,
             num_stages=5,
             consumers=3,
@@ -312,16 +315,16 @@ LAYERS = [
     ),
     Target(
         "MoEConfig",
-        mxpert.MoEConfig,
+        mxpert.configs.MoEConfig,
         lambda r: dict(
             routing_block_m=16,
-            gate_up=mxpert.GemmConfig(16, 16, 32),
-            down=mxpert.GemmConfig(16, 16, 32),
+            gate_up=mxpert.configs.GemmConfig(16, 16, 32),
+            down=mxpert.configs.GemmConfig(16, 16, 32),
         ),
     ),
     Target(
         "ReferenceConfig",
-        mxpert.ReferenceConfig,
+        mxpert.configs.ReferenceConfig,
         lambda r: dict(accumulate=torch.float64, routing_block_m=16),
     ),
     Target(

@@ -116,7 +116,7 @@ def layer_launch(case: Layer) -> Launch:
     inputs, portable = inputs_of(case), case.backend == "triton"
     config = None
     if case.block_m > 16 and not portable:
-        config = mxpert.MoEConfig(case.block_m, *[prefill_config(case.block_m)] * 2)
+        config = mxpert.configs.MoEConfig(case.block_m, *[prefill_config(case.block_m)] * 2)
     override = mxpert.override(backend=case.backend, config=config)
     with capture(GEMMS, case.stage) as launches, override:
         mxpert.fused_moe(

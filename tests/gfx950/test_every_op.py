@@ -34,7 +34,7 @@ NOT_SERVED = {("cdna4", "grouped_gemm-bf16"), ("cdna4", "grouped_wgrad-bf16")}
 """Cases that a backend leaves to the next one: the native grouped GEMMs multiply MX operands."""
 
 Call = Callable[[], Any]
-FLOAT64 = mxpert.ReferenceConfig(torch.float64)
+FLOAT64 = mxpert.configs.ReferenceConfig(torch.float64)
 
 
 class Case(NamedTuple):

@@ -72,8 +72,8 @@ def original() -> LaunchRecord:
     """Stage 1 of a layer with 16 tokens, whose depth ends inside of its second copy."""
     shape = MoEShape(1312, 96, 1, 1, mxpert.SiLU(), has_bias=True)
     inputs = exact_moe_problem(shape, 16, seed=3)
-    tile = mxpert.Cdna4GemmConfig("decode", block_m=16, block_n=256)
-    config = mxpert.MoEConfig(16, tile, tile)
+    tile = mxpert.configs.Cdna4GemmConfig("decode", block_m=16, block_n=256)
+    config = mxpert.configs.MoEConfig(16, tile, tile)
     with emulate(), record_launches() as records, mxpert.override(backend="cdna4", config=config):
         mxpert.fused_moe(
             inputs.x,

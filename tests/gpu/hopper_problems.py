@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import Combine, GateUpOrder, MoEWeights, ReferenceConfig
+from mxpert import Combine, GateUpOrder, MoEWeights
+from mxpert.configs import ReferenceConfig
 from mxpert.formats.tensor import Layout
 from mxpert.problem import ACTIVATION_FORMATS, ClampedSiLU, SiLU, SiTUv2, SwiGLU
 from mxpert.testing.numerics import assert_close_relative

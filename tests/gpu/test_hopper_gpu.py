@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import Combine, GateUpOrder, MoEConfig, MoEWeights
+from mxpert import Combine, GateUpOrder, MoEWeights
+from mxpert.configs import MoEConfig
 from mxpert.formats import FP8_TOKEN, MXTensor, dequantize_blocks, pack_codes, unpack_codes
 from mxpert.problem import SwiGLU
 from mxpert.routing import RoutingPlan

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import GateUpOrder, MoEConfig, SiLU, SwiGLU
+from mxpert import GateUpOrder, SiLU, SwiGLU
+from mxpert.configs import MoEConfig
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from support.races import MoEHunt, hunt

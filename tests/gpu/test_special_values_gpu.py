@@ -15,6 +15,7 @@ pytest.importorskip("hypothesis")
 sys.path.insert(0, str(Path(__file__).parent.parent / "fuzz"))
 
 import special
+
 from support.poison import nan_filled_scratch
 
 PARTS = 5

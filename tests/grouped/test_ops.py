@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import pad
 
 import mxpert
-from mxpert import GemmConfig, MoEConfig, MXTensor, ScaleRule
+from mxpert import MXTensor, ScaleRule
+from mxpert.configs import GemmConfig, MoEConfig
 from mxpert.dispatch import registry
 from mxpert.formats.tensor import Layout
 from mxpert.ops.explain import describe

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import MXTensor, ReferenceConfig
+from mxpert import MXTensor
+from mxpert.configs import ReferenceConfig
 from mxpert.testing.numerics import (
     accumulation_error,
     assert_close_relative,

@@ -113,7 +113,7 @@ def test_a_model_that_does_not_fit_is_left_as_it_was(name) -> None:
     ("arguments", "error", "match"),
     [
         ({"activation_format": "int8"}, ValueError, "activation_format — need one of"),
-        ({"scale_rule": "rceil"}, TypeError, "scale_rule — need a ScaleRule"),
+        ({"scale_rule": "up"}, ValueError, "scale_rule — need a ScaleRule"),
         ({"recipe": "mxfp8"}, TypeError, "recipe — need an MXFP8Recipe"),
         ({"device": "cuda:99"}, ValueError, "device — need a GPU of this machine"),
     ],

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import mxpert
 import mxpert.integrations.transformers as integration
 from mxpert import modules
+from mxpert.formats.names import FORMAT_OF
 from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
 from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from mxpert.integrations.models import convert as convert_module
@@ -431,10 +432,4 @@ def test_registration_happens_once() -> None:
     first = transformers.PreTrainedModel.from_pretrained.__func__
     integration.register()
     assert transformers.PreTrainedModel.from_pretrained.__func__ is first
-    assert set(integration.IMPLEMENTATIONS) == {
-        "mxpert",
-        *(
-            f"mxpert_{name}"
-            for name in ("bf16", "mxfp8", "mxfp4", "fp8_token", "a16w4", "a8w4", "a4w4")
-        ),
-    }
+    assert set(integration.IMPLEMENTATIONS) == {"mxpert", *(f"mxpert_{name}" for name in FORMAT_OF)}

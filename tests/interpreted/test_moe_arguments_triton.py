@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import Combine, GemmConfig, MoEConfig
+from mxpert import Combine
+from mxpert.configs import GemmConfig, MoEConfig
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape
 from support.exact import exact_moe_problem

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.quantization import mxfp4
 
 import mxpert
 from mxpert import UnsupportedError
+from mxpert.formats.names import FORMAT_OF
 from mxpert.integrations.vllm import NAMES, register
 from mxpert.integrations.vllm import _configs as served_configs
 from mxpert.integrations.vllm._configs import SERVED, in_tree_config
@@ -106,13 +107,13 @@ def test_without_the_option_vllm_answers(name: str, additional: object) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("activation_format", ["a16w4", "a8w4", "a4w4", "fp8_token"])
+@pytest.mark.parametrize("activation_format", ["a16w4", "mxfp8", "a4w4", "a8w4-token"])
 def test_the_option_switches_routed_experts(name: str, activation_format: str) -> None:
     with current_config({"mxpert": activation_format}):
         method = config(name).get_quant_method(routed_experts(), PREFIX)
         other = config(name).get_quant_method(torch.nn.Identity(), "lm_head")
     assert isinstance(method, ServedMethod)
-    assert method.activation_format == activation_format
+    assert method.activation_format == FORMAT_OF[activation_format]
     one_method = name == "mxfp4" and vllm.__version__.startswith(("0.20.", "0.26."))
     assert method.gpt_oss == (name == "gpt_oss_mxfp4" or one_method)
     assert not isinstance(other, ServedMethod)
@@ -120,7 +121,7 @@ def test_the_option_switches_routed_experts(name: str, activation_format: str) -
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_option_ends_the_start(name: str) -> None:
-    with current_config({"mxpert": "bf16"}), pytest.raises(ValueError, match=r"a16w4.*'bf16'"):
+    with current_config({"mxpert": "bf17"}), pytest.raises(ValueError, match=r"a16w4.*'bf17'"):
         config(name).get_quant_method(routed_experts(), PREFIX)
 
 

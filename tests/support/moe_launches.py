@@ -9,7 +9,7 @@ import torch
 from mxpert.backends.triton.moe import host as moe
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
-from mxpert.problem import MoEConfig, MoEOptions, MoEProblem, Op, activation_mx_format
+from mxpert.problem import MoEConfig, MoEOptions, MoEProblem, Op, OwnFormat, activation_mx_format
 from mxpert.routing import RoutingPlan, plan_capacity
 from mxpert.testing.problems import MoEShape
 from mxpert.weights import MoEWeights
@@ -60,7 +60,7 @@ def launch_stages(problem: MoEProblem, config: MoEConfig, shape: MoEShape) -> No
 
 
 def describe(
-    target: str, a_format: str, num_tokens: int, shape: MoEShape, **options: Any
+    target: str, a_format: OwnFormat, num_tokens: int, shape: MoEShape, **options: Any
 ) -> MoEProblem:
     return MoEProblem(
         Op.FUSED_MOE,

@@ -18,7 +18,7 @@ from mxpert.dispatch import override
 from mxpert.formats.tensor import MXTensor
 from mxpert.ops.moe import moe_down, moe_gate_up
 from mxpert.ops.route import make_routing_plan
-from mxpert.problem import HopperGemmConfig, HopperKernel, MoEConfig
+from mxpert.problem import ActivationFormat, HopperGemmConfig, HopperKernel, MoEConfig
 from mxpert.routing import RoutingPlan
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 
@@ -179,11 +179,13 @@ class MoEHunt:
 
     inputs: MoEInputs
     plan: RoutingPlan
-    a_format: str
+    a_format: ActivationFormat
     generator: torch.Generator
 
     @classmethod
-    def of(cls, shape: MoEShape, a_format: str, config: MoEConfig, device: torch.device) -> MoEHunt:
+    def of(
+        cls, shape: MoEShape, a_format: ActivationFormat, config: MoEConfig, device: torch.device
+    ) -> MoEHunt:
         """A problem whose blocks fit `config`, prepared for this device."""
         inputs = random_moe_problem(shape, tokens_for(shape, config), device=device)
         inputs = replace(inputs, weights=inputs.weights.prepare(device=device))

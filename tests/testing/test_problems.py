@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
+from importlib import resources
+from pathlib import Path
 
 import pytest
 import torch
@@ -42,14 +46,38 @@ def test_reference_shapes() -> None:
         for name, s in MODEL_SHAPES.items()
     }
     assert dimensions["gpt-oss-120b"] == (2880, 2880, 128, 4)
-    assert dimensions["kimi-k2-tp4"] == (7168, 512, 385, 9)
-    assert len(dimensions) == 12
+    assert dimensions["kimi-k2-tp4"] == (7168, 512, 384, 8)
+    assert dimensions["kimi-k2-tp4-shared"] == (7168, 512, 385, 9)
+    assert all(shape.about for shape in MODEL_SHAPES.values())
     assert (
         scaled_shape("gpt-oss-20b", hidden_size=64, intermediate_size=32, num_experts=3).activation
         == mxpert.SwiGLU()
     )
     with pytest.raises(ValueError, match="model_shape: shape — need one of"):
         model_shape("gpt-5")
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_table_names_a_model_that_can_be_run() -> None:
+    """Rows of README and of the measured layers: one list, one shape a name."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (?!mxpert)([a-z0-9.-]+) a\d+w4 \|", readme, re.MULTILINE)
+    assert rows
+    assert set(rows) <= set(MODEL_SHAPES)
+    table = resources.files("mxpert.distributed.planner") / "measured_layers.json"
+    measured = json.loads(table.read_text(encoding="utf-8"))
+    columns = [measured["columns"].index(name) for name in ("model", "E", "k", "H", "F")]
+    sizes = {tuple(row[column] for column in columns) for row in measured["layers"]}
+    for name, *given in sizes:
+        shape = MODEL_SHAPES[name]
+        assert given == [
+            shape.num_experts,
+            shape.top_k,
+            shape.hidden_size,
+            shape.intermediate_size,
+        ], name
 
 
 @pytest.mark.parametrize("make", [random_moe_problem, exact_moe_problem])

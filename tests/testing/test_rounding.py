@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import GateUpOrder, ReferenceConfig, ScaleRule
+from mxpert import GateUpOrder, ScaleRule
+from mxpert.configs import ReferenceConfig
 from mxpert.formats import MXTensor, quantize_blocks
 from mxpert.problem import ACTIVATION_FORMATS, ACTIVATIONS
 from mxpert.testing.numerics import is_exact

@@ -17,8 +17,9 @@ import torch
 from triton import knobs
 
 import mxpert
-from mxpert import Combine, HopperGemmConfig, MoEConfig, Scoring
+from mxpert import Combine, Scoring
 from mxpert.backends.hopper.moe.host import FUSED_MOE
+from mxpert.configs import HopperGemmConfig, MoEConfig
 from mxpert.dispatch import tables
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.problem import ACTIVATION_FORMATS

@@ -15,12 +15,13 @@ import torch
 from rich.console import Console
 
 from ...errors import UnsupportedError, message
+from ...formats.spec import MXFormatLike
 from ...formats.tensor import MXTensor
 from ...ops.explain import explain
 from ...ops.grouped_gemm import grouped_gemm
 from ...ops.moe import fused_moe
 from ...ops.quantize import quantize
-from ...problem import ACTIVATION_FORMATS
+from ...problem import ACTIVATION_FORMATS, ActivationFormat
 from ...testing.numerics import STAGE_GATE, is_exact, relative_l2
 from ...testing.problems import MoEShape, random_moe_problem
 from ..measure import RunWeights, error_gate, float64_reference, intermediate_sizes
@@ -56,7 +57,7 @@ class Case:
     limit: float
 
 
-def quantize_case(format: str, device: torch.device) -> Case:
+def quantize_case(format: MXFormatLike, device: torch.device) -> Case:
     """Rows of several magnitudes, compared bit by bit."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn((64, _WIDTH), generator=generator, device=device)
@@ -67,7 +68,7 @@ def quantize_case(format: str, device: torch.device) -> Case:
     return Case(backend, lambda: quantize(x, format), want, 0.0)
 
 
-def layer_case(activation_format: str, device: torch.device) -> Case:
+def layer_case(activation_format: ActivationFormat, device: torch.device) -> Case:
     """An MoE layer of 16 tokens, its weights prepared for the device."""
     inputs = random_moe_problem(_SHAPE, _TOKENS, device=device)
     routing = inputs.topk_weights, inputs.topk_ids

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from ...distributed import DispatchedTokens, ExpertParallel, Placement
+from ...distributed.transport import WireFormat
+from ...formats.names import OwnFormat
 from ...formats.tensor import MXTensor
 from ...ops.local_weights import take_experts
 from ...ops.moe import fused_moe, fused_moe_received
@@ -42,8 +44,8 @@ class Case:
     shape: MoEShape
     num_tokens: int
     routing: str
-    activation_format: str
-    wire_format: str
+    activation_format: OwnFormat
+    wire_format: WireFormat
 
     def __str__(self) -> str:
         return (

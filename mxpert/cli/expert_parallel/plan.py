@@ -12,8 +12,10 @@ from rich.console import Console
 from ...distributed.planner import LINKS, ExpertLayer, plan_layer
 from ...distributed.planner.load import ROUTINGS
 from ...distributed.planner.plan import MeasuredLayers
+from ...distributed.transport import WireFormat
 from ...errors import message, require
 from ...files import short
+from ...formats.names import OwnFormat
 from ...testing.problems import MoEShape
 from ..options import FORMAT_NAMES, open_folder
 from ..report import (
@@ -70,7 +72,7 @@ class PlanRequest:
 
     shapes: dict[str, MoEShape]
     tokens: list[int]
-    formats: list[str]
+    formats: list[OwnFormat]
     routing: str
     ranks: str
     link: str
@@ -116,7 +118,7 @@ def expert_layer(name: str, shape: MoEShape) -> ExpertLayer:
     return ExpertLayer(name, *sizes)
 
 
-def wire_of(activation_format: str) -> str:
+def wire_of(activation_format: str) -> WireFormat:
     """Format of dispatched rows: MXFP8 where the layer multiplies MXFP8, else bf16."""
     return "mxfp8" if activation_format == "mxfp8" else "bf16"
 

@@ -14,6 +14,7 @@ from ...dispatch import detect_target
 from ...distributed import ExpertParallel
 from ...distributed.links import find_links, kernel_refusal, transports
 from ...errors import message, require
+from ...formats.names import OwnFormat
 from ...testing.problems import MoEShape
 from ...testing.ranks import RankFailedError, join_group, start_ranks
 from ...testing.timing import Timing
@@ -48,7 +49,7 @@ class RanksRequest:
     num_ranks: int
     shapes: dict[str, MoEShape]
     tokens: list[int]
-    formats: list[str]
+    formats: list[OwnFormat]
     routing: str
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from ...errors import message, require
-from ...problem import ACTIVATION_FORMATS
+from ...problem import ACTIVATION_FORMATS, ActivationFormat, parse_activation_format
 from ..placement import contiguous_bounds
 from .load import choice_probabilities, expected_maximum
 
@@ -188,15 +188,17 @@ class MeasuredLayers:
         self.sources: list[dict[str, str]] = document["sources"]
         self.bytes_per_us: float = document["read_tbs"] * 1e6
         rates = {"bf16": document["bf16_tflops"]}
-        self.flops_per_us = {
+        self.flops_per_us: dict[str, float] = {
             name: rates.get(name, document["fp8_tflops"]) * 1e6 for name in ACTIVATION_FORMATS
         }
         self.sort_us: float = document["sort_ns"] * 1e-3
         self.rows = [
             dict(zip(document["columns"], values, strict=True)) for values in document["layers"]
         ]
-        self.fixed_us = {name: self._fixed(name) for name in ACTIVATION_FORMATS}
-        self.curves = {name: self._curves(name) for name in ACTIVATION_FORMATS}
+        self.fixed_us: dict[str, float] = {name: self._fixed(name) for name in ACTIVATION_FORMATS}
+        self.curves: dict[str, list[_Curve]] = {
+            name: self._curves(name) for name in ACTIVATION_FORMATS
+        }
 
     @staticmethod
     @functools.cache
@@ -282,7 +284,7 @@ def plan_layer(
     num_ranks: int,
     num_tokens: int,
     link: Link,
-    activation_format: str = "mxfp8",
+    activation_format: ActivationFormat = "mxfp8",
     wire_format: str = "mxfp8",
     routing: str = "uniform",
     layers: MeasuredLayers | None = None,
@@ -306,12 +308,10 @@ def plan_layer(
         True
     """
     op, layers = "plan_layer", layers or MeasuredLayers.shipped()
-    for name, value, allowed in (
-        ("activation_format", activation_format, ACTIVATION_FORMATS),
-        ("wire_format", wire_format, tuple(WIRE_BYTES)),
-    ):
-        if value not in allowed:
-            raise ValueError(message(op, name, f"one of {', '.join(allowed)}", repr(value)))
+    activation_format = parse_activation_format(activation_format, op)
+    if wire_format not in WIRE_BYTES:
+        need = f"one of {', '.join(WIRE_BYTES)}"
+        raise ValueError(message(op, "wire_format", need, repr(wire_format)))
     most = layer.num_experts
     require(1 <= num_ranks <= most, op, "num_ranks", need=f"1 to {most}", got=num_ranks)
     require(num_tokens >= 1, op, "num_tokens", need="at least 1", got=num_tokens)

@@ -1,14 +1,15 @@
 """Experts of unquantised MoE checkpoints, found by name, checked, and read one by one.
 
-Three namings exist: one matrix per expert as ``w1`` (gate), ``w3`` (up), ``w2`` (down), as Mixtral
+Four namings exist: one matrix per expert as ``w1`` (gate), ``w3`` (up), ``w2`` (down), as Mixtral
 publishes; the same as ``gate_proj``, ``up_proj``, ``down_proj`` (Qwen-MoE, DeepSeek and most
-others); and stacked ``experts.gate_up_proj``, ``experts.down_proj`` (transformers 5, gpt-oss).
+others); stacked ``experts.gate_up_proj``, ``experts.down_proj`` (transformers 5, gpt-oss); and the
+same as ``input_linear``, ``output_linear`` (GraniteMoe).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,10 @@ _PARTS = {
     "down_proj": "down",
 }
 _EXPERT = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<tail>.+)$")
+_GRANITE = re.compile(
+    r"^(?P<block>(?:.*\.)?block_sparse_moe)\.(?P<part>input_linear|output_linear)\.weight$"
+)
+_GRANITE_PARTS = {"input_linear": "gate_up_proj", "output_linear": "down_proj"}
 _MATRIX = re.compile(r"^(?P<expert>\d{1,9})\.(?P<part>w[123]|(?:gate|up|down)_proj)\.weight$")
 
 STACKED_ORDERS = {"gpt_oss": GateUpOrder.INTERLEAVED} | dict.fromkeys(
@@ -46,10 +51,11 @@ STACKED_ORDERS = {"gpt_oss": GateUpOrder.INTERLEAVED} | dict.fromkeys(
         "glm4_moe",
         "glm4_moe_lite",
         "glm_moe_dsa",
+        "granitemoe",
+        "granitemoehybrid",
+        "granitemoeshared",
         "hunyuan_v1_moe",
         "kimi_linear",
-        "llama4",
-        "llama4_text",
         "minimax",
         "minimax_m2",
         "mixtral",
@@ -67,7 +73,11 @@ STACKED_ORDERS = {"gpt_oss": GateUpOrder.INTERLEAVED} | dict.fromkeys(
 )
 """Gate/up order of stacked ``gate_up_proj`` by model_type, from transformers' model classes.
 
-Tensor names do not show the order, so stacked experts of other model types are refused."""
+Tensor names do not show the order. For other model types the converter is asked, which recognises
+it in Transformers' class."""
+
+OrderOf = Callable[[], GateUpOrder | None]
+"""Gives the gate/up order of a model's stacked experts; None if nobody knows it."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ class ExpertLayer:
             gate = reader.read(self.parts[expert, "gate"])
             up = reader.read(self.parts[expert, "up"])
             return torch.stack((gate, up), dim=1).flatten(0, 1)
-        matrix = reader.read_row(f"{self.prefix}.{projection}", expert)
+        matrix = reader.read_row(self.tensors[PROJECTIONS.index(projection)], expert)
         if self.transposed:
             matrix = matrix.T
         return self._interleave(matrix) if projection == "gate_up_proj" else matrix.contiguous()
@@ -129,12 +139,15 @@ class ExpertLayer:
         return torch.stack((gate, up), dim=1).flatten(0, 1)
 
 
-def find_expert_layers(reader: CheckpointReader, config: dict[str, Any]) -> list[ExpertLayer]:
+def find_expert_layers(
+    reader: CheckpointReader, config: dict[str, Any], order_of: OrderOf = lambda: None
+) -> list[ExpertLayer]:
     """Find and check the experts of every MoE layer; reads headers only.
 
     Args:
         reader: an unquantised checkpoint.
         config: its ``config.json``.
+        order_of: gives the gate/up order of stacked experts of a model that STACKED_ORDERS lacks.
 
     Returns:
         One ExpertLayer per experts module, in the order of their paths.
@@ -153,10 +166,13 @@ def find_expert_layers(reader: CheckpointReader, config: dict[str, Any]) -> list
         got=quantization_method(config),
         remedy="dequantise it to bf16 first",
     )
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, dict[str, str]] = {}
     for name in reader.names:
         if match := _EXPERT.match(name):
-            groups.setdefault(match["experts"], []).append(match["tail"])
+            groups.setdefault(match["experts"], {})[match["tail"]] = name
+        elif match := _GRANITE.match(name):
+            part = _GRANITE_PARTS[match["part"]]
+            groups.setdefault(f"{match['block']}.experts", {})[part] = name
     require(
         bool(groups),
         op,
@@ -165,16 +181,13 @@ def find_expert_layers(reader: CheckpointReader, config: dict[str, Any]) -> list
         got="none",
         remedy="mxpert quantises the experts of MoE models; this one is dense",
     )
-    layers = [_expert_layer(reader, config, prefix, tails) for prefix, tails in groups.items()]
+    layers = [
+        _stacked(reader, config, prefix, names, order_of)
+        if set(PROJECTIONS) & set(names)
+        else _per_expert(reader, config, prefix, list(names))
+        for prefix, names in groups.items()
+    ]
     return sorted(layers, key=lambda found: module_order(found.prefix))
-
-
-def _expert_layer(
-    reader: CheckpointReader, config: dict[str, Any], prefix: str, tails: list[str]
-) -> ExpertLayer:
-    if set(PROJECTIONS) & set(tails):
-        return _stacked(reader, config, prefix, tails)
-    return _per_expert(reader, config, prefix, tails)
 
 
 def _per_expert(
@@ -239,12 +252,16 @@ def _per_expert(
 
 
 def _stacked(
-    reader: CheckpointReader, config: dict[str, Any], prefix: str, tails: list[str]
+    reader: CheckpointReader,
+    config: dict[str, Any],
+    prefix: str,
+    names: dict[str, str],
+    order_of: OrderOf,
 ) -> ExpertLayer:
     op = reader.op
-    biases = tuple(f"{prefix}.{p}_bias" for p in PROJECTIONS if f"{p}_bias" in tails)
+    biases = tuple(names[f"{p}_bias"] for p in PROJECTIONS if f"{p}_bias" in names)
     known = {*PROJECTIONS, *(f"{p}_bias" for p in PROJECTIONS)}
-    unknown = sorted(set(tails) - known)
+    unknown = sorted(set(names) - known)
     if unknown:
         raise UnsupportedError(
             message(
@@ -256,7 +273,8 @@ def _stacked(
             )
         )
     orders = [STACKED_ORDERS[kind] for kind in _model_types(config) if kind in STACKED_ORDERS]
-    if not orders:
+    order = orders[0] if orders else order_of()
+    if order is None:
         raise UnsupportedError(
             message(
                 op,
@@ -266,8 +284,9 @@ def _stacked(
                 "save it with one matrix per expert (transformers: save_original_format=True)",
             )
         )
-    gate_up = _float_matrix(reader, f"{prefix}.gate_up_proj", dims=3)
-    down = _float_matrix(reader, f"{prefix}.down_proj", dims=3)
+    gate_up, down = (
+        _float_matrix(reader, names.get(p, f"{prefix}.{p}"), dims=3) for p in PROJECTIONS
+    )
     # [E, 2F, H] with [E, H, F], or both transposed. Because of the factor 2 one case alone fits.
     experts, hidden, intermediate = down.shape
     transposed = gate_up.shape == (experts, intermediate, 2 * hidden)
@@ -306,7 +325,7 @@ def _stacked(
         (gate_up.name, down.name),
         biases,
         {},
-        orders[0],
+        order,
         transposed,
         gate_up.nbytes + down.nbytes,
     )

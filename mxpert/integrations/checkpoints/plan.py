@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ import torch
 
 from ...errors import UnsupportedError, message, require
 from ...formats.codec import dequantize_blocks, quantize_blocks
-from ...formats.spec import MXFP4, ScaleRule
+from ...formats.spec import MXFP4, ScaleRule, ScaleRuleLike
 from ...published import BLOCK_BYTES
 from ...weights_state import PROJECTIONS
+from ..models.experts import FoundExperts
+from .convertible import converter_experts, stacked_order
 from .expert_sources import ExpertLayer, find_expert_layers
 from .safetensors_files import CheckpointReader
 
@@ -66,23 +69,16 @@ def plan_quantization(
     source: Path | str,
     destination: Path | str,
     *,
-    scale_rule: ScaleRule,
+    scale_rule: ScaleRuleLike,
     device: torch.device | str,
 ) -> QuantizePlan:
     """Check source and arguments, and decide which tensor goes into which shard; writes nothing."""
-    require(
-        isinstance(scale_rule, ScaleRule),
-        OP,
-        "scale_rule",
-        need="a ScaleRule",
-        got=repr(scale_rule),
-        error=TypeError,
-    )
+    scale_rule = ScaleRule.parse(scale_rule, OP, "scale_rule")
     reader, destination = CheckpointReader(source, OP), Path(destination)
     source = reader.path
     require(source.is_dir(), OP, str(source), need="a checkpoint directory", got="a file")
     config = reader.config()
-    layers = find_expert_layers(reader, config)
+    layers = _loadable_layers(reader, config)
     inside = destination.resolve()
     require(
         inside != source.resolve() and source.resolve() not in inside.parents,
@@ -115,6 +111,22 @@ def plan_quantization(
         for name, group, size in zip(names[len(layers) :], groups, sizes, strict=True)
     ]
     return QuantizePlan(reader, destination, config, scale_rule, _device(device), shards)
+
+
+def _loadable_layers(reader: CheckpointReader, config: dict[str, Any]) -> list[ExpertLayer]:
+    """The experts of a checkpoint by name, if the converter can load the result.
+
+    Raises:
+        ValueError, UnsupportedError: as `find_expert_layers` and `converter_experts`.
+    """
+
+    @functools.cache
+    def converter() -> list[FoundExperts]:
+        return converter_experts(reader.directory, config, OP)
+
+    layers = find_expert_layers(reader, config, lambda: stacked_order(converter()))
+    converter()  # raises for a model that nothing could load
+    return layers
 
 
 def quantize_expert(

@@ -21,7 +21,7 @@ import torch
 from ... import __version__
 from ...errors import require
 from ...files import JSONReader, partial_name, write_atomically
-from ...formats.spec import MX_BLOCK_SIZE, ScaleRule
+from ...formats.spec import MX_BLOCK_SIZE, ScaleRule, ScaleRuleLike
 from ...published import BLOCK_BYTES
 from ...weights import GateUpOrder
 from ...weights_state import PROJECTIONS
@@ -113,7 +113,7 @@ def quantize_checkpoint(
     source: Path | str,
     destination: Path | str,
     *,
-    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
     device: torch.device | str = "cpu",
     on_progress: ProgressCallback | None = None,
 ) -> QuantizeReport:
@@ -129,11 +129,11 @@ def quantize_checkpoint(
     load.
 
     Args:
-        source: directory with ``config.json`` and safetensors in Mixtral's, Qwen-MoE's or
-            DeepSeek's naming, or stacked as transformers 5 and gpt-oss do; or the id of such a
+        source: directory with ``config.json`` and safetensors in Mixtral's, Qwen-MoE's, DeepSeek's
+            or GraniteMoe's naming, or stacked as transformers 5 and gpt-oss do; or the id of such a
             model on the Hugging Face Hub.
         destination: directory to write; absent, empty, or left by an interrupted run.
-        scale_rule: how a block's scale follows from its maximum.
+        scale_rule: how a block's scale follows from its maximum; a ScaleRule or its name.
         device: device that quantises.
         on_progress: called after every expert and every copied shard.
 
@@ -142,7 +142,9 @@ def quantize_checkpoint(
 
     Raises:
         ValueError: bad source, a destination that would be overwritten, or NaN or infinity among
-            the weights. UnsupportedError: a naming that is not known. TypeError: wrong types.
+            the weights. TypeError: wrong types.
+        UnsupportedError: a naming that is not known, or a model that `mxpert.convert` refuses, so
+            that nothing could load the result; nothing is written then.
 
     Example:
         >>> quantize_checkpoint("/nowhere", "/tmp/out")
@@ -329,7 +331,9 @@ def _write_side_files(plan: QuantizePlan, manifest: dict[str, Any]) -> None:
         plan.destination / INDEX_FILE,
         {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
     )
-    stated = {"quantization_config": quantization_config(_unconverted(plan), plan.rule)}
+    stated: dict[str, Any] = {
+        "quantization_config": quantization_config(_unconverted(plan), plan.rule)
+    }
     stated |= implementation_entry(plan.config.get("model_type"))
     write_json(plan.destination / CONFIG_FILE, plan.config | stated)
 

@@ -9,9 +9,9 @@ import torch
 
 from ...distributed import ExpertParallel
 from ...errors import UnsupportedError, message, require, require_device
-from ...formats.spec import ScaleRule
+from ...formats.spec import ScaleRule, ScaleRuleLike
 from ...modules import quantize_stacked
-from ...problem import parse_activation_format
+from ...problem import ActivationFormat, OwnFormat, parse_activation_format
 from ...training.expert_parallel import check_expert_parallel
 from ...training.recipe import MXFP8Recipe
 from ...weights import MoEWeights
@@ -22,18 +22,19 @@ from .implementations import IMPLEMENTATIONS
 from .saved_config import configured_models, mark_quantized, unmark_quantized
 
 _Layer = TypeVar("_Layer")
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 def convert(
-    model: Any,
-    activation_format: str = "bf16",
+    model: _Model,
+    activation_format: ActivationFormat = "bf16",
     *,
     device: torch.device | str | None = None,
-    scale_rule: ScaleRule | None = None,
+    scale_rule: ScaleRuleLike | None = None,
     recipe: MXFP8Recipe | None = None,
     expert_parallel: ExpertParallel | None = None,
     progress: bool = True,
-) -> Any:
+) -> _Model:
     """Put mxpert under a Transformers model: its experts in MXFP4, or trained in MXFP8.
 
     Every experts module (gpt-oss, Qwen3-MoE, Mixtral, DeepSeek-V3 and others of transformers 5)
@@ -53,11 +54,10 @@ def convert(
     Args:
         model: a model in memory, or a module that contains one. A model in MXFP4 only changes its
             `activation_format`; a model that was trained with a recipe is converted as it stands.
-        activation_format: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4", or "fp8_token";
-            see fused_moe.
+        activation_format: a name as `mxpert.fused_moe` takes it, such as "bf16" or "a8w4".
         device: where the whole model shall run; its experts go there layer by layer, quantised.
             None leaves each layer on its device.
-        scale_rule: rule for the scales of the weights; None is RCEIL.
+        scale_rule: rule for the scales of the weights, or its name; None is RCEIL.
         recipe: train in MXFP8 instead. Parameters stay as they are, and the three GEMMs of each
             expert are mxpert.training.grouped_linear with this recipe.
         expert_parallel: a mxpert.distributed.ExpertParallel with the model's sizes. With a recipe
@@ -89,7 +89,8 @@ def convert(
     """
     op = "convert"
     activation_format = parse_activation_format(activation_format, op)
-    _check_arguments(model, scale_rule, recipe, expert_parallel)
+    rule = None if scale_rule is None else ScaleRule.parse(scale_rule, op, "scale_rule")
+    _check_arguments(model, rule, recipe, expert_parallel)
     target = None if device is None else require_device(device, op)
     require(
         target is None or target.type != "meta",
@@ -103,16 +104,16 @@ def convert(
         for dense in _dense_experts(model, activation_format, recipe, expert_parallel):
             dense.replace_by(TrainableExperts(dense, recipe, expert_parallel))
     else:
-        rule = ScaleRule.RCEIL if scale_rule is None else scale_rule
+        rule = ScaleRule.RCEIL if rule is None else rule
         _convert_layers(model, activation_format, rule, target, expert_parallel, progress)
     if expert_parallel is not None:
         forbid_saving(model)
-    return model if target is None else model.to(target)
+    return model if target is None else model.to(device=target)
 
 
 def _convert_layers(
     model: Any,
-    activation_format: str,
+    activation_format: OwnFormat,
     scale_rule: ScaleRule,
     device: torch.device | None,
     ranks: ExpertParallel | None,
@@ -167,7 +168,7 @@ def _has_dense_experts(model: torch.nn.Module) -> bool:
     return any(is_experts(module) and not stays_dense(module) for module in model.modules())
 
 
-def restore(model: Any) -> Any:
+def restore(model: _Model) -> _Model:
     """Undo `convert`: put dense experts back, with the values they have now.
 
     Dequantised values are exact in bfloat16. The restored model needs no mxpert: Transformers
@@ -238,9 +239,13 @@ def _check_arguments(
     ranks: ExpertParallel | None,
 ) -> None:
     op = "convert"
+    if not isinstance(model, torch.nn.Module):
+        remedy = "load it first: AutoModelForCausalLM.from_pretrained(…)"
+        if isinstance(model, str):
+            remedy += ', which with experts_implementation="mxpert" reads its experts as MXFP4'
+        got = repr(model) if isinstance(model, str) else type(model).__name__
+        raise TypeError(message(op, "model", "a Module, a model in memory", got, remedy))
     for name, value, fits, need in (
-        ("model", model, isinstance(model, torch.nn.Module), "a Module"),
-        ("scale_rule", scale_rule, isinstance(scale_rule, ScaleRule | None), "a ScaleRule"),
         ("recipe", recipe, isinstance(recipe, MXFP8Recipe | None), "an MXFP8Recipe"),
         ("expert_parallel", ranks, isinstance(ranks, ExpertParallel | None), "an ExpertParallel"),
     ):
@@ -334,7 +339,7 @@ def _refuse_local_experts(modules: Sequence[MXExperts | TrainableExperts], op: s
 
 def _convert_layer(
     found: FoundExperts,
-    activation_format: str,
+    activation_format: ActivationFormat,
     scale_rule: ScaleRule,
     device: torch.device | None,
     ranks: ExpertParallel | None,

@@ -12,14 +12,11 @@ from typing import Any
 import torch
 
 from ...errors import message, require, require_tensor
-from ...problem import parse_activation_format
+from ...problem import SHORT_NAMES, parse_activation_format
 from .convert import convert, mx_experts
 from .experts import find_experts
 
 BASELINE = "bf16"
-FORMATS = {"a16w4": "bf16", "a8w4": "mxfp8", "a4w4": "mxfp4", "a8w4-token": "fp8_token"}
-"""Name → activation format of fused_moe. Weights are MXFP4 in each."""
-
 DEFAULT_FORMATS = ("a16w4", "a8w4", "a4w4")
 
 ProgressCallback = Callable[[int, int, str], None]
@@ -103,8 +100,8 @@ def evaluate(
         model: an unconverted model with dense experts. It is converted in place and stays in the
             last of `formats`.
         token_ids: int64 [S] on the device of the model.
-        formats: names among FORMATS, or the activation formats that they stand for ("mxfp8" is
-            "a8w4", "bf16" is "a16w4"); the report uses the names.
+        formats: names of activation formats, as `fused_moe` takes them; the report uses the short
+            ones ("a8w4" for "mxfp8").
         context: tokens per window. batch: windows per forward pass.
         on_progress: called after each forward pass.
 
@@ -138,7 +135,7 @@ def evaluate(
     sqnr: list[dict[str, float | None]] = [{} for _ in names]
     for name in (BASELINE, *formats):
         if name != BASELINE:
-            convert(model, FORMATS[name], progress=False)
+            convert(model, parse_activation_format(name, op), progress=False)
             for entry, experts, call in zip(sqnr, mx_experts(model), calls, strict=True):
                 entry[name] = _sqnr_db(experts, call)
         begin = time.perf_counter()
@@ -156,7 +153,7 @@ def evaluate(
 
 
 def parse_formats(formats: Sequence[str], op: str) -> list[str]:
-    """The names among FORMATS that `formats` stand for, each once.
+    """The short names of activation formats, each once.
 
     Raises:
         ValueError: an unknown name.
@@ -166,12 +163,8 @@ def parse_formats(formats: Sequence[str], op: str) -> list[str]:
         ['a8w4', 'a4w4']
     """
     require(not isinstance(formats, str), op, "formats", need="a list of names", got=repr(formats))
-    names = {full: name for name, full in FORMATS.items()}
     return list(
-        dict.fromkeys(
-            name if name in FORMATS else names[parse_activation_format(name, op)]
-            for name in formats
-        )
+        dict.fromkeys(SHORT_NAMES[parse_activation_format(name, op, "formats")] for name in formats)
     )
 
 

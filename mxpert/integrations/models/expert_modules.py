@@ -9,7 +9,7 @@ import torch
 from ...distributed import ExpertParallel
 from ...modules import PreparedExperts
 from ...ops.quantize import dequantize
-from ...problem import Activation
+from ...problem import Activation, ActivationFormat, parse_activation_format
 from ...published import expert_weights_from, published_shapes
 from ...training.activation import gated_activation
 from ...training.autograd import grouped_linear
@@ -46,7 +46,7 @@ class MXExperts(PreparedExperts):
         weights: MoEWeights,
         activation: Activation,
         *,
-        activation_format: str,
+        activation_format: ActivationFormat,
         source: FoundExperts,
         dtype: torch.dtype,
         expert_parallel: ExpertParallel | None = None,
@@ -129,7 +129,7 @@ class StoredExperts(torch.nn.Module):
         return [name for name, each in self.named_buffers() if tuple(each.shape) != shapes[name]]
 
     def prepared(
-        self, activation_format: str, tensors: dict[str, torch.Tensor] | None = None
+        self, activation_format: ActivationFormat, tensors: dict[str, torch.Tensor] | None = None
     ) -> MXExperts:
         """The loaded or given tensors, prepared for the device that they are on."""
         tensors = dict(self.named_buffers()) if tensors is None else tensors
@@ -137,7 +137,7 @@ class StoredExperts(torch.nn.Module):
         return MXExperts(
             weights.prepare(device=weights.device),
             self._source.activation,
-            activation_format=activation_format,
+            activation_format=parse_activation_format(activation_format, "MXExperts"),
             source=self._source,
             dtype=self.dtype,
             expert_parallel=self.expert_parallel,

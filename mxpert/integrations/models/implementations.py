@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...problem import ACTIVATION_FORMAT_ALIASES, ACTIVATION_FORMATS, parse_activation_format
+from ...problem import FORMAT_OF, OwnFormat
 
 NAME = "mxpert"
-IMPLEMENTATIONS = {NAME: "bf16"} | {
-    f"{NAME}_{name}": parse_activation_format(name, "experts_implementation")
-    for name in (*ACTIVATION_FORMATS, *ACTIVATION_FORMAT_ALIASES)
+IMPLEMENTATIONS: dict[str, OwnFormat] = {
+    NAME: "bf16",
+    **{f"{NAME}_{name}": own for name, own in FORMAT_OF.items()},
 }
 """Value of ``experts_implementation`` → activation format: "mxpert_mxfp8" and "mxpert_a8w4"."""

@@ -12,7 +12,7 @@ from ...ops.explain import explain
 from ...ops.moe import fused_moe
 from ...ops.route import route_topk
 from ...ops.warm_up import even_routing, warm_up
-from ...problem import Activation
+from ...problem import Activation, ActivationFormat
 from ...weights import MoEWeights
 from .layer_weights import count_unfolded
 
@@ -26,7 +26,7 @@ class Layer:
 
     weights: MoEWeights
     activation: Activation
-    activation_format: str
+    activation_format: ActivationFormat
 
     def run(
         self,

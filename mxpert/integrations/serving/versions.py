@@ -6,9 +6,6 @@ import re
 
 from ...errors import UnsupportedError, require
 
-FORMATS = ("a16w4", "a8w4", "a4w4", "fp8_token")
-"""Activation formats that users of a serving engine choose from."""
-
 Version = tuple[int, int, int]
 
 

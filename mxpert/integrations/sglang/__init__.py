@@ -8,13 +8,11 @@ backends in `BACKENDS` every layer gets the method that SGLang's own config give
 
 from __future__ import annotations
 
-BACKENDS = {
-    "mxpert": "a16w4",
-    "mxpert_a8w4": "a8w4",
-    "mxpert_fp8_token": "fp8_token",
-    "mxpert_a4w4": "a4w4",
-}
-"""Value of ``--moe-runner-backend`` → activation format of the experts."""
+from ..models.implementations import IMPLEMENTATIONS
+
+BACKENDS = IMPLEMENTATIONS
+"""Value of ``--moe-runner-backend`` → activation format of the experts: "mxpert" is bf16, and
+"mxpert_NAME" any name that the API takes."""
 
 OLDEST, BELOW = (0, 5, 21), (0, 5, 24)
 """Supported versions of SGLang: from OLDEST on, below BELOW."""

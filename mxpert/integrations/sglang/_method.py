@@ -22,6 +22,7 @@ from sglang.srt.utils import set_weight_attrs
 import mxpert
 
 from ...errors import UnsupportedError, message
+from ...formats.names import ActivationFormat
 from ...formats.spec import MX_BLOCK_SIZE
 from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import prepare_layer
@@ -88,7 +89,7 @@ class ServedMethod(FusedMoEMethodBase):
         activation_format: as `mxpert.fused_moe` takes it. prefix: the layer's name, for the log.
     """
 
-    def __init__(self, activation_format: str, prefix: str) -> None:
+    def __init__(self, activation_format: ActivationFormat, prefix: str) -> None:
         super().__init__()
         self.activation_format, self.prefix = activation_format, prefix
         self.info: MxpertQuantInfo | None = None

@@ -18,6 +18,7 @@ from vllm.model_executor.layers.quantization import mxfp4
 import mxpert
 
 from ...errors import UnsupportedError, message
+from ...formats.names import ActivationFormat
 from ...formats.spec import MX_BLOCK_SIZE
 from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import prepare_layer
@@ -39,7 +40,9 @@ class ServedMethod(FusedMoEMethodBase):
     supports_pre_processed_weights = False
     moe_kernel: Any
 
-    def __init__(self, moe: Any, activation_format: str, prefix: str, vllm_config: Any) -> None:
+    def __init__(
+        self, moe: Any, activation_format: ActivationFormat, prefix: str, vllm_config: Any
+    ) -> None:
         FusedMoEMethodBase.__init__(self, moe)  # the in-tree method would choose a back end
         refuse_unsupported(moe, vllm_config)
         self.activation_format, self.prefix = activation_format, prefix

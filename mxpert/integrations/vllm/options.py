@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Mapping
 
 from ...errors import message, require
-from ..serving.versions import FORMATS, in_range, require_version
+from ...formats.names import FORMAT_OF, SHORT_NAMES, OwnFormat
+from ..serving.versions import in_range, require_version
 
 KEY = "mxpert"
 OLDEST, BELOW = (0, 20, 2), (0, 34, 0)
@@ -17,7 +18,7 @@ _SIMILAR = 0.8
 """Ratio of `difflib` from which a key counts as a misspelt KEY."""
 
 
-def requested_format(additional_config: object) -> str | None:
+def requested_format(additional_config: object) -> OwnFormat | None:
     """Return the activation format that ``--additional-config`` asks for.
 
     Args:
@@ -25,14 +26,14 @@ def requested_format(additional_config: object) -> str | None:
             are no mapping.
 
     Returns:
-        A member of FORMATS; None if the plugin is off.
+        The format's own name; None if the plugin is off.
 
     Raises:
         ValueError: an unknown format, or a key that looks like a misspelt "mxpert".
 
     Example:
         >>> requested_format({"mxpert": "a8w4"}), requested_format({})
-        ('a8w4', None)
+        ('mxfp8', None)
     """
     if not isinstance(additional_config, Mapping):
         return None
@@ -43,17 +44,18 @@ def requested_format(additional_config: object) -> str | None:
             f"--additional-config key {key!r}",
             need=f"{KEY!r}",
             got=repr(key),
-            remedy=f"""for example '{{"{KEY}": "{FORMATS[0]}"}}'""",
+            remedy=f"""for example '{{"{KEY}": "a16w4"}}'""",
         )
     asked = additional_config.get(KEY)
     if asked is None:
         return None
-    if not isinstance(asked, str) or asked not in FORMATS:
-        names = ", ".join(map(repr, FORMATS))
+    found = FORMAT_OF.get(asked) if isinstance(asked, str) else None
+    if found is None:
+        names = ", ".join(f"{short!r} ({own!r})" for own, short in SHORT_NAMES.items())
         raise ValueError(
             message(OP, f"--additional-config {KEY!r}", f"one of {names}", repr(asked), "or no key")
         )
-    return asked
+    return found
 
 
 def require_supported(version: str) -> None:
