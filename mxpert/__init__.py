@@ -19,6 +19,9 @@ A layer in ten lines: quantise the experts, prepare them for a device, route tok
 MXFP8, and `mxpert.convert` puts these kernels under a model of Transformers.
 """
 
+from . import interrupts as _interrupts  # noqa: F401 (before torch: its import takes a second)
+
+# isort: split
 import torch
 
 from .dispatch import override

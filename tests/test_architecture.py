@@ -30,6 +30,7 @@ SOURCES = FILES + [
 LAYERS = {
     "environment": 0,
     "errors": 0,
+    "interrupts": 0,
     "files": 1,
     "activations": 1,
     "formats": 1,

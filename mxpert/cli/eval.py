@@ -18,11 +18,10 @@ from ..integrations.models.evaluation import DEFAULT_FORMATS, EvalReport, evalua
 from ..integrations.transformers import NAME
 from .main import quiet_imports
 from .options import FORMATS_HELP, JsonFile, check_checkpoint, check_target, parse_formats, reading
+from .plots import INK, bar_style, figure, has_matplotlib, line_style, save, styled
 from .report import (
     Column,
     environment,
-    figure,
-    has_matplotlib,
     make_console,
     print_table,
     progress,
@@ -90,9 +89,7 @@ def evaluate_checkpoint(
 
     Examples:
         mxpert eval ./mixtral-bf16 --text wiki.txt
-
         mxpert eval ./gpt-oss-20b --text wiki.txt --format a8w4,a4w4
-
         mxpert eval ./mixtral-bf16 --text wiki.txt --json eval.json --plot eval.png
     """
     names = parse_formats(formats, "eval", "--format")
@@ -232,31 +229,33 @@ def print_report(report: EvalReport, title: str, json_to: str | None) -> None:
     )
 
 
+@styled
 def draw(path: Path, report: EvalReport, title: str) -> None:
     """Δ loss with error bars beside the SQNR of each layer, as PNG."""
-    drawing, (left, right) = figure(f"{title}: {report.tokens} tokens", 2)
-    others = report.formats[1:]
-    left.bar(
-        [result.name for result in others],
-        [result.delta for result in others],
-        yerr=[2 * (result.delta_error or 0.0) for result in others],
-        capsize=4,
-    )
-    left.axhline(0, color="black", linewidth=0.8)
-    left.set(
-        ylabel="loss − bf16's, nats per token (bars: 2 standard errors)",
-        title=f"bf16: {report.formats[0].loss:.4f}",
-    )
-    for result in others:
+    drawing, ((left, right),) = figure(f"{title}: {report.tokens} tokens", 1, 2)
+    for index, result in enumerate(report.formats[1:]):
+        left.bar(
+            result.name,
+            result.delta,
+            yerr=2 * (result.delta_error or 0.0),
+            capsize=4,
+            ecolor=INK,
+            **bar_style(index),
+        )
         values = [layer.sqnr_db[result.name] for layer in report.layers]
         right.plot(
             range(len(values)),
             [float("nan") if v is None else v for v in values],
-            marker="o",
             label=result.name,
+            **line_style(index),
         )
+    left.axhline(0, color=INK, linewidth=0.8)
+    left.set(
+        ylabel="loss − bf16's, nats per token (bars: 2 standard errors)",
+        title=f"bf16: {report.formats[0].loss:.4f}",
+    )
     right.set(xlabel="MoE layer", ylabel="SQNR of the experts' output, dB")
     right.xaxis.get_major_locator().set_params(integer=True)
-    right.grid(alpha=0.3)
+    right.grid()
     right.legend()
-    drawing.savefig(path)
+    save(drawing, path)

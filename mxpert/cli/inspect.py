@@ -40,7 +40,6 @@ def inspect(
 
     Examples:
         mxpert inspect ./gpt-oss-20b --layer 0
-
         mxpert inspect ./mixtral-mxfp4 --source ./mixtral-bf16 --json report.json
     """
     check_target(json_to, "inspect")

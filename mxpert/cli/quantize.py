@@ -47,7 +47,6 @@ def quantize(
 
     Examples:
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4
-
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4 --scale-rule floor --json report.json
     """
     check_target(json_to, "quantize")

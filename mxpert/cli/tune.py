@@ -372,9 +372,7 @@ def tune(
 
     Examples:
         mxpert tune --model gpt-oss-120b --time-budget 300
-
         mxpert tune --shape 64,8,2048,1024 --tokens 1,16,256 --format a16w4
-
         mxpert tune --dry-run --target nvidia-h200
     """
     counts = parse_numbers(tokens, "tune", "--tokens")

@@ -35,7 +35,7 @@ def test_help_lists_every_command_and_imports_none() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for name in main.COMMANDS:
         assert name in done.stdout
-    assert done.stdout.strip().endswith("['mxpert.cli.main']")
+    assert done.stdout.strip().endswith("['mxpert.cli.streams', 'mxpert.cli.main']")
 
 
 @pytest.mark.parametrize("name", main.COMMANDS)

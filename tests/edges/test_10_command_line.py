@@ -390,7 +390,9 @@ def test_nothing_is_cut_at_80_columns(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "dumb")  # without escape codes
+    monkeypatch.setattr(Console, "is_terminal", True)  # a file or pipe has no width
+    monkeypatch.setattr(Console, "width", 80)
     arguments = calls(quantised, dense, text, tmp_path / "out")[command]
     if command == "inspect":  # the widest table
         assert run("quantize", dense, tmp_path / "mxfp4").exit_code == 0
@@ -405,7 +407,7 @@ def test_nothing_is_cut_at_80_columns(
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 200])
 def test_narrow_tables_leave_columns_out_and_cut_no_cell(width: int) -> None:
-    console = Console(width=width, record=True, file=io.StringIO())
+    console = Console(width=width, record=True, file=io.StringIO(), force_terminal=True)
     columns = ["name", Column("first to go", 2), Column("second", 1), "value"]
     cells = [[f"row{i}", "x" * 30, "y" * 20, str(10**i)] for i in range(9)]
     print_table(console, "A title [with brackets]", columns, cells)

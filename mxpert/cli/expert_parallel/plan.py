@@ -16,11 +16,11 @@ from ...errors import message, require
 from ...files import short
 from ...testing.problems import MoEShape
 from ..options import FORMAT_NAMES, open_folder
+from ..plots import figure, legend_below, line_style, log_scale, save, styled
 from ..report import (
     Column,
     Row,
     environment,
-    figure,
     format_time,
     make_console,
     print_table,
@@ -196,7 +196,7 @@ def show_plan(document: Row, console: Console) -> None:
         "mxpert bench --plan",
         (
             "model",
-            Column("format", 4),
+            "format",
             "ranks",
             "T a rank",
             Column("hit", 6),
@@ -259,12 +259,16 @@ def notes(document: Row) -> list[str]:
     return found
 
 
+@styled
 def plot_plan(path: Path, document: Row) -> None:
-    """Time of a layer by tokens of a rank: a panel for each model, a line for each N."""
+    """Time of a layer by tokens of a rank: a panel for each model, a line for each N.
+
+    A colour for each number of ranks; marker and dashes for each format.
+    """
     rows = document["rows"]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    drawing, panels = figure(f"On paper: {document['link']['name']}", len(models))
-    styles = dict(zip(FORMAT_NAMES, ("-", "--", ":", "-."), strict=False))
+    formats = list(FORMAT_NAMES)
+    drawing, (panels,) = figure(f"On paper: {document['link']['name']}", 1, len(models))
     for axes, model in zip(panels, models, strict=True):
         mine = [row for row in rows if row["model"] == model]
         for index, count in enumerate(dict.fromkeys(row["N"] for row in mine)):
@@ -273,13 +277,11 @@ def plot_plan(path: Path, document: Row) -> None:
                 axes.plot(
                     [row["T"] for row in line],
                     [row["us"] for row in line],
-                    color=f"C{index}",
-                    linestyle=styles[name],
-                    marker=".",
                     label=f"{count} ranks, {FORMAT_NAMES[name]}",
+                    **line_style(index, formats.index(name)),
                 )
-        axes.set(xscale="log", yscale="log", title=model)
-        axes.set(xlabel="tokens of a rank", ylabel="µs a layer")
-        axes.grid(which="both", alpha=0.3)
-        axes.legend(fontsize="x-small")
-    drawing.savefig(path)
+        axes.set(title=model, xlabel="tokens of a rank", ylabel="µs a layer")
+        log_scale(axes, x=2, y=10)
+        axes.grid()
+    legend_below(drawing, panels, columns=3 * len(models))
+    save(drawing, path)
