@@ -54,7 +54,7 @@ from .report import (
     write_results,
 )
 
-CASE_OVERHEAD = 64
+CASE_OVERHEAD = 32
 """Time of a case that does not depend on T, in tokens: for the time left."""
 MOST_PERCENT = 150.0
 """Of a gate: higher bars are cut there."""
@@ -350,9 +350,8 @@ def run_demo(
 def demo(
     checkpoint: Path = typer.Option(
         None,
-        help="A gpt-oss checkpoint (MXFP4 safetensors). Without "
-        "it a small one with random weights is written to "
-        "OUTPUT/checkpoint.",
+        help="A gpt-oss checkpoint (MXFP4 safetensors); no other model's. Without it a small one "
+        "with random weights is written to OUTPUT/checkpoint.",
     ),
     output: Path = typer.Option(
         Path("reports/demo"), help="Folder for report.json and report.png; made if absent."

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 from ..errors import message, require, require_device
 from ..files import is_file, what_is_at
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE
 from ..integrations.models.convert import restore
 from ..integrations.models.evaluation import DEFAULT_FORMATS, EvalReport, evaluate
-from ..integrations.transformers import NAME
-from .main import quiet_imports
+from .main import missing_package, quiet_imports
 from .options import FORMATS_HELP, JsonFile, check_checkpoint, check_target, parse_formats, reading
 from .plots import INK, bar_style, figure, has_matplotlib, line_style, save, styled
 from .report import (
@@ -95,6 +93,8 @@ def evaluate_checkpoint(
     names = parse_formats(formats, "eval", "--format")
     check_target(json_to, "eval")
     _check_files(checkpoint, text, plot)
+    if importlib.util.find_spec("transformers") is None:
+        raise missing_package("transformers", "eval")
     target = require_device(
         device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
         "eval",
@@ -165,6 +165,8 @@ def read_tokens(checkpoint: Path, text: Path, *, as_bytes: bool, limit: int) -> 
             torch.int64
         )
     # A token has one character at least, bar a few special ones: more text would be cut off anyway.
+    from transformers import AutoTokenizer  # not needed for --help and mistakes
+
     tokens = AutoTokenizer.from_pretrained(checkpoint)(content[: 16 * limit])["input_ids"]
     largest = max(tokens, default=0)
     require(
@@ -180,6 +182,10 @@ def read_tokens(checkpoint: Path, text: Path, *, as_bytes: bool, limit: int) -> 
 
 def load_dense(checkpoint: Path) -> Any:
     """The model in bfloat16 with dense experts, on the CPU; MXFP4 experts dequantised."""
+    from transformers import AutoModelForCausalLM  # not needed for --help and mistakes
+
+    from ..integrations.transformers import NAME
+
     config = _config(checkpoint)
     quantised = getattr(config, "quantization_config", None) is not None
     model = AutoModelForCausalLM.from_pretrained(
@@ -196,6 +202,9 @@ def _config(checkpoint: Path) -> Any:
         need=f"a checkpoint with {CONFIG_FILE}",
         got="none",
     )
+    from transformers import AutoConfig  # not needed for --help and mistakes
+    from transformers.utils import logging
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     return AutoConfig.from_pretrained(checkpoint)

@@ -36,6 +36,8 @@ Advance = Callable[[float, float, str], None]
 """Called with (work done, work in all, what comes next)."""
 LINE_SECONDS = 5.0
 """Seconds between two lines of progress where standard error is no terminal."""
+FORESEEN = 0.05
+"""Part of the work after which the time left can be told."""
 PLAIN_WIDTH = 120
 UNBOUNDED_WIDTH = 10_000
 PLOT_HINT = "no plot: matplotlib is not installed; pip install 'mxpert[plot]'"
@@ -278,20 +280,24 @@ def progress(console: Console, title: str) -> Iterator[Advance]:
 
 
 class _Lines:
-    """Prints the first call and then at most one line every LINE_SECONDS."""
+    """Prints the first call and then at most one line every LINE_SECONDS.
+
+    Time left follows from the work done since the first call: what precedes it is no such work.
+    """
 
     def __init__(self, console: Console, title: str) -> None:
         self.console, self.title = console, title
-        self.began = time.monotonic()
+        self.began: float | None = None
         self.printed: float | None = None
 
     def advance(self, done: float, total: float, what: str) -> None:
         now = time.monotonic()
+        self.began = now if self.began is None else self.began
         if self.printed is not None and now - self.printed < LINE_SECONDS:
             return
         self.printed = now
         line = f"{self.title}: {100 * done / max(total, 1):.0f} %, {what}"
-        if done > 0:
+        if done >= FORESEEN * total > 0:
             line += f", {duration((now - self.began) * (total - done) / done)} left"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
