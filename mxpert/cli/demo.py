@@ -38,7 +38,7 @@ from .measure import (
     timing_columns,
 )
 from .options import FORMAT_NAMES, JsonFile, Tokens, check_backend, check_target, parse_numbers
-from .plots import INK, figure, grouped_bars, legend_below, line_style, log_scale, save, styled
+from .plots import INK, figure, grouped_bars, legend_outside, line_style, log_scale, save, styled
 from .report import (
     Column,
     Row,
@@ -288,7 +288,7 @@ def plot(document: Row, path: Path) -> None:
         axes.axhline(100, color=INK, linestyle="--", label="gate")
         axes.set(title=what, xlabel="tokens", ylabel="% of the gate", ylim=(0, None))
         axes.grid(axis="y")
-    legend_below(drawing, panels[-2:], columns=len(names) + 1)
+    legend_outside(drawing, panels[-2:], columns=len(names) + 1)
     save(drawing, path)
 
 

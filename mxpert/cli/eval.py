@@ -16,7 +16,7 @@ from ..integrations.models.convert import restore
 from ..integrations.models.evaluation import DEFAULT_FORMATS, EvalReport, evaluate
 from .main import missing_package, quiet_imports
 from .options import FORMATS_HELP, JsonFile, check_checkpoint, check_target, parse_formats, reading
-from .plots import INK, bar_style, figure, has_matplotlib, line_style, save, styled
+from .plots import INK, NO_LINE, figure, has_matplotlib, line_style, save, styled
 from .report import (
     Column,
     environment,
@@ -243,13 +243,12 @@ def draw(path: Path, report: EvalReport, title: str) -> None:
     """Δ loss with error bars beside the SQNR of each layer, as PNG."""
     drawing, ((left, right),) = figure(f"{title}: {report.tokens} tokens", 1, 2)
     for index, result in enumerate(report.formats[1:]):
-        left.bar(
+        left.errorbar(
             result.name,
             result.delta,
             yerr=2 * (result.delta_error or 0.0),
-            capsize=4,
-            ecolor=INK,
-            **bar_style(index),
+            capsize=5,
+            **line_style(index, dash=NO_LINE, size=8),
         )
         values = [layer.sqnr_db[result.name] for layer in report.layers]
         right.plot(
@@ -259,6 +258,8 @@ def draw(path: Path, report: EvalReport, title: str) -> None:
             **line_style(index),
         )
     left.axhline(0, color=INK, linewidth=0.8)
+    left.margins(x=0.2)
+    left.grid(axis="y")
     left.set(
         ylabel="loss − bf16's, nats per token (bars: 2 standard errors)",
         title=f"bf16: {report.formats[0].loss:.4f}",

@@ -80,20 +80,26 @@ def figure(
     *,
     size: tuple[float, float] | None = None,
     dpi: int = 120,
-    sharey: bool = False,
+    share: bool = False,
+    heights: Sequence[float] | None = None,
 ) -> tuple[Any, Any]:
     """A matplotlib figure, drawn without a display, and its panels [rows][columns].
 
     Args:
         title: above the panels, or "". size: inches; None for 6.4 × 4.8 a panel.
-        sharey: whether panels side by side have one scale.
+        share: whether all panels have the same scales.
+        heights: of the rows, in proportion; their panels have the same x.
     """
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=size or (6.4 * columns, 4.8 * rows), dpi=dpi, layout="constrained")
     if title:
         drawing.suptitle(title)
-    return drawing, drawing.subplots(rows, columns, squeeze=False, sharey=sharey)
+    same_x = share or heights is not None
+    panels = drawing.subplots(
+        rows, columns, squeeze=False, sharex=same_x, sharey=share, height_ratios=heights
+    )
+    return drawing, panels
 
 
 def save(drawing: Any, path: Path) -> None:
@@ -102,35 +108,40 @@ def save(drawing: Any, path: Path) -> None:
     write_atomically(path, lambda partial: drawing.savefig(partial, format=kind))
 
 
-def legend_below(
-    drawing: Any, panels: Iterable[Any], columns: int = 4, size: str = "small"
-) -> None:
-    """One legend for all panels, where it hides nothing; a label stands in it once."""
+def legend_outside(drawing: Any, panels: Iterable[Any], *, columns: int, **options: Any) -> None:
+    """One legend for all panels, where it hides nothing; a label stands in it once.
+
+    options: of `Figure.legend`; below the panels and small without them.
+    """
     found = {
         label: handle
         for axes in panels
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    drawing.legend(
-        found.values(), found.keys(), loc="outside lower center", ncols=columns, fontsize=size
-    )
+    usual = {"loc": "outside lower center", "fontsize": "small"}
+    drawing.legend(found.values(), found.keys(), ncols=columns, **(usual | options))
 
 
 def line_style(
-    color: int, shape: int | None = None, *, dash: int | None = None, fill: str = "full"
+    color: int,
+    shape: int | None = None,
+    *,
+    dash: int | None = None,
+    fill: str = "full",
+    size: float = 6,
 ) -> dict[str, Any]:
     """What tells a line apart: a colour, and without colours a marker and dashes.
 
     Args:
         color: index. shape: of the marker; None for `color`. dash: None for `shape`, or NO_LINE.
-        fill: the marker's, as matplotlib's `fillstyle`.
+        fill: the marker's, as matplotlib's `fillstyle`. size: the marker's, in points.
     """
     shape = color if shape is None else shape
     dash = shape if dash is None else dash
     return {
         "color": COLORS[color % len(COLORS)],
         "marker": MARKERS[shape % len(MARKERS)],
-        "markersize": 6,
+        "markersize": size,
         "fillstyle": fill,
         "markerfacecoloralt": "none",
         "linestyle": "" if dash == NO_LINE else DASHES[dash % len(DASHES)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .options import FORMAT_NAMES
-from .plots import DASHES, INK, NO_LINE, figure, legend_below, line_style, log_scale, save, styled
+from .plots import DASHES, INK, NO_LINE, figure, legend_outside, line_style, log_scale, save, styled
 from .report import Row
 
 
@@ -17,7 +17,7 @@ def plot_roofline(path: Path, document: Row) -> None:
     stages = list(dict.fromkeys(row["stage"] for row in rows)) or ["layer"]
     title = f"mxpert on {document['environment']['device']}"
     size = 4.2 * len(stages) + 1, 4.8
-    drawing, (panels,) = figure(title, 1, len(stages), size=size, sharey=True)
+    drawing, (panels,) = figure(title, 1, len(stages), size=size, share=True)
     intensities = [row["flops"] / row["weight_bytes"] for row in rows] or [1.0]
     low, high = min(intensities) / 2, max(intensities) * 2
     xs = [low * (high / low) ** (i / 99) for i in range(100)]
@@ -41,5 +41,5 @@ def plot_roofline(path: Path, document: Row) -> None:
         log_scale(axes, x=10, y=10)
         axes.grid()
     panels[0].set_ylabel("TFLOP/s")
-    legend_below(drawing, panels, columns=min(len(stages), len(rates)))
+    legend_outside(drawing, panels, columns=min(len(stages), len(rates)))
     save(drawing, path)

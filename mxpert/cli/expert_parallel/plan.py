@@ -16,7 +16,7 @@ from ...errors import message, require
 from ...files import short
 from ...testing.problems import MoEShape
 from ..options import FORMAT_NAMES, open_folder
-from ..plots import figure, legend_below, line_style, log_scale, save, styled
+from ..plots import figure, legend_outside, line_style, log_scale, save, styled
 from ..report import (
     Column,
     Row,
@@ -283,5 +283,5 @@ def plot_plan(path: Path, document: Row) -> None:
         axes.set(title=model, xlabel="tokens of a rank", ylabel="µs a layer")
         log_scale(axes, x=2, y=10)
         axes.grid()
-    legend_below(drawing, panels, columns=3 * len(models))
+    legend_outside(drawing, panels, columns=3 * len(models))
     save(drawing, path)

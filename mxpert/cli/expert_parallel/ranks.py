@@ -20,7 +20,7 @@ from ...testing.ranks import RankFailedError, join_group, start_ranks
 from ...testing.timing import Timing
 from ..measure import GateError, refusing_wrong_results, timing_columns
 from ..options import FORMAT_NAMES, open_folder
-from ..plots import figure, legend_below, line_style, log_scale, save, styled
+from ..plots import figure, legend_outside, line_style, log_scale, save, styled
 from ..report import (
     Column,
     Row,
@@ -269,5 +269,5 @@ def plot_ranks(path: Path, document: Row) -> None:
         axes.set(title=model, xlabel="tokens of a rank", ylabel="µs")
         log_scale(axes, x=2, y=10)
         axes.grid()
-    legend_below(drawing, panels, columns=2 * len(models), size="x-small")
+    legend_outside(drawing, panels, columns=2 * len(models), fontsize="x-small")
     save(drawing, path)
