@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,8 +93,11 @@ def evaluate_checkpoint(
     names = parse_formats(formats, "eval", "--format")
     check_target(json_to, "eval")
     _check_files(checkpoint, text, plot)
-    if importlib.util.find_spec("transformers") is None:
-        raise missing_package("transformers", "eval")
+    try:
+        with quiet_imports():
+            importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise missing_package(str(error.name), "eval") from error
     target = require_device(
         device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
         "eval",

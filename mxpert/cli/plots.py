@@ -29,6 +29,8 @@ COLORS = (
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "p")
 DASHES = ("-", (0, (4, 1.2)), (0, (1, 1)), (0, (4, 1, 1, 1)), (0, (8, 1.5)))
+FILLS = ("full", "none", "left", "right", "top", "bottom")
+"""Which part of a marker is filled."""
 HATCHES = ("", "///", "...", "xxx", "\\\\\\", "---", "ooo", "+++", "|||")
 BAR = {"edgecolor": "white", "linewidth": 0}
 """Of bars: white hatches show on a colour of medium lightness, whatever is behind the figure."""

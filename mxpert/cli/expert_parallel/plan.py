@@ -16,7 +16,7 @@ from ...errors import message, require
 from ...files import short
 from ...testing.problems import MoEShape
 from ..options import FORMAT_NAMES, open_folder
-from ..plots import figure, legend_outside, line_style, log_scale, save, styled
+from ..plots import FILLS, figure, legend_outside, line_style, log_scale, save, styled
 from ..report import (
     Column,
     Row,
@@ -263,7 +263,8 @@ def notes(document: Row) -> list[str]:
 def plot_plan(path: Path, document: Row) -> None:
     """Time of a layer by tokens of a rank: a panel for each model, a line for each N.
 
-    A colour for each number of ranks; marker and dashes for each format.
+    A colour and the filled part of the marker for each number of ranks; marker and dashes for each
+    format.
     """
     rows = document["rows"]
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -278,7 +279,7 @@ def plot_plan(path: Path, document: Row) -> None:
                     [row["T"] for row in line],
                     [row["us"] for row in line],
                     label=f"{count} ranks, {FORMAT_NAMES[name]}",
-                    **line_style(index, formats.index(name)),
+                    **line_style(index, formats.index(name), fill=FILLS[index % len(FILLS)]),
                 )
         axes.set(title=model, xlabel="tokens of a rank", ylabel="µs a layer")
         log_scale(axes, x=2, y=10)
