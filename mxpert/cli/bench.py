@@ -74,6 +74,7 @@ from .report import (
     print_table,
     progress,
     result_console,
+    say,
     write_report,
     write_results,
 )
@@ -82,8 +83,8 @@ from .roofline import plot_roofline
 STAGES = ("gate_up", "down", "layer")
 NOT_TIMED = (
     "Every result is right; nothing was timed. Without a GPU the reference backend answers, on a "
-    "scaled-down\nmodel, and its speed says nothing about the kernels. `mxpert bench --plan` "
-    "predicts layers from measurements\nof an H200; on a machine with a GPU, this command measures."
+    "scaled-down model, and its speed says nothing about the kernels. `mxpert bench --plan` "
+    "predicts layers from measurements of an H200; on a machine with a GPU, this command measures."
 )
 CPU_SCALE, MAX_SCALE = 8, 1 << 20
 
@@ -314,12 +315,8 @@ def show(document: Row, console: Console) -> None:
             f"{FORMAT_NAMES[name]} {rate:.3g} TFLOP/s"
             for name, rate in limits["matmul_tflops"].items()
         )
-        console.print(
-            f"{document['environment']['device']}: reads {limits['read_tbs']:.3g} TB/s; "
-            f"GEMM {rates}",
-            highlight=False,
-            soft_wrap=True,
-        )
+        device = document["environment"]["device"]
+        say(console, f"{device}: reads {limits['read_tbs']:.3g} TB/s; GEMM {rates}")
     columns: list[str | Column] = ["model", "T", Column("hit", 3), "format", "stage"]
     if timed:
         columns += ["time", Column("10–90 %", 2), "rate", Column("of roof", 1)]
@@ -330,7 +327,7 @@ def show(document: Row, console: Console) -> None:
         [_cells(row, timed) for row in document["rows"]],
     )
     if not timed:
-        console.print(NOT_TIMED, highlight=False, soft_wrap=True)
+        say(console, NOT_TIMED)
 
 
 def _cells(row: Row, timed: bool) -> list[str]:

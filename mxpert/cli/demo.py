@@ -50,6 +50,7 @@ from .report import (
     print_table,
     progress,
     result_console,
+    say,
     write_report,
     write_results,
 )
@@ -228,10 +229,10 @@ def show(document: Row, console: Console) -> None:
         cells,
     )
     if not timed:
-        console.print(
-            "Times are left out: without a GPU the reference backend answers, and its "
-            "speed\nsays nothing about the kernels.",
-            highlight=False,
+        say(
+            console,
+            "Times are left out: without a GPU the reference backend answers, and its speed says "
+            "nothing about the kernels.",
         )
     for row in document["rows"]:
         if not row["passed"]:

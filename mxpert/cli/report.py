@@ -198,6 +198,12 @@ def result_console(json_target: str | None) -> Console:
     return make_console(stderr=json_target == "-")
 
 
+def say(console: Console, text: str, **style: Any) -> None:
+    """Print plain prose: wrapped at words in a terminal, a line in a file or pipe."""
+    options: Row = {"markup": False, "highlight": False, "soft_wrap": not console.is_terminal}
+    console.print(text, **options, **style)
+
+
 class Column(NamedTuple):
     """A table's column.
 
@@ -225,17 +231,11 @@ def print_table(
     while _width(console, table) > console.width and any(named[index].rank for index in shown):
         shown.remove(max(reversed(shown), key=lambda index: named[index].rank))
         table = _table(named, rows, shown)
-    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+    say(console, title, style="bold")
     console.print(table)
     left_out = [column.name for index, column in enumerate(named) if index not in shown]
     if left_out:
-        console.print(
-            f"left out at {console.width} columns: {', '.join(left_out)}",
-            style="dim",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(console, f"left out at {console.width} columns: {', '.join(left_out)}", style="dim")
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]], shown: Sequence[int]) -> Table:

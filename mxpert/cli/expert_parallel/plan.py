@@ -26,6 +26,7 @@ from ..report import (
     print_table,
     progress,
     result_console,
+    say,
     write_report,
     write_results,
 )
@@ -184,12 +185,11 @@ def show_plan(document: Row, console: Console) -> None:
         if link["network_gbs"]
         else ""
     )
-    console.print(
+    say(
+        console,
         f"On paper: layers measured on one {document['measured_layers']['device']}; {link['name']}:"
         f" {link['gbs']:g} GB/s a direction and {link['latency_us']:g} µs among "
         f"{link['domain']} ranks{between}.",
-        highlight=False,
-        soft_wrap=True,
     )
     print_table(
         console,
@@ -212,7 +212,7 @@ def show_plan(document: Row, console: Console) -> None:
         [_cells(row) for row in document["rows"]],
     )
     for note in notes(document):
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        say(console, note)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from ..report import (
     print_table,
     progress,
     result_console,
+    say,
     write_report,
     write_results,
 )
@@ -38,8 +39,8 @@ from .plan import wire_of
 
 STAGES = ("dispatch", "local", "combine", "exchange", "layer")
 NOT_TIMED = (
-    "Every result is right.\nTimes are left out: without GPUs gloo exchanges and the reference "
-    "backend answers, on a scaled-down model.\n`mxpert bench --plan` predicts a layer over GPUs; "
+    "Every result is right. Times are left out: without GPUs gloo exchanges and the reference "
+    "backend answers, on a scaled-down model. `mxpert bench --plan` predicts a layer over GPUs; "
     "on a machine with GPUs, this command measures."
 )
 CPU_RANKS = 16
@@ -206,7 +207,7 @@ def case_rows(case: RankCase, repeats: int) -> Iterator[Row]:
 def show_ranks(document: Row, console: Console) -> None:
     """The table of a document: a line for each case and way to exchange."""
     for name, text in document["explain"].items():
-        console.print(f"{name}: {text}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"{name}: {text}")
     cells: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in document["rows"]:
         key = row["model"], row["T"], row["activation"], row["impl"]
@@ -227,7 +228,7 @@ def show_ranks(document: Row, console: Console) -> None:
         notes.insert(0, "Times of the slower rank. both: dispatch and combine in one CUDA graph;")
     else:
         notes.append(NOT_TIMED)
-    console.print(" ".join(notes), highlight=False, soft_wrap=True)
+    say(console, " ".join(notes))
 
 
 def _cells(stages: dict[str, Row], timed: bool) -> Sequence[str]:
