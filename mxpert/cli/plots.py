@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -53,7 +53,8 @@ STYLE = {
     "hatch.linewidth": 0.8,
 }
 MOST_TICKS, NO_LINE = 7, -1
-Arguments, Result = ParamSpec("Arguments"), TypeVar("Result")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 def has_matplotlib() -> bool:
@@ -159,10 +160,11 @@ def log_scale(axes: Any, *, x: int | None = None, y: int | None = None) -> None:
     """
     from matplotlib.ticker import FuncFormatter, Locator, NullLocator
 
-    class RoundPlaces(Locator):  # type: ignore[misc]
+    class RoundPlaces(Locator):
         base = 10
 
         def __call__(self) -> list[float]:
+            assert self.axis is not None  # for the type checker: an axis asks
             return self.tick_values(*self.axis.get_view_interval())
 
         def tick_values(self, vmin: float, vmax: float) -> list[float]:
@@ -223,7 +225,7 @@ def tick_text(value: float) -> str:
 
 
 def grouped_bars(
-    axes: Any, groups: Sequence[str], bars: dict[str, Sequence[float]], *, first_color: int = 0
+    axes: Any, groups: Sequence[str], bars: Mapping[str, Sequence[float]], *, first_color: int = 0
 ) -> None:
     """Bars side by side in groups; each kind has a colour and a hatch. NaN leaves a gap."""
     width = 0.8 / max(1, len(bars))

@@ -226,13 +226,16 @@ def print_table(
     named = [column if isinstance(column, Column) else Column(column) for column in columns]
     shown = list(range(len(named)))
     table = _table(named, rows, shown)
+    width = console.width
     if not console.is_terminal:
-        console = Console(file=console.file, width=max(console.width, _width(console, table)))
+        console.width = max(width, _width(console, table))
     while _width(console, table) > console.width and any(named[index].rank for index in shown):
         shown.remove(max(reversed(shown), key=lambda index: named[index].rank))
         table = _table(named, rows, shown)
     say(console, title, style="bold")
     console.print(table)
+    if not console.is_terminal:
+        console.width = width
     left_out = [column.name for index, column in enumerate(named) if index not in shown]
     if left_out:
         say(console, f"left out at {console.width} columns: {', '.join(left_out)}", style="dim")

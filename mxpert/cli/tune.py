@@ -265,7 +265,9 @@ def dry_run(
             for row in rows
         ],
     )
-    write_report(json_to, {"kind": "tune-dry-run", "target": asdict(target), "cells": rows})
+    facts = environment(torch.device("cpu"))
+    document = {"kind": "tune-dry-run", "environment": facts, "target": asdict(target)}
+    write_report(json_to, {**document, "cells": rows})
 
 
 def _short(config: Row) -> str:
