@@ -30,15 +30,18 @@ from harness.tables import (
 )
 from over_ranks.rows import COLLECTIVES, ONE_GPU, SCHEMA
 
+from mxpert.cli.plots import line_style, log_scale, styled
+
 Times = dict[tuple[str, str], Row]
 OURS = ("mxpert/symmetric", "mxpert/gather", "mxpert/all_to_all")
-COLORS = {
-    "mxpert/symmetric": "tab:red",
-    "mxpert/gather": "tab:orange",
-    "mxpert/all_to_all": "tab:brown",
-    COLLECTIVES: "tab:gray",
-    ONE_GPU: "tab:blue",
+LINES = {
+    "mxpert/symmetric": 3,
+    "mxpert/gather": 1,
+    "mxpert/all_to_all": 8,
+    COLLECTIVES: 2,
+    ONE_GPU: 0,
 }
+"""Colour, marker and dashes of a way to exchange."""
 
 
 def groups(document: Mapping[str, Any]) -> dict[tuple[str, str, str], dict[int, Times]]:
@@ -239,6 +242,7 @@ def summary(document: Mapping[str, Any]) -> str:
     return page(heading(document), row_table(rows, columns), deviation(document))
 
 
+@styled
 def plot(document: Mapping[str, Any], path: Path) -> None:
     """A row for each model, MXFP8 wire and uniform routing: what the exchange adds, then layers."""
     chosen = {
@@ -252,17 +256,18 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
         drawn = {"added by the exchange": added_us, "layer": functools.partial(us, stage="layer")}
         for axes, (title, value) in zip(line, drawn.items(), strict=True):
             by_tokens = sorted(chosen.get(model, {}).items())
-            for name, color in COLORS.items():
+            for name, style in LINES.items():
                 points = [
                     (count, found)
                     for count, times in by_tokens
                     if (found := value(times, name)) is not None
                 ]
                 if points:
-                    axes.plot(*zip(*points, strict=True), color=color, marker=".", label=name)
-            axes.set(xscale="log", yscale="log", xlabel="tokens of a rank", ylabel="µs")
+                    axes.plot(*zip(*points, strict=True), label=name, **line_style(style, size=4))
+            axes.set(xlabel="tokens of a rank", ylabel="µs")
+            log_scale(axes, x=2, y=10)
             axes.set_title(f"{model}, {title}", fontsize="small")
-            axes.grid(which="both", alpha=0.3)
+            axes.grid()
     save_figure(figure, [axes for line in panels for axes in line], document, path, columns=5)
 
 

@@ -32,6 +32,8 @@ from harness.tables import (
     save_figure,
 )
 
+from mxpert.cli.plots import bar_style, styled
+
 DEEPGEMM, TORCH = ("deepgemm", "fp8_1x128"), ("torch", "bf16")
 COLUMNS = (
     *((OURS, mode) for mode in MODES),
@@ -41,8 +43,6 @@ COLUMNS = (
     DEEPGEMM,
     (f"{OURS}_triton", "exact"),
 )
-_NAMES = "brown red orange pink blue cyan olive green gray"
-COLORS = {column: f"tab:{color}" for column, color in zip(COLUMNS, _NAMES.split(), strict=True)}
 DEEPGEMM_GOALS = {"auto": 1.03, "row": 1.03, "block128": 0.95}
 WGRAD_GOAL = 1300.0
 """TFLOP/s."""
@@ -269,6 +269,7 @@ def full(document: Mapping[str, Any]) -> str:
     )
 
 
+@styled
 def plot(document: Mapping[str, Any], path: Path) -> None:
     """Bars: the three kernels and the whole layer, a group for each shape, balanced groups."""
     rows = document["rows"]
@@ -299,7 +300,8 @@ def draw(axes: Any, rows: Sequence[Row], shapes: Sequence[str], op: str) -> None
                 points.append((place - 0.4 + (index + 0.5) * width, row["tflops"]))
         if points:
             label = " ".join(column)
-            axes.bar(*zip(*points, strict=True), width=width, color=COLORS[column], label=label)
+            style = bar_style(COLUMNS.index(column))
+            axes.bar(*zip(*points, strict=True), width=width, label=label, **style)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

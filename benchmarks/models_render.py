@@ -13,8 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from harness.document import Row
-from harness.tables import absences, bullets, markdown_table, page, pivot, render, where
+from harness.tables import (
+    absences,
+    bullets,
+    make_panels,
+    markdown_table,
+    page,
+    pivot,
+    render,
+    where,
+)
 from whole_model.rows import SCHEMA
+
+from mxpert.cli.plots import BAR, COLORS, INK, save, styled
 
 HEADINGS = {
     ("decode", "generate"): "decode through generate, tokens/s",
@@ -22,12 +33,12 @@ HEADINGS = {
     ("decode", "graph"): "decode step in a CUDA graph, tokens/s",
     ("prefill", "forward"): "prefill, tokens/s",
 }
-COLORS = {
-    "mxpert a16w4": "tab:red",
-    "mxpert a8w4": "tab:orange",
-    "transformers grouped_mm": "tab:blue",
-    "transformers eager": "tab:gray",
-    "transformers mxfp4": "tab:green",
+COLOR_OF = {
+    "mxpert a16w4": COLORS[3],
+    "mxpert a8w4": COLORS[1],
+    "transformers grouped_mm": COLORS[0],
+    "transformers eager": INK,
+    "transformers mxfp4": COLORS[2],
 }
 
 
@@ -108,31 +119,29 @@ def full(document: Mapping[str, Any]) -> str:
     )
 
 
+@styled
 def plot(document: Mapping[str, Any], path: Path) -> None:
     """A panel per phase and mode: step time, the MoE blocks' part of it hatched."""
-    from matplotlib.figure import Figure
-
     panels = [
         (f"{phase}, {mode}\n{size}", rows)
         for phase, mode in HEADINGS
         for size, rows in groups(document["rows"], phase, mode).items()
     ]
     count = max(1, len(panels))
-    figure = Figure(figsize=(3.1 * count, 3.6), dpi=110, layout="constrained")
-    axes_row = figure.subplots(1, count, squeeze=False)[0]
+    drawing, (axes_row,) = make_panels(1, count, (3.1 * count, 3.6))
     for axes, (title, rows) in zip(axes_row, panels, strict=False):
         for index, row in enumerate(rows):
             part = row["ms"] * min(1.0, row["moe_share"] or 0.0)
-            color = COLORS.get(name_of(row), "tab:purple")
-            axes.bar(index, part, color=color, hatch="//", edgecolor="white")
+            color = COLOR_OF.get(name_of(row), COLORS[4])
+            axes.bar(index, part, color=color, hatch="///", **BAR)
             axes.bar(index, row["ms"] - part, bottom=part, color=color, alpha=0.5)
         formats = [row["format"] for row in rows]
         axes.set_xticks(range(len(rows)), formats, rotation=60, fontsize="small")
         axes.set_title(title, fontsize="small")
         axes.set_ylabel("ms")
     title = f"{document['meta']['device']}: step time, MoE blocks hatched"
-    figure.suptitle(title, fontsize="medium")
-    figure.savefig(path)
+    drawing.suptitle(title, fontsize="medium")
+    save(drawing, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,7 +24,6 @@ from harness.tables import (
     conditions,
     draw_cublas,
     folded,
-    handles_of,
     make_panels,
     markdown_table,
     optional,
@@ -55,19 +54,27 @@ from moe.goals import NOTES, goals
 from moe.layers import means_table, summary, write_page
 from moe.rows import SCHEMA
 
-COLORS = {
-    "mxpert": "tab:red",
-    "triton_kernels": "tab:blue",
-    "marlin": "tab:green",
-    "humming": "tab:purple",
-}
-LINES = {"bf16": "-", "fp8_token": "--", "mxfp8": "-.", "mxfp4": ":"}
+from mxpert.cli.plots import (
+    COLORS,
+    INK,
+    figure,
+    legend_outside,
+    line_style,
+    log_scale,
+    save,
+    styled,
+)
+
+STYLES = {"mxpert": 3, "triton_kernels": 0, "marlin": 2, "humming": 4}
+"""Colour and marker of an implementation."""
+FORMATS = ("bf16", "fp8_token", "mxfp8", "mxfp4")
+"""Activation formats in the order of their dashes."""
 CHART_TOKENS = (1, 128, 8192)
 CHART_PEERS = (
     ("triton_kernels", "bf16", "bf16", "o"),
     ("marlin", "bf16", "bf16", "s"),
     ("humming", "bf16", "bf16", "D"),
-    ("humming", "fp8_token", "mxfp8", "D"),
+    ("humming", "fp8_token", "mxfp8", "v"),
 )
 """Peer, its activations, ours of the same width, marker."""
 DETAIL: dict[str, Column] = {
@@ -246,6 +253,7 @@ def full(document: Mapping[str, Any]) -> str:
     )
 
 
+@styled
 def plot(document: Mapping[str, Any], path: Path) -> None:
     """Weight bandwidth and arithmetic rate of both GEMMs against T, a row of panels per model."""
     rows = [row for row in document["rows"] if row["routing"] == "uniform"]
@@ -272,30 +280,26 @@ def draw(axes: Any, rows: Sequence[Row], rate: str, limits: Mapping[str, float])
         mine = [row for row in rows if (row["impl"], row["activation"]) == (impl, activation)]
         axes.plot(
             *zip(*sorted((row["T"], row[rate]) for row in mine), strict=True),
-            marker=".",
-            color=COLORS.get(impl),
             label=f"{impl} {activation}",
-            linestyle=LINES[activation],
+            **line_style(STYLES.get(impl, 5), dash=FORMATS.index(activation), size=4),
         )
     if rate == "tbs":
-        axes.axhline(limits["read_tbs"], color="gray", label="read ceiling")
+        axes.axhline(limits["read_tbs"], color=INK, label="read ceiling")
     else:
         draw_cublas(axes, limits)
-    axes.set_xscale("log", base=2)
-    axes.grid(alpha=0.3)
+    log_scale(axes, x=2)
+    axes.grid()
 
 
+@styled
 def plot_layers(document: Mapping[str, Any], path: Path) -> None:
     """Speed-up of the whole layer over each peer: a panel for each T, a line for each model."""
-    from matplotlib.figure import Figure
-
     layers = [
         row for row in document["rows"] if (row["stage"], row["routing"]) == ("layer", "uniform")
     ]
     times = {(row["model"], row["T"], row["impl"], row["activation"]): row["us"] for row in layers}
     models = [name for name in NAMED if any(row["model"] == name for row in layers)]
-    figure = Figure(figsize=(8, 3.8), dpi=200, layout="constrained")
-    panels = figure.subplots(1, len(CHART_TOKENS), sharex=True, sharey=True)
+    drawing, (panels,) = figure("", 1, len(CHART_TOKENS), size=(8, 3.8), dpi=200, share=True)
     for axes, tokens in zip(panels, CHART_TOKENS, strict=True):
         for place, (impl, activation, ours, marker) in enumerate(CHART_PEERS):
             points = []
@@ -309,8 +313,8 @@ def plot_layers(document: Mapping[str, Any], path: Path) -> None:
                     *zip(*points, strict=True),
                     s=26,
                     marker=marker,
-                    color=COLORS[impl],
-                    facecolor=COLORS[impl] if activation == "bf16" else "white",
+                    color=COLORS[STYLES[impl]],
+                    facecolor=COLORS[STYLES[impl]] if activation == "bf16" else "none",
                     linewidths=1.3,
                     zorder=3,
                     label=f"{impl} ({'a16w4' if activation == 'bf16' else 'a8w4'})",
@@ -323,28 +327,26 @@ def plot_layers(document: Mapping[str, Any], path: Path) -> None:
         "no mark: the peer does not run this model",
         fontsize=9,
     )
-    handles = handles_of(panels)
-    figure.legend(
-        handles.values(),
-        handles.keys(),
+    legend_outside(
+        drawing,
+        panels,
+        columns=len(CHART_PEERS),
         loc="outside upper center",
         fontsize=9,
-        ncols=len(CHART_PEERS),
-        frameon=False,
         handletextpad=0.1,
         title=f"Speed-up of mxpert on {document['meta']['device']} over",
         title_fontsize=10,
     )
-    figure.savefig(path)
+    save(drawing, path)
 
 
 def style_layers(axes: Any, models: Sequence[str], title: str) -> None:
     """Lines between the models, and one where both are equally fast."""
-    axes.axvline(1, color="black", linewidth=1)
+    axes.axvline(1, color=INK, linewidth=1)
     for line in range(1, len(models)):
-        axes.axhline(line - 0.5, color="lightgray", linewidth=0.6)
+        axes.axhline(line - 0.5, color=INK, linewidth=0.4)
     axes.set_title(title, fontsize=10)
-    axes.grid(axis="x", color="lightgray", linewidth=0.6)
+    axes.grid(axis="x", linewidth=0.6)
     axes.set_yticks(range(len(models)), models, fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=9)

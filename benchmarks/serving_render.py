@@ -18,16 +18,19 @@ from harness.tables import closing, make_panels, page, pivot, render, row_table,
 from served.backends import BACKENDS, IN_TREE
 from served.rows import SCHEMA
 
+from mxpert.cli.plots import bar_style, styled
+
 Cells = dict[tuple[str, str], str]
-COLORS = {
-    "vllm": "tab:blue",
-    "marlin": "tab:gray",
-    "mxpert-a16w4": "tab:red",
-    "mxpert-a8w4": "tab:orange",
-    "mxpert-fp8_token": "tab:olive",
-    "mxpert-a4w4": "tab:brown",
-    "mxpert-a16w4-modular": "tab:pink",
+BARS = {
+    "vllm": 0,
+    "marlin": 2,
+    "mxpert-a16w4": 3,
+    "mxpert-a8w4": 1,
+    "mxpert-fp8_token": 7,
+    "mxpert-a4w4": 8,
+    "mxpert-a16w4-modular": 6,
 }
+"""Colour and hatch of a backend."""
 
 
 def rates(rows: Sequence[Row], model: str, phase: str) -> dict[str, dict[int, list[float]]]:
@@ -156,6 +159,7 @@ def full(document: Mapping[str, Any]) -> str:
     )
 
 
+@styled
 def plot(document: Mapping[str, Any], path: Path) -> None:
     """A row for each model: decode at each concurrency, then prefill; bars are medians."""
     rows = document["rows"]
@@ -170,9 +174,9 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
     for line, model in zip(panels, models, strict=True):
         for axes, (phase, size) in zip(line, columns, strict=False):
             found = rates(rows, model, phase)
-            names = [name for name in COLORS if size in found.get(name, {})]
+            names = [name for name in BARS if size in found.get(name, {})]
             for place, name in enumerate(names):
-                axes.bar(place, median(found[name][size]), color=COLORS[name], label=name)
+                axes.bar(place, median(found[name][size]), label=name, **bar_style(BARS[name]))
             axes.set_xticks([])
             axes.set_title(f"{model}, {phase} {size}", fontsize="small")
             axes.set_ylabel("tokens/s", fontsize="small")

@@ -34,6 +34,8 @@ from torch.nn import functional as F  # noqa: N812 (torch's own convention)
 from torch.nn.parallel import DistributedDataParallel
 
 import mxpert
+from mxpert.cli.plots import figure, has_matplotlib, line_style, save, styled
+from mxpert.cli.report import PLOT_HINT
 from mxpert.distributed import ExpertParallel, Transport
 from mxpert.training import (
     MXFP8Recipe,
@@ -356,33 +358,24 @@ def save_mixtral(model: LanguageModel, folder: Path, ep: ExpertParallel | None =
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@styled
 def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
     """Smoothed losses with the held-out ones as crosses, and their distance from the first run."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        print("no plot: matplotlib is not installed; pip install 'mxpert[plot]'", file=sys.stderr)
-        return
-    figure, (curves, ratios) = pyplot.subplots(
-        2, sharex=True, figsize=(7, 6), layout="constrained", height_ratios=(2, 1)
-    )
+    drawing, ((curves,), (ratios,)) = figure("", 2, 1, size=(7, 6), dpi=130, heights=(2, 1))
     reference = smooth(next(iter(runs.values()))["losses"])
-    for name, run in runs.items():
+    for index, (name, run) in enumerate(runs.items()):
         values = smooth(run["losses"])
-        (line,) = curves.plot(values, label=f"{name}: {run['final']:.3f}", linewidth=1)
+        style = line_style(index, size=4) | {"markevery": (index, max(1, len(values) // 12))}
+        (line,) = curves.plot(values, label=f"{name}: {run['final']:.3f}", **style)
         curves.plot(len(values), run["held_out"], "x", color=line.get_color())
-        ratios.plot(
-            [100 * (value / base - 1) for value, base in zip(values, reference, strict=True)],
-            color=line.get_color(),
-            linewidth=1,
-        )
+        distances = [100 * (v / base - 1) for v, base in zip(values, reference, strict=True)]
+        ratios.plot(distances, **style)
     curves.set(ylabel="cross entropy, nats per byte")
     ratios.set(xlabel="step", ylabel=f"% above {next(iter(runs))}", ylim=(-3, 3))
     for axes in (curves, ratios):
-        axes.grid(alpha=0.3)
+        axes.grid()
     curves.legend(title="final loss; × held out")
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    save(drawing, path)
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
@@ -485,7 +478,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = {"meta": describe(options, model, text), "runs": runs}
         written = json.dumps(document, indent=1) + "\n"
         (options.output / "loss.json").write_text(written, encoding="utf-8")
-        plot(runs, options.output / "loss.png")
+        if has_matplotlib():
+            plot(runs, options.output / "loss.png")
+        else:
+            print(PLOT_HINT, file=sys.stderr)
     if options.save:
         save_mixtral(model, options.save, model.blocks[0].moe.expert_parallel)
     if mesh:

@@ -22,6 +22,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from . import interrupts as _interrupts  # noqa: F401 (before torch: its import takes a second)
 from . import required as required  # first: it refuses in one line where a package is missing
 
 # isort: split

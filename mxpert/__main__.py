@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from .cli.main import app
+from mxpert.cli.main import app
 
 if __name__ == "__main__":
+    # Without a specification, ranks (`bench --expert-parallel`) import this file, as they import
+    # the script: so mxpert comes before torch and handles interrupts.
+    __spec__ = None
     app(prog_name="mxpert")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -12,6 +14,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .errors import message, require
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers of a full disk."""
 
 
 def exists(path: Path) -> bool:
@@ -63,7 +68,7 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, shared: boo
     """Let `write` fill a temporary file beside `path`, flush it to disk, then rename it.
 
     A file at `path` is complete, even after a crash. Its mode follows the umask, also if `write`
-    makes a private file.
+    makes a private file. The error of a full disk names `path`.
 
     Args:
         path: the file. write: takes the name of the temporary file.
@@ -81,9 +86,19 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, shared: boo
         with partial.open("rb+") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if (number := _failed_write(error)) is not None:
+            raise OSError(number, os.strerror(number), str(path)) from error
         raise
+
+
+def _failed_write(error: BaseException) -> int | None:
+    """Error number of a full disk, whose error names no file or another one, or of safetensors."""
+    if isinstance(error, OSError):
+        return error.errno if error.errno in NO_ROOM else None
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)

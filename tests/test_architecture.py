@@ -30,6 +30,7 @@ LAYERS = {
     "environment": 0,
     "required": 0,
     "errors": 0,
+    "interrupts": 0,
     "files": 1,
     "activations": 1,
     "formats": 1,

@@ -9,6 +9,8 @@ from typing import Any
 from harness.document import NUMBER, OPTIONAL, Row, Schema, Section
 from harness.tables import make_panels, optional, page, row_table
 
+from mxpert.cli.plots import INK, NO_LINE, bar_style, legend_outside, line_style, save, styled
+
 TEXT = (str,)
 WHOLE = (int,)
 SCHEMA = Schema(
@@ -164,28 +166,30 @@ def calibration_table(rows: Sequence[Row]) -> str:
     )
 
 
+@styled
 def plot(document: Row, path: Path) -> None:
     """Modelled over measured of the calibration; decode rates; MFMA efficiencies."""
-    figure, panels = make_panels(1, 3, (15, 4.6))
+    drawing, panels = make_panels(1, 3, (15, 4.6))
     _plot_calibration(panels[0][0], document["calibration"])
     _plot_bars(panels[0][1], document["rows"], "decode", "tbs", "TB/s (modelled)")
     _plot_bars(panels[0][2], document["rows"], "", "mfma_percent", "% MFMA (modelled)")
+    legend_outside(drawing, panels[0][1:], columns=2, loc="outside lower right")
     date = document["meta"]["date"][:10]
-    figure.suptitle(f"gfx950, cycle model, not measured; {date}")
-    figure.savefig(path, dpi=110)
+    drawing.suptitle(f"gfx950, cycle model, not measured; {date}")
+    save(drawing, path)
 
 
 def _plot_calibration(axes: Any, rows: Sequence[Row]) -> None:
-    for kind in dict.fromkeys(row["kind"] for row in rows):
+    for index, kind in enumerate(dict.fromkeys(row["kind"] for row in rows)):
         chosen = [row for row in rows if row["kind"] == kind]
         scale = 100 / 8000 if kind == "bandwidth" else 1  # % of 8 TB/s
         axes.plot(
             [row["published"] * scale for row in chosen],
             [row["modelled"] * scale for row in chosen],
-            "o",
             label=kind,
+            **line_style(index, dash=NO_LINE),
         )
-    axes.plot([0, 100], [0, 100], color="gray")
+    axes.plot([0, 100], [0, 100], color=INK)
     axes.set(xlabel="measured by AMD, % of peak", ylabel="modelled, % of peak")
     axes.legend(fontsize="small")
 
@@ -197,7 +201,12 @@ def _plot_bars(axes: Any, rows: Sequence[Row], regime: str, column: str, label: 
     for place, backend in enumerate(backends):
         values = {row["cell"]: row[column] for row in chosen if row["backend"] == backend}
         heights = [values.get(name, 0.0) for name in names]
-        axes.barh([k + 0.4 * place for k in range(len(names))], heights, 0.4, label=backend)
+        axes.barh(
+            [k + 0.4 * place for k in range(len(names))],
+            heights,
+            0.4,
+            label=backend,
+            **bar_style(place),
+        )
     axes.set_yticks(range(len(names)), names, fontsize=6)
     axes.set_xlabel(label)
-    axes.legend(fontsize="small")

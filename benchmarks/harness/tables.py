@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.document import Row, Schema
 from harness.script import bare_parser
+from mxpert.cli.plots import INK, figure, legend_outside, save
 from mxpert.cli.report import PLOT_HINT
 
 Column = str | Callable[[Any], str]
@@ -114,40 +115,22 @@ def conditions(meta: Mapping[str, Any], power: str | None = None) -> str:
 
 def make_panels(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]:
     """A matplotlib figure without a display, and its panels [rows][columns]."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot.subplots(rows, columns, squeeze=False, layout="constrained", figsize=size)
-
-
-def handles_of(panels: Iterable[Any]) -> dict[str, Any]:
-    """Label → what is drawn under it in any of the panels."""
-    return {
-        label: handle
-        for axes in panels
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
+    return figure("", rows, columns, size=size, dpi=110)
 
 
 def save_figure(
-    figure: Any, panels: Iterable[Any], document: Mapping[str, Any], path: Path, *, columns: int
+    drawing: Any, panels: Iterable[Any], document: Mapping[str, Any], path: Path, *, columns: int
 ) -> None:
     """One legend of all panels below them, the device and the day above, and the file."""
-    from matplotlib import pyplot
-
-    found, place = handles_of(panels), "outside lower center"
-    figure.legend(found.values(), found.keys(), loc=place, ncols=columns, fontsize="small")
-    figure.suptitle(f"{document['meta']['device']}, {document['meta']['date'][:10]}")
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
+    legend_outside(drawing, panels, columns=columns)
+    drawing.suptitle(f"{document['meta']['device']}, {document['meta']['date'][:10]}")
+    save(drawing, path)
 
 
 def draw_cublas(axes: Any, limits: Mapping[str, float]) -> None:
     """The rates of cuBLAS as lines across a panel."""
-    axes.axhline(limits["bf16_tflops"], color="gray", label="cuBLAS bf16")
-    axes.axhline(limits["fp8_tflops"], color="gray", linestyle="--", label="cuBLAS fp8")
+    axes.axhline(limits["bf16_tflops"], color=INK, label="cuBLAS bf16")
+    axes.axhline(limits["fp8_tflops"], color=INK, linestyle="--", label="cuBLAS fp8")
 
 
 def render(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 import mxpert
+from mxpert.cli.plots import INK, NO_LINE, figure, line_style, log_scale, save, styled
 from mxpert.formats import E2M1, E4M3, decode, encode
 from mxpert.formats.folding import FOLD_SPAN, FOLD_TOP
 
@@ -57,45 +58,38 @@ def encodings(rows: torch.Tensor) -> dict[str, float]:
     }
 
 
+@styled
 def draw_fold(path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.2), dpi=110, layout="constrained")
-    axes = figure.subplots()
+    drawing, ((axes,),) = figure("", 1, 1, size=(8, 4.2), dpi=110)
     for shift in SHIFTS:
         wanted, got = folded(shift)
         exact = wanted == got
-        for mask, color, label, once in (
-            (exact, "tab:blue", "an e4m3 number", SHIFTS[0]),
-            (~exact, "tab:red", "between two e4m3 numbers", SHIFTS[-1]),
+        for mask, style, label, once in (
+            (exact, {"color": 0}, "an e4m3 number", SHIFTS[0]),
+            (~exact, {"color": 3, "fill": "none"}, "between two e4m3 numbers", SHIFTS[-1]),
         ):
             axes.plot(
                 [shift] * int(mask.sum()),
                 wanted[mask].tolist(),
-                "o",
-                color=color,
-                markersize=4,
                 label=label if shift == once else None,
+                **line_style(**style, dash=NO_LINE, size=4),
             )
     axes.axvspan(-0.5, FOLD_SPAN - 0.5, alpha=0.12)
-    axes.axhline(448, color="gray", linewidth=0.8, label="largest e4m3, 448")
-    axes.axhline(2.0**-9, color="gray", linestyle="--", linewidth=0.8, label="smallest, 2⁻⁹")
+    axes.axhline(448, color=INK, linewidth=0.8, label="largest e4m3, 448")
+    axes.axhline(2.0**-9, color=INK, linestyle="--", linewidth=0.8, label="smallest, 2⁻⁹")
     axes.set(
-        yscale="log",
         xlabel="row's largest scale minus block's scale, binades",
         ylabel="e2m1 magnitude · 2^(6 − difference)",
         title="Blocks within 15 binades of the row fold exactly",
     )
     axes.set_yscale("log", base=2)
     axes.legend(fontsize="small")
-    figure.savefig(path)
+    save(drawing, path)
 
 
+@styled
 def draw_split(path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
-    left, right = figure.subplots(1, 2)
+    drawing, ((left, right),) = figure("", 1, 2, size=(11, 4.2), dpi=110)
     mantissas = 1 + torch.arange(128) / 128  # every bf16 mantissa of a binade
     errors: dict[str, list[float]] = {"hi alone": [], "hi + lo / 16": []}
     for binade in BINADES:
@@ -107,30 +101,30 @@ def draw_split(path: Path) -> None:
         ):
             wanted = row.clamp(max=448)[:, 1:].float()
             errors[name].append(float(((approximation[:, 1:] - wanted) / wanted).abs().max()))
-    for name, values in errors.items():
-        left.plot(list(BINADES), [max(value, 1e-5) for value in values], marker="o", label=name)
+    for index, (name, values) in enumerate(errors.items()):
+        heights = [max(value, 1e-5) for value in values]
+        left.plot(list(BINADES), heights, label=name, **line_style(index))
     left.set(
-        yscale="log",
         xlabel="binades below the row's maximum",
         ylabel="largest relative error (1e-5 stands for 0)",
         title="Every bf16 value of a binade",
     )
-    left.grid(alpha=0.3)
+    log_scale(left, y=10)
+    left.grid()
     left.legend(fontsize="small")
     curves = [encodings(spread_rows(spread)) for spread in SPREADS]
-    for name, style in zip(curves[0], ("-", "--", "-"), strict=True):  # the first two coincide
-        right.plot(
-            SPREADS, [max(curve[name], 1e-8) for curve in curves], style, marker="o", label=name
-        )
+    for index, name in enumerate(curves[0]):  # the first two coincide
+        heights = [max(curve[name], 1e-8) for curve in curves]
+        right.plot(SPREADS, heights, label=name, **line_style(index, size=8 - 2 * index))
     right.set(
-        yscale="log",
         xlabel="spread of magnitudes, standard deviation in binades",
         ylabel="relative error of the rows (1e-8 stands for 0)",
         title="Three encodings of the same rows",
     )
-    right.grid(alpha=0.3)
+    log_scale(right, y=10)
+    right.grid()
     right.legend(fontsize="small")
-    figure.savefig(path)
+    save(drawing, path)
 
 
 def main() -> None:

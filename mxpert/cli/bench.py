@@ -43,6 +43,7 @@ from .measure import (
     check_gate,
     float64_reference,
     intermediate_sizes,
+    is_timed,
     refusing_wrong_results,
     rotations,
     time_calls,
@@ -71,15 +72,21 @@ from .report import (
     format_rate,
     format_time,
     make_console,
-    plot_roofline,
     print_table,
     progress,
     result_console,
+    say,
     write_report,
     write_results,
 )
+from .roofline import plot_roofline
 
 STAGES = ("gate_up", "down", "layer")
+NOT_TIMED = (
+    "Every result is right; nothing was timed. Without a GPU the reference backend answers, on a "
+    "scaled-down model, and its speed says nothing about the kernels. `mxpert bench --plan` "
+    "predicts layers from measurements of an H200; on a machine with a GPU, this command measures."
+)
 CPU_SCALE, MAX_SCALE = 8, 1 << 20
 
 
@@ -208,9 +215,12 @@ def bench_case(
     num_tokens: int,
     options: MoEOptions,
     request: Request,
-    ceilings: Ceilings,
+    ceilings: Ceilings | None,
 ) -> Iterator[Row]:
-    """Rows of one (model, T, format): each stage gated against float64, then timed cold."""
+    """Rows of one (model, T, format): each stage gated against float64, then timed cold.
+
+    Without ceilings nothing is timed.
+    """
     device, shape, name = weights.plain.device, model.shape, options.activation_format
     turns = rotations(num_tokens) if device.type == "cuda" else 1
     inputs = [
@@ -241,7 +251,7 @@ def bench_case(
                 name,
                 intermediate_sizes(num_tokens, shape.top_k, shape.intermediate_size),
             )
-            timing = time_calls(calls, device)
+            timing = None if ceilings is None else time_calls(calls, device)
         work = Work.of_stage(
             stage,
             hit_experts=hit,
@@ -249,7 +259,7 @@ def bench_case(
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
         )
-        yield {
+        row: Row = {
             "model": model.name,
             "E": shape.num_experts,
             "k": shape.top_k,
@@ -263,19 +273,22 @@ def bench_case(
             "activation": name,
             "stage": stage,
             "rel_l2": error,
-            **timing_columns(timing),
-            **ceilings.judge(work, timing.us, name),
         }
+        if ceilings is not None and timing is not None:
+            row |= timing_columns(timing) | ceilings.judge(work, timing.us, name)
+        yield row
 
 
 def run_bench(request: Request, device: torch.device, console: Console) -> Row:
-    """The whole document: environment, ceilings, rows."""
+    """The whole document: environment, ceilings, rows. On a CPU nothing is timed."""
     rows: list[Row] = []
     cases = [(tokens, name) for tokens in request.tokens for name in request.formats]
     total, done = len(request.models) * len(cases), 0
     with progress(console, "bench") as advance:
-        advance(done, total, "measuring the ceilings")
-        ceilings = Ceilings.measure(device, request.formats)
+        ceilings = None
+        if is_timed(device):
+            advance(done, total, "measuring the ceilings")
+            ceilings = Ceilings.measure(device, request.formats)
         for model in request.models:
             advance(done, total, f"{model.name}: making weights")
             weights = RunWeights.random(model.shape, device)
@@ -288,61 +301,56 @@ def run_bench(request: Request, device: torch.device, console: Console) -> Row:
     return {
         "kind": "bench",
         "environment": environment(device),
-        "ceilings": ceilings.as_row(),
+        "timed": ceilings is not None,
+        "ceilings": None if ceilings is None else ceilings.as_row(),
         "rows": rows,
     }
 
 
 def show(document: Row, console: Console) -> None:
     """The table of a bench document."""
-    limits = document["ceilings"]
-    console.print(
-        f"{document['environment']['device']}: reads {limits['read_tbs']:.3g} TB/s; "
-        "GEMM "
-        + ", ".join(
+    timed = document["timed"]
+    if timed:
+        limits = document["ceilings"]
+        rates = ", ".join(
             f"{FORMAT_NAMES[name]} {rate:.3g} TFLOP/s"
             for name, rate in limits["matmul_tflops"].items()
-        ),
-        highlight=False,
-        soft_wrap=True,
-    )
+        )
+        device = document["environment"]["device"]
+        say(console, f"{device}: reads {limits['read_tbs']:.3g} TB/s; GEMM {rates}")
+    columns: list[str | Column] = ["model", "T", Column("hit", 3), "format", "stage"]
+    if timed:
+        columns += ["time", Column("10–90 %", 2), "rate", Column("of roof", 1)]
     print_table(
         console,
         "mxpert bench",
-        (
-            "model",
-            "T",
-            Column("hit", 3),
-            "format",
-            "stage",
-            "time",
-            Column("10–90 %", 2),
-            "rate",
-            Column("of roof", 1),
-            Column("rel. L2", 4),
-        ),
-        [
-            (
-                row["model"],
-                str(row["T"]),
-                f"{row['hit']:.0f}",
-                FORMAT_NAMES[row["activation"]],
-                row["stage"],
-                format_time(row["us"]),
-                f"{100 * (row['high_us'] - row['low_us']) / row['us']:.0f} %",
-                format_rate(row),
-                f"{row['percent_of_roof']:.0f} %",
-                f"{row['rel_l2']:.1e}",
-            )
-            for row in document["rows"]
-        ],
+        [*columns, Column("rel. L2", 4 * timed)],
+        [_cells(row, timed) for row in document["rows"]],
     )
-    if document["environment"]["kind"] == "cpu":
-        console.print(
-            "A CPU's times say nothing about the kernels: the reference backend answers, "
-            "on a\nscaled-down model.",
-            highlight=False,
-        )
+    if not timed:
+        say(console, NOT_TIMED)
+
+
+def _cells(row: Row, timed: bool) -> list[str]:
+    times = (
+        [
+            format_time(row["us"]),
+            f"{100 * (row['high_us'] - row['low_us']) / row['us']:.0f} %",
+            format_rate(row),
+            f"{row['percent_of_roof']:.0f} %",
+        ]
+        if timed
+        else []
+    )
+    return [
+        row["model"],
+        str(row["T"]),
+        f"{row['hit']:.0f}",
+        FORMAT_NAMES[row["activation"]],
+        row["stage"],
+        *times,
+        f"{row['rel_l2']:.1e}",
+    ]
 
 
 Models = Annotated[
@@ -402,8 +410,8 @@ def bench(
     the weight bytes of the experts that were hit. "10–90 %" is the width between these percentiles
     of the time, as a share of the median.
 
-    A CPU runs the reference backend on a scaled-down model. Its times show that the command works,
-    not how fast the library is.
+    On a CPU the reference backend is checked on a scaled-down model, and nothing is timed: its
+    speed says nothing about the kernels.
 
     With --expert-parallel N the experts of a layer lie on N GPUs (on a CPU: in N processes, with
     gloo). Results are compared with all experts on one rank; then dispatch, local layer, combine
@@ -414,13 +422,9 @@ def bench(
 
     Examples:
         mxpert bench --model gpt-oss-120b --tokens 1,64,1024 --format a16w4
-
         mxpert bench --model kimi-k2 --model deepseek-v3 --stage layer --routing zipf
-
         mxpert bench --tokens 1 --json - | jq '.rows[].us'
-
         mxpert bench --expert-parallel 2 --model gpt-oss-120b --tokens 16,1024 --format a8w4
-
         mxpert bench --plan --model deepseek-v3 --ranks 8..72 --link nvlink5 --format a8w4
     """
     device = best_device()
@@ -468,17 +472,5 @@ def bench_layers(request: Request, device: torch.device, output: Path, json_to: 
     document = refusing_wrong_results(lambda: run_bench(request, device, make_console(stderr=True)))
     show(document, result_console(json_to))
     write_report(json_to, document)
-    limits = document["ceilings"]
-    write_results(
-        output,
-        "bench.json",
-        "roofline.png",
-        document,
-        lambda path: plot_roofline(
-            path,
-            f"mxpert on {document['environment']['device']}",
-            document["rows"],
-            limits["read_tbs"] * 1e12,
-            {name: rate * 1e12 for name, rate in limits["matmul_tflops"].items()},
-        ),
-    )
+    plot = functools.partial(plot_roofline, document=document) if document["timed"] else None
+    write_results(output, "bench.json", "roofline.png", document, plot)

@@ -34,28 +34,32 @@ from .measure import (
     error_gate,
     float64_reference,
     intermediate_sizes,
+    is_timed,
     time_calls,
     timing_columns,
 )
 from .options import FORMAT_NAMES, JsonFile, Tokens, check_backend, check_target, parse_numbers
+from .plots import INK, figure, grouped_bars, legend_outside, line_style, log_scale, save, styled
 from .report import (
     Column,
     Row,
     best_device,
     environment,
-    figure,
     format_rate,
     format_time,
     make_console,
     print_table,
     progress,
     result_console,
+    say,
     write_report,
     write_results,
 )
 
-CASE_OVERHEAD = 64
+CASE_OVERHEAD = 32
 """Time of a case that does not depend on T, in tokens: for the time left."""
+MOST_PERCENT = 150.0
+"""Of a gate: higher bars are cut there."""
 MOST_DIGITS = 9
 """Digits of a layer number."""
 Noise = tuple[float, float]
@@ -226,10 +230,10 @@ def show(document: Row, console: Console) -> None:
         cells,
     )
     if not timed:
-        console.print(
-            "Times are left out: without a GPU the reference backend answers, and its "
-            "speed\nsays nothing about the kernels.",
-            highlight=False,
+        say(
+            console,
+            "Times are left out: without a GPU the reference backend answers, and its speed says "
+            "nothing about the kernels.",
         )
     for row in document["rows"]:
         if not row["passed"]:
@@ -248,36 +252,51 @@ def verdict(document: Row, console: Console) -> None:
     console.print(f"{sum(checks)} of {len(checks)} checks passed", style=style, highlight=False)
 
 
+@styled
 def plot(document: Row, path: Path) -> None:
-    """Error against T, and time where it was measured; one line for each format."""
+    """How much of each gate is used up, by T and format; times first where they were measured.
+
+    A bar that reaches the line fails its check; one of a result that is no number is the highest.
+    """
     title = f"mxpert demo on {document['environment']['device']}"
-    drawing, panels = figure(title, 1 + document["timed"])
-    errors = panels[-1]
-    for name in ACTIVATION_FORMATS:
-        rows = [row for row in document["summary"] if row["activation"] == name]
-        counts, label = [row["T"] for row in rows], FORMAT_NAMES[name]
-        if document["timed"]:
-            panels[0].plot(counts, [row["us"] for row in rows], marker="o", label=label)
-        (line,) = errors.plot(counts, [row["rel_l2"] for row in rows], marker="o", label=label)
-        errors.plot(
-            counts,
-            [row["rel_l2_gate"] for row in rows],
-            color=line.get_color(),
-            linestyle=":",
-            alpha=0.6,
-        )
+    drawing, (panels,) = figure(title, 1, 2 + document["timed"])
+    summary = document["summary"]
+    counts = list(dict.fromkeys(row["T"] for row in summary))
+    names = [name for name in FORMAT_NAMES if any(row["activation"] == name for row in summary)]
     if document["timed"]:
-        panels[0].set(xscale="log", yscale="log", xlabel="tokens", ylabel="µs per layer")
-    errors.set(
-        xscale="log",
-        yscale="log",
-        xlabel="tokens",
-        ylabel="relative L2 error to float64 (dotted: gate)",
-    )
-    for axes in panels:
-        axes.grid(which="both", alpha=0.3)
-        axes.legend()
-    drawing.savefig(path)
+        for index, name in enumerate(names):
+            rows = [row for row in summary if row["activation"] == name]
+            xs, ys = [row["T"] for row in rows], [row["us"] for row in rows]
+            panels[0].plot(xs, ys, label=FORMAT_NAMES[name], **line_style(index))
+        panels[0].set(xlabel="tokens", ylabel="µs per layer")
+        log_scale(panels[0], x=2, y=10)
+        panels[0].grid()
+        panels[0].legend()
+    for axes, what, used in (
+        (
+            panels[-2],
+            "relative L2 error to float64",
+            lambda row: row["rel_l2"] / row["rel_l2_gate"],
+        ),
+        (
+            panels[-1],
+            f"distance to {document['oracle']} (1 − cosine)",
+            lambda row: (1 - row["cosine"]) / (1 - row["cosine_gate"]),
+        ),
+    ):
+        of = {(row["T"], row["activation"]): 100 * used(row) for row in summary}
+        bars = {FORMAT_NAMES[name]: [_shown(of[count, name]) for count in counts] for name in names}
+        grouped_bars(axes, [str(count) for count in counts], bars)
+        axes.axhline(100, color=INK, linestyle="--", label="gate")
+        axes.set(title=what, xlabel="tokens", ylabel="% of the gate", ylim=(0, None))
+        axes.grid(axis="y")
+    legend_outside(drawing, panels[-2:], columns=len(names) + 1)
+    save(drawing, path)
+
+
+def _shown(percent: float) -> float:
+    """Height of a bar; rounding can bring a cosine above 1."""
+    return min(max(percent, 0.0), MOST_PERCENT) if math.isfinite(percent) else MOST_PERCENT
 
 
 def run_demo(
@@ -293,11 +312,12 @@ def run_demo(
     On a CPU nothing is timed.
     """
     rows: list[Row] = []
-    timed = device.type != "cpu"
+    timed = is_timed(device)
     checks = len(tokens) * len(ACTIVATION_FORMATS)
     which = f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"
     console.print(
-        f"{checks} checks: {len(tokens)} token counts × {len(ACTIVATION_FORMATS)} "
+        f"{checks} checks: {len(tokens)} token count{'s' * (len(tokens) > 1)} × "
+        f"{len(ACTIVATION_FORMATS)} "
         f"formats, each on {which}{source.first_step}",
         markup=False,
         highlight=False,
@@ -332,9 +352,9 @@ def run_demo(
 def demo(
     checkpoint: Path = typer.Option(
         None,
-        help="A gpt-oss checkpoint (MXFP4 safetensors): a folder, or the "
-        "id of a model on the Hugging Face Hub. Without it a small one with "
-        "random weights is written to OUTPUT/checkpoint.",
+        help="A gpt-oss checkpoint (MXFP4 safetensors; no other model's): a folder, or the id of "
+        "a model on the Hugging Face Hub. Without it a small one with random weights is written "
+        "to OUTPUT/checkpoint.",
     ),
     output: Path = typer.Option(
         Path("reports/demo"), help="Folder for report.json and report.png; made if absent."
@@ -361,9 +381,7 @@ def demo(
 
     Examples:
         mxpert demo
-
         mxpert demo --checkpoint ./gpt-oss-20b --layers 0,12 --tokens 1,64,1024
-
         mxpert demo --json - | jq .passed
     """
     console, device = make_console(stderr=True), best_device()

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from ..errors import require
+from ..files import short
 from ..integrations.checkpoints.gpt_oss import (
     DEMO_TEXT,
     collect_moe_inputs,
@@ -169,6 +171,15 @@ def open_layers(
     if checkpoint is not None:
         checkpoint = local_checkpoint(checkpoint, "demo")
         check_checkpoint(checkpoint, "demo")
+        config = read_json(checkpoint / CONFIG_FILE, "demo")
+        require(
+            config.get("model_type") == "gpt_oss",
+            "demo",
+            f"{checkpoint / CONFIG_FILE}: model_type",
+            need="gpt_oss",
+            got=short(config.get("model_type")),
+            remedy="`mxpert eval` compares formats on other MoE checkpoints",
+        )
     open_folder(output, "demo", "--output")
     if checkpoint is not None:
         return CheckpointLayers(checkpoint)

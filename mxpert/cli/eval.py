@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 from ..errors import message, require, require_device
 from ..files import is_file, what_is_at
@@ -16,14 +15,12 @@ from ..integrations.checkpoints.hub import local_checkpoint
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE
 from ..integrations.models.convert import restore
 from ..integrations.models.evaluation import DEFAULT_FORMATS, EvalReport, evaluate
-from ..integrations.transformers import NAME
-from .main import quiet_imports
+from .main import missing_package, quiet_imports
 from .options import FORMATS_HELP, JsonFile, check_checkpoint, check_target, parse_formats, reading
+from .plots import INK, NO_LINE, figure, has_matplotlib, line_style, save, styled
 from .report import (
     Column,
     environment,
-    figure,
-    has_matplotlib,
     make_console,
     print_table,
     progress,
@@ -91,14 +88,17 @@ def evaluate_checkpoint(
 
     Examples:
         mxpert eval ./mixtral-bf16 --text wiki.txt
-
         mxpert eval ./gpt-oss-20b --text wiki.txt --format a8w4,a4w4
-
         mxpert eval ./mixtral-bf16 --text wiki.txt --json eval.json --plot eval.png
     """
     names = parse_formats(formats, "eval", "--format")
     check_target(json_to, "eval")
     _check_files(text, plot)
+    try:
+        with quiet_imports():
+            importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise missing_package(str(error.name), "eval") from error
     folder = local_checkpoint(checkpoint, "eval")
     check_checkpoint(folder, "eval")
     target = require_device(
@@ -167,6 +167,8 @@ def read_tokens(checkpoint: Path, text: Path, *, as_bytes: bool, limit: int) -> 
             torch.int64
         )
     # A token has one character at least, bar a few special ones: more text would be cut off anyway.
+    from transformers import AutoTokenizer  # not needed for --help and mistakes
+
     tokens = AutoTokenizer.from_pretrained(checkpoint)(content[: 16 * limit])["input_ids"]
     largest = max(tokens, default=0)
     require(
@@ -196,6 +198,10 @@ def read_text(text: Path) -> str:
 
 def load_dense(checkpoint: Path) -> Any:
     """The model in bfloat16 with dense experts, on the CPU; MXFP4 experts dequantised."""
+    from transformers import AutoModelForCausalLM  # not needed for --help and mistakes
+
+    from ..integrations.transformers import NAME
+
     config = _config(checkpoint)
     quantised = getattr(config, "quantization_config", None) is not None
     model = AutoModelForCausalLM.from_pretrained(
@@ -212,6 +218,9 @@ def _config(checkpoint: Path) -> Any:
         need=f"a checkpoint with {CONFIG_FILE}",
         got="none",
     )
+    from transformers import AutoConfig  # not needed for --help and mistakes
+    from transformers.utils import logging
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     return AutoConfig.from_pretrained(checkpoint)
@@ -245,31 +254,34 @@ def print_report(report: EvalReport, title: str, json_to: str | None) -> None:
     )
 
 
+@styled
 def draw(path: Path, report: EvalReport, title: str) -> None:
     """Δ loss with error bars beside the SQNR of each layer, as PNG."""
-    drawing, (left, right) = figure(f"{title}: {report.tokens} tokens", 2)
-    others = report.formats[1:]
-    left.bar(
-        [result.name for result in others],
-        [result.delta for result in others],
-        yerr=[2 * (result.delta_error or 0.0) for result in others],
-        capsize=4,
-    )
-    left.axhline(0, color="black", linewidth=0.8)
-    left.set(
-        ylabel="loss − bf16's, nats per token (bars: 2 standard errors)",
-        title=f"bf16: {report.formats[0].loss:.4f}",
-    )
-    for result in others:
+    drawing, ((left, right),) = figure(f"{title}: {report.tokens} tokens", 1, 2)
+    for index, result in enumerate(report.formats[1:]):
+        left.errorbar(
+            result.name,
+            result.delta,
+            yerr=2 * (result.delta_error or 0.0),
+            capsize=5,
+            **line_style(index, dash=NO_LINE, size=8),
+        )
         values = [layer.sqnr_db[result.name] for layer in report.layers]
         right.plot(
             range(len(values)),
             [float("nan") if v is None else v for v in values],
-            marker="o",
             label=result.name,
+            **line_style(index),
         )
+    left.axhline(0, color=INK, linewidth=0.8)
+    left.margins(x=0.2)
+    left.grid(axis="y")
+    left.set(
+        ylabel="loss − bf16's, nats per token (bars: 2 standard errors)",
+        title=f"bf16: {report.formats[0].loss:.4f}",
+    )
     right.set(xlabel="MoE layer", ylabel="SQNR of the experts' output, dB")
     right.xaxis.get_major_locator().set_params(integer=True)
-    right.grid(alpha=0.3)
+    right.grid()
     right.legend()
-    drawing.savefig(path)
+    save(drawing, path)

@@ -5,13 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from ..integrations.checkpoints.inspect import ProjectionStatistics, inspect_checkpoint
 from ..integrations.module_paths import short_names
 from .options import JsonFile, check_target
 from .quantize import short_name
-from .report import Column, make_console, print_table, progress, result_console, write_report
+from .report import (
+    Column,
+    environment,
+    make_console,
+    print_table,
+    progress,
+    result_console,
+    write_report,
+)
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_COLUMNS = 12
@@ -41,7 +50,6 @@ def inspect(
 
     Examples:
         mxpert inspect ./gpt-oss-20b --layer 0
-
         mxpert inspect ./mixtral-mxfp4 --source ./mixtral-bf16 --json report.json
     """
     check_target(json_to, "inspect")
@@ -58,6 +66,7 @@ def inspect(
         json_to,
         {
             "kind": "inspect",
+            "environment": environment(torch.device("cpu")),
             "path": str(path),
             "source": None if source is None else str(source),
             "projections": [entry.as_json() for entry in found],

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import logging
-import os
 import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from ..errors import UnsupportedError, message
+from ..files import NO_ROOM
+from ..interrupts import EXIT_INTERRUPTED, INTERRUPTED, raising
+from .streams import discard, readers_may_go
 
-EXIT_USER_ERROR, EXIT_DEFECT, EXIT_INTERRUPTED = 2, 3, 130
+EXIT_USER_ERROR, EXIT_DEFECT = 2, 3
 EXIT_CODES = """Exit codes: 0 success; 1 a check failed; 2 bad input, or something this machine
 lacks, said in one line; 3 a defect of mxpert, with its traceback; 130 interrupted."""
+EXAMPLES = "Examples:"
+"""Starts the last part of a command's docstring: a line for each example."""
 _MESSAGE_MARK = " — "  # the library's own messages have it, and say all there is to say
 
 
@@ -61,15 +63,20 @@ def _load(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("mxpert"):
             raise
-        raise UnsupportedError(
-            f"mxpert {name}: import{_MESSAGE_MARK}need {error.name}, got no such package; "
-            f"pip install {error.name.partition('.')[0]}"
-        ) from error
+        raise missing_package(error.name, name) from error
     single = typer.Typer(
         add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False
     )
-    single.command(name, epilog=EXIT_CODES)(getattr(module, entry.function))
+    single.command(name, cls=_Command, epilog=EXIT_CODES)(getattr(module, entry.function))
     return typer.main.get_command(single)
+
+
+def missing_package(package: str, command: str) -> UnsupportedError:
+    """The error of a command that needs a package which is not installed."""
+    remedy = f"pip install {package.partition('.')[0]}"
+    return UnsupportedError(
+        message(f"mxpert {command}", "import", package, "no such package", remedy)
+    )
 
 
 @contextlib.contextmanager
@@ -90,25 +97,45 @@ def one_line(error: Exception, command: str) -> str | None:
         error, ValueError | TypeError | OSError | UnsupportedError
     ):
         return text
+    op = f"mxpert {command}"
     if isinstance(error, OSError) and error.strerror is not None:
-        where, need = (
-            ("output", "room to write")
-            if error.filename is None
-            else (str(error.filename), "a path that can be used")
-        )
-        return message(f"mxpert {command}", where, need, error.strerror)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
-        return message(
-            f"mxpert {command}",
-            "memory",
-            "enough for this problem",
-            text[:200] or "too little",
-            "choose fewer tokens or a smaller model",
-        )
+        where = "files" if error.filename is None else str(error.filename)
+        need = "room to write" if error.errno in NO_ROOM else "a path that can be used"
+        return message(op, where, need, error.strerror)
+    is_memory = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in text
+    if isinstance(error, MemoryError) or is_memory:  # torch's by its name: it need not be imported
+        remedy = "choose fewer tokens or a smaller model"
+        return message(op, "memory", "enough for this problem", text[:200] or "too little", remedy)
     return None
 
 
-class _LazyGroup(TyperGroup):
+class _Examples:
+    """Help whose examples stand each on a line: typer would join lines into paragraphs."""
+
+    help: str | None
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        text, _, self.examples = (self.help or "").partition(EXAMPLES)
+        self.help = text.strip()
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)  # type: ignore[misc]
+        lines = [line.strip() for line in self.examples.splitlines() if line.strip()]
+        formatter.write(
+            "".join(f"{line}\n" for line in (EXAMPLES, *(f"  {each}" for each in lines)))
+        )
+
+
+class _Command(_Examples, TyperCommand):
+    """A subcommand. Only while it runs an interrupt raises KeyboardInterrupt."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with raising():
+            return super().invoke(ctx)
+
+
+class _LazyGroup(_Examples, TyperGroup):
     """Lists every command without importing one; turns errors into exit codes."""
 
     def __init__(self, **attributes: Any) -> None:
@@ -125,13 +152,14 @@ class _LazyGroup(TyperGroup):
         return name, command if command is None else _load(str(name)), rest
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        try:
-            return super().main(*args, **extra)
-        except OSError as error:  # of the help and of errors in options: they come before `invoke`
-            with contextlib.suppress(OSError):
-                typer.echo(f"error: {one_line(error, '--help')}", err=True)
-            _drop_unwritten_output()
-            sys.exit(EXIT_USER_ERROR)
+        with readers_may_go():
+            try:
+                return super().main(*args, **extra)
+            except OSError as error:  # of help and of errors in options, which precede `invoke`
+                with contextlib.suppress(OSError):
+                    typer.echo(f"error: {one_line(error, '--help')}", err=True)
+                _drop_unwritten_output()
+                sys.exit(EXIT_USER_ERROR)
 
     def invoke(self, ctx: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
@@ -144,11 +172,11 @@ class _LazyGroup(TyperGroup):
         except typer.Abort:
             raise
         except KeyboardInterrupt as error:
-            typer.echo("interrupted", err=True)
+            typer.echo(INTERRUPTED, err=True)
             raise typer.Exit(EXIT_INTERRUPTED) from error
         except Exception as error:
-            if hasattr(error, "exit_code") or getattr(error, "errno", None) == errno.EPIPE:
-                raise  # typer's own, or the reader of the output has gone
+            if hasattr(error, "exit_code"):
+                raise  # typer's own
             text = one_line(error, str(ctx.invoked_subcommand))
             with contextlib.suppress(OSError):  # standard error may be full, too
                 if text is None:
@@ -163,7 +191,7 @@ def _drop_unwritten_output() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (until exit)
+        discard(sys.stdout)
 
 
 app = typer.Typer(
@@ -199,19 +227,12 @@ def main(
 
     Examples:
         mxpert doctor
-
         mxpert demo
-
         mxpert demo --checkpoint ./gpt-oss-20b
-
         mxpert bench --model gpt-oss-120b --tokens 1,64,1024
-
         mxpert tune --model gpt-oss-120b --time-budget 300
-
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4
-
         mxpert inspect ./mixtral-mxfp4
-
         mxpert eval ./mixtral-bf16 --text wiki.txt
     """
 

@@ -111,6 +111,11 @@ class RunWeights:
             return self.plain, explain_with(self.plain).resolution
 
 
+def is_timed(device: torch.device) -> bool:
+    """Whether commands time what runs on `device`; on a CPU they check results only."""
+    return device.type != "cpu"
+
+
 def float64_reference() -> AbstractContextManager[None]:
     """A context in which every op runs on the reference backend and accumulates in float64."""
     return override(backend="reference", config=ReferenceConfig(accumulate=torch.float64))

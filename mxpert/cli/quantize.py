@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 
@@ -12,7 +13,15 @@ from ..formats.spec import ScaleRule
 from ..integrations.checkpoints.quantize import QuantizeReport, quantize_checkpoint
 from ..integrations.module_paths import short_names
 from .options import JsonFile, check_target
-from .report import Column, make_console, print_table, progress, result_console, write_report
+from .report import (
+    Column,
+    environment,
+    make_console,
+    print_table,
+    progress,
+    result_console,
+    write_report,
+)
 
 EXIT_NOT_VERIFIED = 1
 
@@ -49,7 +58,6 @@ def quantize(
 
     Examples:
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4
-
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4 --scale-rule floor --json report.json
     """
     check_target(json_to, "quantize")
@@ -58,7 +66,8 @@ def quantize(
             source, destination, scale_rule=scale_rule, device=device, on_progress=advance
         )
     _print_report(result_console(json_to), report)
-    write_report(json_to, {"kind": "quantize", **report.as_json()})
+    facts = environment(torch.device(device))
+    write_report(json_to, {"kind": "quantize", "environment": facts, **report.as_json()})
     if not report.verified:
         for failure in report.failures:
             typer.echo(f"error: quantize: {failure}", err=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import importlib.util
 import json
 import math
 import os
@@ -30,13 +29,15 @@ from .. import __version__
 from ..dispatch import detect_target
 from ..errors import message
 from ..files import write_atomically
-from .options import FORMAT_NAMES
+from .plots import has_matplotlib
 
 Row = dict[str, Any]
 Advance = Callable[[float, float, str], None]
 """Called with (work done, work in all, what comes next)."""
 LINE_SECONDS = 5.0
 """Seconds between two lines of progress where standard error is no terminal."""
+FORESEEN = 0.05
+"""Part of the work after which the time left can be told."""
 PLAIN_WIDTH = 120
 UNBOUNDED_WIDTH = 10_000
 PLOT_HINT = "no plot: matplotlib is not installed; pip install matplotlib"
@@ -152,12 +153,17 @@ def write_report(target: str | None, document: Mapping[str, Any]) -> None:
 
 
 def write_results(
-    folder: Path, json_name: str, plot_name: str, document: Row, draw: Callable[[Path], None]
+    folder: Path, json_name: str, plot_name: str, document: Row, draw: Callable[[Path], None] | None
 ) -> None:
-    """Write a document and, where matplotlib is installed, its plot; name them on stderr."""
+    """Write a document and, where matplotlib is installed, its plot; name them on stderr.
+
+    draw: None where there is nothing to plot; a plot of an earlier run is removed then.
+    """
     console, written = make_console(stderr=True), [str(folder / json_name)]
     write_json(folder / json_name, document)
-    if has_matplotlib():
+    if draw is None:
+        (folder / plot_name).unlink(missing_ok=True)
+    elif has_matplotlib():
         draw(folder / plot_name)
         written.append(str(folder / plot_name))
     else:
@@ -180,7 +186,7 @@ def _plain(value: Any) -> Any:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console. A log file or pipe gets PLAIN_WIDTH columns, unless $COLUMNS says otherwise."""
+    """A console. Text in a file or pipe has PLAIN_WIDTH columns, unless $COLUMNS says otherwise."""
     console = Console(stderr=stderr)
     if console.is_terminal:
         return console
@@ -192,10 +198,17 @@ def result_console(json_target: str | None) -> Console:
     return make_console(stderr=json_target == "-")
 
 
+def say(console: Console, text: str, **style: Any) -> None:
+    """Print plain prose: wrapped at words in a terminal, a line in a file or pipe."""
+    options: Row = {"markup": False, "highlight": False, "soft_wrap": not console.is_terminal}
+    console.print(text, **options, **style)
+
+
 class Column(NamedTuple):
     """A table's column.
 
-    rank: columns of the highest rank go first where space is short; those of rank 0 stay.
+    rank: columns of the highest rank go first where a terminal is too narrow; those of rank 0 stay.
+        A column that tells rows apart has rank 0.
     """
 
     name: str
@@ -207,26 +220,25 @@ def print_table(
 ) -> None:
     """Print a table: first column left-aligned, the others right-aligned.
 
-    On a narrow console columns are left out, by rank, and named below the table. No cell is cut.
-    Cells are rich markup; the title is plain text.
+    On a narrow terminal columns are left out, by rank, and named below the table; a file or pipe
+    gets them all. No cell is cut. Cells are rich markup; the title is plain text.
     """
     named = [column if isinstance(column, Column) else Column(column) for column in columns]
     shown = list(range(len(named)))
     table = _table(named, rows, shown)
+    width = console.width
+    if not console.is_terminal:
+        console.width = max(width, _width(console, table))
     while _width(console, table) > console.width and any(named[index].rank for index in shown):
         shown.remove(max(reversed(shown), key=lambda index: named[index].rank))
         table = _table(named, rows, shown)
-    console.print(title, style="bold", markup=False, highlight=False, soft_wrap=True)
+    say(console, title, style="bold")
     console.print(table)
+    if not console.is_terminal:
+        console.width = width
     left_out = [column.name for index, column in enumerate(named) if index not in shown]
     if left_out:
-        console.print(
-            f"left out at {console.width} columns: {', '.join(left_out)}",
-            style="dim",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(console, f"left out at {console.width} columns: {', '.join(left_out)}", style="dim")
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]], shown: Sequence[int]) -> Table:
@@ -271,20 +283,24 @@ def progress(console: Console, title: str) -> Iterator[Advance]:
 
 
 class _Lines:
-    """Prints the first call and then at most one line every LINE_SECONDS."""
+    """Prints the first call and then at most one line every LINE_SECONDS.
+
+    Time left follows from the work done since the first call: what precedes it is no such work.
+    """
 
     def __init__(self, console: Console, title: str) -> None:
         self.console, self.title = console, title
-        self.began = time.monotonic()
+        self.began: float | None = None
         self.printed: float | None = None
 
     def advance(self, done: float, total: float, what: str) -> None:
         now = time.monotonic()
+        self.began = now if self.began is None else self.began
         if self.printed is not None and now - self.printed < LINE_SECONDS:
             return
         self.printed = now
         line = f"{self.title}: {100 * done / max(total, 1):.0f} %, {what}"
-        if done > 0:
+        if done >= FORESEEN * total > 0:
             line += f", {duration((now - self.began) * (total - done) / done)} left"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -317,61 +333,3 @@ def format_rate(row: Mapping[str, Any]) -> str:
     """
     value, unit = (row["tbs"], "B/s") if row["memory_bound"] else (row["tflops"], "FLOP/s")
     return f"{value:.2f} T{unit}" if value >= 1 else f"{value * 1e3:.3g} G{unit}"
-
-
-def has_matplotlib() -> bool:
-    """Whether plots can be drawn here."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def figure(title: str, columns: int) -> tuple[Any, Any]:
-    """A matplotlib figure with `columns` axes side by side, drawn without a display."""
-    from matplotlib.figure import Figure
-
-    drawing = Figure(figsize=(6.4 * columns, 4.8), dpi=120, layout="constrained")
-    drawing.suptitle(title)
-    return drawing, drawing.subplots(1, columns, squeeze=False)[0]
-
-
-def plot_roofline(
-    path: Path, title: str, rows: Sequence[Row], bandwidth: float, rates: Mapping[str, float]
-) -> None:
-    """Arithmetic intensity against rate, under the ceilings measured in the same run.
-
-    Args:
-        path: PNG to write. title: above the plot.
-        rows: need "flops", "weight_bytes", "us", "activation", "stage".
-        bandwidth: bytes/s. rates: activation format → floating-point operations/s.
-    """
-    drawing, (axes,) = figure(title, 1)
-    points = [
-        (
-            row["flops"] / row["weight_bytes"],
-            row["flops"] / row["us"] / 1e6,
-            f"{FORMAT_NAMES[row['activation']]} {row['stage']}",
-        )
-        for row in rows
-    ]
-    intensities = [point[0] for point in points] or [1.0]
-    xs = [
-        min(intensities) / 2 * (4 * max(intensities) / min(intensities)) ** (i / 99)
-        for i in range(100)
-    ]
-    for name, rate in rates.items():
-        axes.plot(
-            xs,
-            [min(x * bandwidth, rate) / 1e12 for x in xs],
-            color="gray",
-            linestyle="-" if name == "bf16" else "--",
-            label=f"roof {FORMAT_NAMES[name]}: {bandwidth / 1e12:.2f} TB/s, "
-            f"{rate / 1e12:.3g} TFLOP/s",
-        )
-    for label in dict.fromkeys(point[2] for point in points):
-        chosen = [point for point in points if point[2] == label]
-        axes.plot(
-            [p[0] for p in chosen], [p[1] for p in chosen], marker="o", linestyle="", label=label
-        )
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per weight byte", ylabel="TFLOP/s")
-    axes.grid(which="both", alpha=0.3)
-    axes.legend(fontsize="small")
-    drawing.savefig(path)

@@ -266,7 +266,9 @@ def dry_run(
             for row in rows
         ],
     )
-    write_report(json_to, {"kind": "tune-dry-run", "target": asdict(target), "cells": rows})
+    facts = environment(torch.device("cpu"))
+    document = {"kind": "tune-dry-run", "environment": facts, "target": asdict(target)}
+    write_report(json_to, {**document, "cells": rows})
 
 
 def _short(config: Row) -> str:
@@ -375,9 +377,7 @@ def tune(
 
     Examples:
         mxpert tune --model gpt-oss-120b --time-budget 300
-
         mxpert tune --shape 64,8,2048,1024 --tokens 1,16,256 --format a16w4
-
         mxpert tune --dry-run --target nvidia-h200
     """
     counts = parse_numbers(tokens, "tune", "--tokens")

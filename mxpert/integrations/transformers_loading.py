@@ -189,10 +189,9 @@ def _stated_config(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
         if file.is_file():
             return dict(json.loads(file.read_text("utf-8")))
         options = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
-        found: dict[str, Any] = cls.config_class.get_config_dict(place, **options)[0]
+        return dict(cls.config_class.get_config_dict(place, **options)[0])
     except (OSError, TypeError, ValueError):
         return {}
-    return found
 
 
 def _quantization(stated: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import signal
 import tempfile
 import time
 import uuid
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 from ..errors import message, require
 from ..files import write_atomically
+from ..interrupts import EXIT_INTERRUPTED
 from .timing import Call, _l2_sweep, _turns
 
 SPIN_CYCLES = 1_000_000
@@ -64,8 +66,10 @@ def start_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -
 
     Raises:
         RankFailedError: a rank raised an error or died; the others were ended.
+        KeyboardInterrupt: this process was interrupted; the ranks were ended.
     """
     # Imported here: slow, and not part of every build of torch.
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -86,8 +90,14 @@ def start_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -
                 found = elastic_launch(config, _reporting)(folder, function, *arguments)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
+            if failure.exitcode in (EXIT_INTERRUPTED, -signal.SIGINT):
+                raise KeyboardInterrupt from error
             text = _first_report(Path(folder)) or f"rank {rank}: {failure.message}"
             raise RankFailedError(" ".join(text.split())) from error
+        except SignalException as error:  # the launcher's handlers replace Python's
+            if error.sigval is signal.SIGINT:
+                raise KeyboardInterrupt from error
+            raise
     return [found[rank] for rank in range(num_ranks)]
 
 
@@ -113,13 +123,12 @@ def _first_report(folder: Path) -> str:
 @contextlib.contextmanager
 def _quiet_launcher() -> Iterator[None]:
     """Mute the launcher's log: `RankFailedError` says what failed."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)  # its loggers have levels of their own
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logging.disable(before)
 
 
 def join_group(timeout_s: float = 120.0) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from mxpert.testing.timing import Timing, Work, matmul_rate, read_bandwidth, tim
 from support.outcomes import assert_one_line
 
 runner = CliRunner()
+TIMES = {"us", "tbs", "tflops", "percent_of_roof"}
 COLUMNS = {
     "model",
     "E",
@@ -28,11 +30,7 @@ COLUMNS = {
     "impl",
     "activation",
     "stage",
-    "us",
     "rel_l2",
-    "tbs",
-    "tflops",
-    "percent_of_roof",
 }
 
 
@@ -41,10 +39,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "CPU_SECONDS_PER_CASE", 0.0)
 
 
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU is timed, as a GPU is."""
+    monkeypatch.setattr(bench, "is_timed", lambda _: True)
+
+
 def run(output: Path, *arguments: str) -> object:
     return runner.invoke(app, ["bench", "--scale", "32", "--output", str(output), *arguments])
 
 
+@pytest.mark.usefixtures("timed")
 def test_rows_tell_all_that_is_needed_to_judge_them(tmp_path: Path) -> None:
     outcome = run(
         tmp_path,
@@ -64,7 +69,7 @@ def test_rows_tell_all_that_is_needed_to_judge_them(tmp_path: Path) -> None:
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
     assert len(document["rows"]) == 2 * 2 * 3 * 3
     for row in document["rows"]:
-        assert set(row) >= COLUMNS
+        assert set(row) >= COLUMNS | TIMES
         assert row["us"] > 0
         assert row["percent_of_roof"] >= 0
         assert row["tflops"] == pytest.approx(row["flops"] / row["us"] / 1e6)
@@ -73,6 +78,20 @@ def test_rows_tell_all_that_is_needed_to_judge_them(tmp_path: Path) -> None:
     assert document["environment"]["versions"]["torch"] == torch.__version__
 
 
+def test_a_cpu_is_checked_and_not_timed(tmp_path: Path) -> None:
+    (tmp_path / "roofline.png").touch()
+    outcome = run(tmp_path, "--tokens", "1", "--format", "a16w4,a8w4")
+    assert outcome.exit_code == 0, outcome.output
+    document = json.loads((tmp_path / "bench.json").read_text())
+    assert (document["timed"], document["ceilings"]) == (False, None)
+    assert all(set(row) >= COLUMNS and not TIMES & set(row) for row in document["rows"])
+    assert not re.search(r"\d (µs|ms)|/s|roof", outcome.stdout), outcome.stdout
+    assert "nothing was timed" in outcome.stdout
+    assert "mxpert bench --plan" in outcome.stdout
+    assert not (tmp_path / "roofline.png").exists(), "of an earlier run"
+
+
+@pytest.mark.usefixtures("timed")
 def test_json_goes_where_it_is_asked_to(tmp_path: Path) -> None:
     target = tmp_path / "h200.json"
     outcome = run(

@@ -48,6 +48,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure.Ceilings, "measure", classmethod(lambda *_: ceilings))
 
 
+def test_another_model_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    outcome = run(tmp_path, tmp_path / "out")
+    assert outcome.exit_code == 2
+    assert outcome.stderr == (
+        f"error: demo: {tmp_path}/config.json: model_type — need gpt_oss, got 'mixtral'; "
+        "`mxpert eval` compares formats on other MoE checkpoints\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_run_passes_its_gates_and_writes_its_report(checkpoint: Path, tmp_path: Path) -> None:
     outcome = run(checkpoint, tmp_path, "--tokens", "1,33", "--json", "-")
     assert outcome.exit_code == 0, outcome.output

@@ -61,6 +61,7 @@ def test_doctor_emulates_and_writes_json(few: None) -> None:
 def test_doctor_measures_this_machine(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "MEASURED_TOKENS", (1,))
     monkeypatch.setattr(doctor, "DEFAULT_FORMATS", "a8w4")
+    monkeypatch.setattr(doctor.bench, "is_timed", lambda _: True)  # as on a GPU
     monkeypatch.setattr(doctor.bench, "CPU_SCALE", 64)
     monkeypatch.setattr(doctor.bench, "STAGES", ("layer",))
     outcome = runner.invoke(main.app, ["doctor", "--measure", "--json", "-"])

@@ -27,7 +27,7 @@ def test_help_lists_every_command_and_imports_none() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for name in main.COMMANDS:
         assert name in done.stdout
-    assert done.stdout.strip().endswith("['mxpert.cli.main']")
+    assert done.stdout.strip().endswith("['mxpert.cli.streams', 'mxpert.cli.main']")
 
 
 @pytest.mark.parametrize("name", main.COMMANDS)
@@ -35,6 +35,53 @@ def test_each_command_has_help_with_an_example(name: str) -> None:
     outcome = runner.invoke(main.app, [name, "--help"])
     assert outcome.exit_code == 0, outcome.output
     assert f"mxpert {name}" in outcome.output
+
+
+@pytest.mark.parametrize("rich", [True, False], ids=["rich", "plain"])
+@pytest.mark.parametrize("command", ["", *main.COMMANDS])
+def test_examples_stand_each_on_a_line(
+    command: str, rich: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("typer.core.HAS_RICH", rich)
+    outcome = runner.invoke(main.app, [*command.split(), "--help"])
+    assert outcome.exit_code == 0, outcome.output
+    *_, last = outcome.output.rstrip().partition("Examples:\n")
+    lines = last.splitlines()
+    assert len(lines) >= 2, outcome.output
+    assert all(line.startswith(f"  mxpert {command}") for line in lines)
+    assert outcome.output.count("Examples:") == 1
+
+
+@pytest.mark.parametrize("part", ["--help", "mistake", "files"])
+def test_eval_without_transformers(
+    part: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Help and mistakes need no package; only loading does."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("mxpert.cli.eval", "mxpert.integrations.transformers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [NoTransformers(), *sys.meta_path])
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "text").write_text("text")
+    arguments = {
+        "--help": ["--help"],
+        "mistake": ["nowhere", "--text", str(tmp_path / "text")],
+        "files": [str(tmp_path), "--text", str(tmp_path / "text")],
+    }[part]
+    outcome = runner.invoke(main.app, ["eval", *arguments])
+    assert outcome.exit_code == (0 if part == "--help" else main.EXIT_USER_ERROR)
+    said = {"--help": "Examples:", "mistake": "nowhere — need", "files": "need transformers, got"}
+    assert said[part] in outcome.output
+    assert "Traceback" not in outcome.output
+
+
+class NoTransformers:
+    """Transformers is not installed."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.split(".")[0] == "transformers":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def test_version() -> None:

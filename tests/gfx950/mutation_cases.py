@@ -2,7 +2,8 @@
 
 ``python tests/gfx950/mutation_cases.py`` judges the mutants of all cases, in as many processes as
 there are cores, and writes `RECORD`; with names of cases it replaces theirs. ``--each 8`` judges a
-fixed sample, eight of each kind evenly spaced in the listing.
+fixed sample, eight of each kind evenly spaced in the listing. The table of docs/gfx950.md is that
+of the record; ``--page`` writes it alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +35,9 @@ RECORD = Path(__file__).with_name("mutants.json")
 were judged (null: all), their number by kind and verdict, and each survivor: its label and kind,
 the source line, and why it survives."""
 
+PAGE = Path(__file__).parents[2] / "docs/gfx950.md"
+BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
+"""Around what `PAGE` shows of `RECORD`."""
 GEMMS = ("_moe_gate_up_kernel", "_moe_down_kernel", "_moe_gemm_")
 """How the names of the kernels begin."""
 
@@ -205,6 +210,35 @@ def record(parts: list[Judged]) -> dict[str, Any]:
     }
 
 
+def shown(recorded: dict[str, Any]) -> str:
+    """What the page shows of a record: totals, and a line for each kind of mutant."""
+    kinds: dict[str, Counter[str]] = {}
+    for row in recorded.values():
+        for kind, counts in row["counts"].items():
+            kinds.setdefault(kind, Counter()).update(counts)
+    total = sum(kinds.values(), Counter())
+    lines = [
+        f"{total.total() - total['survived']:,} of {total.total():,} mutants of {len(recorded)} "
+        f"kernels are noticed: {total['fault']:,} by a fault, {total['wrong']:,} by a wrong "
+        f"result. The record has the reason why each of the other {total['survived']:,} changes no "
+        "bit.",
+        "",
+        "| mutant | judged | fault | wrong result | survives |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for kind, counts in kinds.items():
+        numbers = counts.total(), counts["fault"], counts["wrong"], counts["survived"]
+        lines.append(f"| {kind} | " + " | ".join(f"{number:,}" for number in numbers) + " |")
+    return "\n".join((BEGIN, "", *lines, "", END))
+
+
+def write_page() -> None:
+    """Replace what `PAGE` shows of the record."""
+    page = PAGE.read_text("utf-8")
+    before, after = page.partition(BEGIN)[0], page.partition(END)[2]
+    PAGE.write_text(before + shown(json.loads(RECORD.read_text("utf-8"))) + after, "utf-8")
+
+
 def main(names: list[str], each_kind: int | None) -> None:
     """Record the named cases, or all."""
     recorded = json.loads(RECORD.read_text("utf-8")) if names and RECORD.exists() else {}
@@ -225,11 +259,16 @@ def main(names: list[str], each_kind: int | None) -> None:
             print(f"{name}: {total - len(survived)} of {total} caught, {seconds:.0f} s", flush=True)
             text = json.dumps({key: recorded[key] for key in CASES if key in recorded}, indent=1)
             RECORD.write_text(text + "\n", "utf-8")
+    write_page()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="case", help=", ".join(CASES))
     parser.add_argument("--each", type=int, help="mutants of each kind; all by default")
+    parser.add_argument("--page", action="store_true", help="only write the table of the page")
     options = parser.parse_args()
-    main(options.names, options.each)
+    if options.page:
+        write_page()
+    else:
+        main(options.names, options.each)

@@ -66,6 +66,14 @@ def test_the_record_has_all_cases() -> None:
     assert list(RECORD) == list(cases.CASES)
 
 
+def test_the_page_shows_the_record() -> None:
+    again = f"render it again: python tests/gfx950/{_PATH.name} --page"
+    assert cases.shown(RECORD) in cases.PAGE.read_text("utf-8"), again
+    rows = [row for each in RECORD.values() for row in each["counts"].values()]
+    caught = sum(row["fault"] + row["wrong"] for row in rows)
+    assert f"\n{caught:,} of " in cases.shown(RECORD)
+
+
 @pytest.mark.parametrize("name", cases.CASES)
 def test_the_record_is_complete(name: str) -> None:
     """Of each kind some mutants are caught, and each survivor has its place and reason.

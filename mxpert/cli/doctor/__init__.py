@@ -131,11 +131,8 @@ def doctor(
 
     Examples:
         mxpert doctor
-
         mxpert doctor --json - | jq .operations
-
         mxpert doctor --emulate gfx950
-
         mxpert doctor --measure --json device.json
     """
     check_target(json_to, "doctor")

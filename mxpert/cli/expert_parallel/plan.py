@@ -18,16 +18,17 @@ from ...files import short
 from ...formats.names import OwnFormat
 from ...testing.problems import MoEShape
 from ..options import FORMAT_NAMES, open_folder
+from ..plots import FILLS, figure, legend_outside, line_style, log_scale, save, styled
 from ..report import (
     Column,
     Row,
     environment,
-    figure,
     format_time,
     make_console,
     print_table,
     progress,
     result_console,
+    say,
     write_report,
     write_results,
 )
@@ -186,19 +187,18 @@ def show_plan(document: Row, console: Console) -> None:
         if link["network_gbs"]
         else ""
     )
-    console.print(
+    say(
+        console,
         f"On paper: layers measured on one {document['measured_layers']['device']}; {link['name']}:"
         f" {link['gbs']:g} GB/s a direction and {link['latency_us']:g} µs among "
         f"{link['domain']} ranks{between}.",
-        highlight=False,
-        soft_wrap=True,
     )
     print_table(
         console,
         "mxpert bench --plan",
         (
             "model",
-            Column("format", 4),
+            "format",
             "ranks",
             "T a rank",
             Column("hit", 6),
@@ -214,7 +214,7 @@ def show_plan(document: Row, console: Console) -> None:
         [_cells(row) for row in document["rows"]],
     )
     for note in notes(document):
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        say(console, note)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -261,12 +261,17 @@ def notes(document: Row) -> list[str]:
     return found
 
 
+@styled
 def plot_plan(path: Path, document: Row) -> None:
-    """Time of a layer by tokens of a rank: a panel for each model, a line for each N."""
+    """Time of a layer by tokens of a rank: a panel for each model, a line for each N.
+
+    A colour and the filled part of the marker for each number of ranks; marker and dashes for each
+    format.
+    """
     rows = document["rows"]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    drawing, panels = figure(f"On paper: {document['link']['name']}", len(models))
-    styles = dict(zip(FORMAT_NAMES, ("-", "--", ":", "-."), strict=False))
+    formats = list(FORMAT_NAMES)
+    drawing, (panels,) = figure(f"On paper: {document['link']['name']}", 1, len(models))
     for axes, model in zip(panels, models, strict=True):
         mine = [row for row in rows if row["model"] == model]
         for index, count in enumerate(dict.fromkeys(row["N"] for row in mine)):
@@ -275,13 +280,11 @@ def plot_plan(path: Path, document: Row) -> None:
                 axes.plot(
                     [row["T"] for row in line],
                     [row["us"] for row in line],
-                    color=f"C{index}",
-                    linestyle=styles[name],
-                    marker=".",
                     label=f"{count} ranks, {FORMAT_NAMES[name]}",
+                    **line_style(index, formats.index(name), fill=FILLS[index % len(FILLS)]),
                 )
-        axes.set(xscale="log", yscale="log", title=model)
-        axes.set(xlabel="tokens of a rank", ylabel="µs a layer")
-        axes.grid(which="both", alpha=0.3)
-        axes.legend(fontsize="x-small")
-    drawing.savefig(path)
+        axes.set(title=model, xlabel="tokens of a rank", ylabel="µs a layer")
+        log_scale(axes, x=2, y=10)
+        axes.grid()
+    legend_outside(drawing, panels, columns=3 * len(models))
+    save(drawing, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,16 +21,17 @@ from ...testing.ranks import RankFailedError, join_group, start_ranks
 from ...testing.timing import Timing
 from ..measure import GateError, refusing_wrong_results, timing_columns
 from ..options import FORMAT_NAMES, open_folder
+from ..plots import figure, legend_outside, line_style, log_scale, save, styled
 from ..report import (
     Column,
     Row,
     environment,
-    figure,
     format_time,
     make_console,
     print_table,
     progress,
     result_console,
+    say,
     write_report,
     write_results,
 )
@@ -37,6 +39,11 @@ from .layer import Case, Collectives, Exchange, OnRanks, RankCase, RankWeights
 from .plan import wire_of
 
 STAGES = ("dispatch", "local", "combine", "exchange", "layer")
+NOT_TIMED = (
+    "Every result is right. Times are left out: without GPUs gloo exchanges and the reference "
+    "backend answers, on a scaled-down model. `mxpert bench --plan` predicts a layer over GPUs; "
+    "on a machine with GPUs, this command measures."
+)
 CPU_RANKS = 16
 """Most ranks on a CPU: each is a process."""
 REPEATS = {"cuda": 20, "cpu": 3}
@@ -61,7 +68,13 @@ def bench_ranks(request: RanksRequest, output: Path, json_to: str | None) -> Non
     show_ranks(document, result_console(json_to))
     write_report(json_to, document)
     names = "expert_parallel.json", "expert_parallel.png"
-    write_results(output, *names, document, lambda path: plot_ranks(path, document))
+    plot = functools.partial(plot_ranks, document=document) if _timed(document) else None
+    write_results(output, *names, document, plot)
+
+
+def _timed(document: Row) -> bool:
+    """Whether times say something. A CPU's are in the report only: they follow no kernel."""
+    return bool(document["environment"]["kind"] != "cpu")
 
 
 def check_ranks(num_ranks: int, shapes: dict[str, MoEShape]) -> None:
@@ -195,67 +208,55 @@ def case_rows(case: RankCase, repeats: int) -> Iterator[Row]:
 def show_ranks(document: Row, console: Console) -> None:
     """The table of a document: a line for each case and way to exchange."""
     for name, text in document["explain"].items():
-        console.print(f"{name}: {text}", highlight=False, markup=False, soft_wrap=True)
+        say(console, f"{name}: {text}")
     cells: dict[tuple[object, ...], dict[str, Row]] = {}
     for row in document["rows"]:
         key = row["model"], row["T"], row["activation"], row["impl"]
         cells.setdefault(key, {})[row["stage"]] = row
+    timed = _timed(document)
+    columns: list[str | Column] = ["model", "T a rank", "format", "exchange by"]
+    if timed:
+        columns += [Column("dispatch", 1), Column("local", 1), Column("combine", 1)]
+        columns += [Column("both", 2), "layer"]
     print_table(
         console,
         f"mxpert bench --expert-parallel {document['ranks']}",
-        (
-            "model",
-            "T a rank",
-            "format",
-            "exchange by",
-            Column("dispatch", 1),
-            Column("local", 1),
-            Column("combine", 1),
-            Column("both", 2),
-            "layer",
-            Column("balance", 3),
-            Column("rel. L2", 4),
-        ),
-        [_cells(stages) for stages in cells.values()],
+        [*columns, Column("balance", 3), Column("rel. L2", 4 * timed)],
+        [_cells(stages, timed) for stages in cells.values()],
     )
-    console.print(
-        "Times of the slower rank. both: dispatch and combine in one CUDA graph; balance: mean rows"
-        " of a rank over those of the busiest.",
-        highlight=False,
-        soft_wrap=True,
-    )
-    if document["environment"]["kind"] == "cpu":
-        console.print(
-            "A CPU's times say nothing about the kernels: gloo exchanges, and the reference backend"
-            " answers, on\na scaled-down model.",
-            highlight=False,
-        )
+    notes = ["balance: mean rows of a rank over those of the busiest."]
+    if timed:
+        notes.insert(0, "Times of the slower rank. both: dispatch and combine in one CUDA graph;")
+    else:
+        notes.append(NOT_TIMED)
+    say(console, " ".join(notes))
 
 
-def _cells(stages: dict[str, Row]) -> Sequence[str]:
+def _cells(stages: dict[str, Row], timed: bool) -> Sequence[str]:
     row = stages["layer"]
     return (
         row["model"],
         str(row["T"]),
         FORMAT_NAMES[row["activation"]],
         row["impl"],
-        *(format_time(stages[stage]["us"]) for stage in STAGES),
+        *(format_time(stages[stage]["us"]) for stage in STAGES if timed),
         f"{100 * row['balance']:.0f} %",
         f"{row['rel_l2']:.1e}",
     )
 
 
+@styled
 def plot_ranks(path: Path, document: Row) -> None:
     """Time of a layer by tokens of a rank, and of its exchange: a panel for each model."""
     rows = document["rows"]
     models = list(dict.fromkeys(row["model"] for row in rows))
     device = document["environment"]["device"]
-    drawing, panels = figure(f"{document['ranks']} ranks: {device}", len(models))
+    drawing, (panels,) = figure(f"{document['ranks']} ranks: {device}", 1, len(models))
     for axes, model in zip(panels, models, strict=True):
         mine = [row for row in rows if row["model"] == model]
         lines = dict.fromkeys((row["impl"], row["activation"]) for row in mine)
         for index, (impl, name) in enumerate(lines):
-            for stage, style in (("layer", "-"), ("exchange", "--")):
+            for dash, (stage, fill) in enumerate((("layer", "full"), ("exchange", "none"))):
                 line = [
                     row
                     for row in mine
@@ -264,13 +265,11 @@ def plot_ranks(path: Path, document: Row) -> None:
                 axes.plot(
                     [row["T"] for row in line],
                     [row["us"] for row in line],
-                    color=f"C{index}",
-                    linestyle=style,
-                    marker=".",
                     label=f"{impl}, {FORMAT_NAMES[name]}: {stage}",
+                    **line_style(index, dash=dash, fill=fill),
                 )
-        axes.set(xscale="log", yscale="log", title=model)
-        axes.set(xlabel="tokens of a rank", ylabel="µs")
-        axes.grid(which="both", alpha=0.3)
-        axes.legend(fontsize="x-small")
-    drawing.savefig(path)
+        axes.set(title=model, xlabel="tokens of a rank", ylabel="µs")
+        log_scale(axes, x=2, y=10)
+        axes.grid()
+    legend_outside(drawing, panels, columns=2 * len(models), fontsize="x-small")
+    save(drawing, path)

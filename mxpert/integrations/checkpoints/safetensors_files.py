@@ -255,14 +255,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     Raises:
         OSError: the file cannot be written, for example on a full disk.
     """
-
-    def write(partial: Path) -> None:
-        try:
-            save_file(tensors, partial, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{path}: {error}") from error
-
-    write_atomically(path, write)
+    write_atomically(path, lambda partial: save_file(tensors, partial, metadata={"format": "pt"}))
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
