@@ -70,6 +70,17 @@ def does_not_fit(op: str, layout: Layout, error: ValueError) -> ValueError:
     return ValueError(message(op, "reloaded weights", need, f"others: {error}", remedy))
 
 
+def columns_of_rank(share: int, padded: int, tp_size: int, tp_rank: int) -> int:
+    """Columns of the intermediate size that a rank's part of the checkpoint has.
+
+    Loaders cut between MX blocks: `padded` columns on the first ranks, what is left on the next.
+
+    Args:
+        share: the size over the ranks. padded: `share`, rounded up to whole blocks.
+    """
+    return max(0, min(padded, share * tp_size - tp_rank * padded))
+
+
 def clear_padding(weights: MoEWeights, columns: int) -> None:
     """Zero what no checkpoint fills: a rank's columns of the intermediate size from `columns` on.
 

@@ -15,6 +15,18 @@ from ...errors import message
 Part = tuple[int | None, str | None]
 """Global expert id and shard of one call of a loader; None for all experts, or all shards."""
 
+FROM_CHECKPOINTS = (
+    "auto",
+    "hf",
+    "safetensors",
+    "fastsafetensors",
+    "pt",
+    "npcache",
+    "mistral",
+    "runai_streamer",
+)
+"""Values of ``--load-format`` under which a checkpoint fills every tensor through its loader."""
+
 _SHARDS = {"w13": {"w1", "w3"}, "w2": {"w2"}}
 """Shards that the loaders of checkpoints with one tensor an expert name."""
 

@@ -20,26 +20,14 @@ import mxpert
 from ...errors import UnsupportedError, message
 from ...formats.spec import MX_BLOCK_SIZE
 from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
-from ..serving.layer_weights import prepare_layer
-from ..serving.loads import Loads
+from ..serving.layer_weights import columns_of_rank, prepare_layer
+from ..serving.loads import FROM_CHECKPOINTS, Loads
 from ..serving.reload import model_of
 from ._experts import RoutedExperts, RoutingExperts
 from ._refusals import activation_of, refuse_unsupported
 from .options import OP
 
 logger = init_logger("vllm.mxpert")  # vLLM shows the loggers below its own name
-
-_FROM_CHECKPOINTS = (
-    "auto",
-    "hf",
-    "safetensors",
-    "fastsafetensors",
-    "pt",
-    "npcache",
-    "mistral",
-    "runai_streamer",
-)
-"""Values of ``--load-format`` under which a checkpoint fills every tensor through its loader."""
 
 _FILLED = ("w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias")
 """Parameters of a layer; compressed-tensors calls the codes ``…_packed``."""
@@ -128,7 +116,7 @@ class ServedMethod(FusedMoEMethodBase):
 
     def _require_loaded(self, layer: Any) -> None:
         """Raise a ValueError for tensors that the checkpoint lacks."""
-        if self.loads.is_empty and self.load_format not in _FROM_CHECKPOINTS:
+        if self.loads.is_empty and self.load_format not in FROM_CHECKPOINTS:
             return  # filled by other means than the loaders
         present = dict(layer.named_parameters(recurse=False))
         names = [name for each in _FILLED for name in (each, f"{each}_packed") if name in present]
@@ -190,17 +178,6 @@ class ServedMethod(FusedMoEMethodBase):
             topk_ids_dtype=ids_dtype or torch.int32,
             router_logits_dtype=self.moe.router_logits_dtype if self.is_monolithic else None,
         )
-
-
-def columns_of_rank(share: int, padded: int, tp_size: int, tp_rank: int) -> int:
-    """Columns of the intermediate size that a rank's part of the checkpoint has.
-
-    Loaders cut between MX blocks: `padded` columns on the first ranks, what is left on the next.
-
-    Args:
-        share: the size over the ranks. padded: `share`, rounded up to whole blocks.
-    """
-    return max(0, min(padded, share * tp_size - tp_rank * padded))
 
 
 @functools.cache
