@@ -1,7 +1,7 @@
 """The check of an engine's options, in the process that reads them, before engines start.
 
-vLLM checks each model by its architecture, and that check sees all options of the engine. The one of
-mxpert stands in front of it, for every architecture that vLLM knows. For others vLLM asks each
+vLLM checks each model by its architecture, and that check sees all options of the engine. The one
+of mxpert stands in front of it, for every architecture that vLLM knows. For others vLLM asks each
 registered quantisation config whether a quantised checkpoint is its own, and passes the model's
 config. The config of `probe` never says yes, and uses the question to add the check.
 """
