@@ -332,13 +332,14 @@ class MoEWeights(Aggregate):
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
+        cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu", mmap: bool = False
     ) -> MoEWeights:
         """Read weights that `save` wrote, in the layout that they were saved in.
 
         Args:
             path: a file of `save`.
             device: where the weights will live.
+            mmap: on a CPU, use the file's pages: whoever changes the file changes the weights.
 
         Returns:
             MoEWeights on `device`. Prepared weights need no `prepare`.
@@ -354,7 +355,8 @@ class MoEWeights(Aggregate):
         """
         op = "MoEWeights.load"
         device = require_device(device, op)
-        return cls._from_state(weights_state.read(path, op), op).to(device)
+        state = weights_state.read(path, op, copy=device.type == "cpu" and not mmap)
+        return cls._from_state(state, op).to(device)
 
     def prepare(self, *, device: torch.device | str, layout: Layout | None = None) -> MoEWeights:
         """Return the weights on `device`, in the layout that its fastest kernels read.

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from ..pdl import grid_dependency_wait, launch_dependents
 from .flags import flag_or_poison, load_addresses, section, set_flags
-from .wait import load_volatile, load_words, wait_for_flags, word_of
+from .wait import load_volatile, load_words, note_loss, wait_for_flags, word_of
 from .words import DECIDED, EPOCHS, NO_WAIT, RETURN_OFF, RUNNING, SEND_OFF, TIMEOUT, TWO_STREAMS
 
 _RANKS = tl.constexpr(4)
@@ -212,7 +212,7 @@ def _exchange_combine_kernel(
     set_flags(addresses, flags_offset, rank, num_ranks, flag, KIND)
     if decided >= 0:
         decided = _await_rows(state, returned, epoch, num_ranks, timeout, KIND)
-    tl.store(state + SEND_OFF, tl.full([], 1, tl.int64), mask=decided < 0)
+    note_loss(state + SEND_OFF, decided)
     if USE_PDL:
         launch_dependents()
     # What other programs have found. Each warp loads it, and none waits for it before the sum.

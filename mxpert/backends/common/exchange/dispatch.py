@@ -13,7 +13,7 @@ import triton.language as tl
 from ..mx_codec import quantize_tile
 from ..pdl import grid_dependency_wait, launch_dependents, launch_dependents_and_wait
 from .flags import flag_or_poison, load_addresses, section, set_flags
-from .wait import load_awaited, load_volatile, load_words, wait_alone, word_of
+from .wait import load_awaited, load_volatile, load_words, note_loss, wait_alone, word_of
 from .words import DECIDED, EPOCHS, MAX_CTAS, RETURN_OFF, RUNNING, SEND_OFF, TAG_BITS, TWO_STREAMS
 
 _FILL = tl.constexpr(256)
@@ -384,7 +384,7 @@ def _exchange_dispatch_kernel(
         seen = load_words(state, KIND)
     if pid == 0:  # nobody waits for it here
         tl.atomic_add(state + RUNNING, 1, sem="relaxed", scope="gpu")
-        tl.store(state + RETURN_OFF, tl.full([], 1, tl.int64), mask=decided < 0)
+        note_loss(state + RETURN_OFF, decided)
     peers = Peers(table, rank, num_ranks)
     sections = Sections(rows_offset, scales_offset, ids_offset, weights_offset, rank * bound)
     routing = Routing(topk_ids, topk_weights, owners, local_ids, top_k, num_experts)

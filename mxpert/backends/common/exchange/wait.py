@@ -94,6 +94,13 @@ def word_of(seen, word):
 
 
 @triton.jit
+def note_loss(word, decided):
+    """Set words[SEND_OFF] or words[RETURN_OFF] after a loss; several programs may."""
+    one = tl.full([], 1, tl.int64)
+    tl.atomic_max(word, one, mask=decided < 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def _poll(pointers, mask, KIND: tl.constexpr):
     """Load flags that other ranks change; acquires where a load can."""
     if KIND == "cuda":
@@ -195,14 +202,8 @@ def _wait_for_tokens(awaited, KIND: tl.constexpr):
         if decided < epoch:
             found = tl.atomic_cas(state + DECIDED, decided, verdict, sem="acq_rel", scope="gpu")
             decided = tl.where(found == decided, verdict, found)
-    _note(state, decided)
+    note_loss(state + RETURN_OFF, decided)
     return decided >= 0
-
-
-@triton.jit
-def _note(state, decided):
-    """Keep a loss for combine."""
-    tl.store(state + RETURN_OFF, tl.full([], 1, tl.int64), mask=decided < 0)
 
 
 @triton.jit
@@ -217,7 +218,7 @@ def wait_alone(awaited, decided, epoch, KIND: tl.constexpr):
         verdict = wait_for_flags(flags, epoch, num_ranks, num_ctas, timeout, KIND)
         # Nothing here waits for the result, and the next kernel sees it.
         tl.atomic_cas(state + DECIDED, decided, verdict, sem="relaxed", scope="gpu")
-    _note(state, verdict)
+    note_loss(state + RETURN_OFF, verdict)
 
 
 @triton.jit
