@@ -14,6 +14,7 @@ from .formats.tensor import Layout, MXTensor
 from .ops.local_weights import check_local_weights, local_weights
 from .ops.moe import fused_moe
 from .ops.quantize import FLOAT_DTYPES, quantize
+from .ops.requantize import requantize_ as requantize_
 from .ops.route import LOGIT_DTYPES, check_route_topk, route_topk
 from .problem import Activation, SiLU, TopKOptions, parse_activation_format, require_activation
 from .published import expert_weights_from, published_expert_tensors, published_shapes

@@ -408,7 +408,7 @@ class MoEWeights(Aggregate):
         self, layout: Layout, certificates: tuple[FoldCertificate, FoldCertificate]
     ) -> MoEWeights:
         assert self.gate_up_order is not None  # checked by __post_init__
-        rows = _prepared_rows(layout, self.gate_up_order, self.intermediate_size, self.device)
+        rows = prepared_rows(layout, self.gate_up_order, self.intermediate_size, self.device)
         bias = None if self.gate_up_bias is None else self.gate_up_bias[:, rows].contiguous()
         if layout is Layout.HOPPER_FRAGMENT:
             gate_up = pack_hopper(self.gate_up_proj, certificates[0], rows)
@@ -429,7 +429,7 @@ class MoEWeights(Aggregate):
         if self.layout is Layout.ROW_MAJOR:
             return replace(self, fold_certificates=None)
         order = self.source_order or _PREPARED_ORDER[self.layout]
-        rows = _prepared_rows(self.layout, order, self.intermediate_size, self.device)
+        rows = prepared_rows(self.layout, order, self.intermediate_size, self.device)
         bias = self.gate_up_bias
         if bias is not None:
             bias = torch.empty_like(bias).index_copy_(1, rows, bias)
@@ -465,7 +465,7 @@ def _check_holds_data(device: torch.device, op: str, name: str, remedy: str) -> 
     require(device.type != "meta", op, name, need=need, got="'meta'", remedy=remedy)
 
 
-def _prepared_rows(
+def prepared_rows(
     layout: Layout, order: GateUpOrder, intermediate_size: int, device: torch.device
 ) -> torch.Tensor:
     """Row indices [2F] that bring rows in `order` to the order of a prepared layout."""

@@ -21,6 +21,8 @@ from mxpert import UnsupportedError
 from mxpert.integrations import sglang as plugin
 from mxpert.integrations.serving import layer as shared
 from mxpert.integrations.serving import layer_weights
+from mxpert.integrations.serving.requantize import requantize_layer_, served_layers
+from mxpert.modules import quantize_weights
 
 pytest.importorskip("sglang", reason="needs SGLang's Python: make test-serving")
 from sglang.srt.arg_groups.choices import MOE_RUNNER_BACKEND_CHOICES
@@ -384,6 +386,29 @@ def test_a_checkpoint_without_a_layer_is_refused(server: SimpleNamespace) -> Non
     server.load_format = "auto"
     with pytest.raises(ValueError, match="all tensors of the experts"):
         built("silu")
+
+
+def test_a_trainers_experts_are_quantised_in_place() -> None:
+    method, layer, _ = built("gpt_oss")
+    layer.quant_method = method
+    assert served_layers(torch.nn.Sequential(layer)) == {"0": layer}
+    generator = torch.Generator().manual_seed(5)
+    dense = {
+        name: torch.randn(*shape, generator=generator).bfloat16()
+        for name, shape in (
+            ("gate_up_proj", (EXPERTS, 2 * INTERMEDIATE, HIDDEN)),
+            ("down_proj", (EXPERTS, HIDDEN, INTERMEDIATE)),
+            ("gate_up_bias", (EXPERTS, 2 * INTERMEDIATE)),
+            ("down_bias", (EXPERTS, HIDDEN)),
+        )
+    }
+    addresses = {name: tensor.data_ptr() for name, tensor in layer.named_parameters()}
+    requantize_layer_(layer, **dense)
+    order = mxpert.GateUpOrder.INTERLEAVED
+    assert_weights(
+        method.info.layer.weights.unprepare(), quantize_weights(**dense, gate_up_order=order)
+    )
+    assert {name: tensor.data_ptr() for name, tensor in layer.named_parameters()} == addresses
 
 
 def test_an_update_clears_the_padding() -> None:

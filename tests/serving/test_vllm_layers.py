@@ -44,6 +44,7 @@ import mxpert
 from mxpert.formats import MXFP4, Layout
 from mxpert.integrations.serving import layer as shared
 from mxpert.integrations.serving import layer_weights
+from mxpert.integrations.serving.requantize import requantize_layer_, served_layers
 from mxpert.integrations.vllm import _method as served
 from support.memory import peak_bytes
 
@@ -641,3 +642,56 @@ def test_kernels_are_compiled_once_for_layers_of_one_shape() -> None:
     assert options["activation_format"] == "a8w4"
     assert options["top_k"] == TOP_K
     assert weights.num_experts == EXPERTS
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
+def test_a_trainers_experts_are_quantised_in_place(kind: str, rank: int) -> None:
+    """TP2 of 96 columns and experts 1, 4 and 6: what a checkpoint of these experts would give."""
+    gpt_oss, total, share = kind == "gpt_oss", 96, 48
+    moe = moe_config(
+        intermediate_size=total,
+        intermediate_size_per_partition=share,
+        activation=ACTIVATIONS[kind],
+        has_bias=gpt_oss,
+        parallel=dict(tp_size=2, tp_rank=rank),
+        routing_method=ROUTED,
+        num_local_experts=3,
+    )
+    if not gpt_oss and not hasattr(moe, "tp_shard_with_padding"):
+        pytest.skip("this vLLM cuts inside of a block; refused there")
+    order = mxpert.GateUpOrder.INTERLEAVED if gpt_oss else mxpert.GateUpOrder.CONCATENATED
+    method, layer = make_method(METHODS[kind], moe), make_layer(moe)
+    layer.expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
+    layer.expert_map[[1, 4, 6]] = torch.arange(3, dtype=torch.int32)
+    load(method, layer, Checkpoint.random(order, biased=gpt_oss, experts=3))
+    layer.quant_method = method
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), layer)
+    assert served_layers(model) == {"1": layer}
+    addresses = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    gate_up, down = normal(EXPERTS, 2 * total, HIDDEN), normal(EXPERTS, HIDDEN, total)
+    biases = (normal(EXPERTS, 2 * total), normal(EXPERTS, HIDDEN)) if gpt_oss else (None, None)
+    requantize_layer_(layer, gate_up, down, gate_up_bias=biases[0], down_bias=biases[1])
+    assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses
+    found = method.moe_kernel.fused_experts.layer.weights.unprepare()
+    mine = torch.arange(64 * rank, min(64 * rank + 64, total))
+    pairs = torch.stack([2 * mine, 2 * mine + 1], 1).flatten()
+    rows = pairs if gpt_oss else torch.cat([mine, total + mine])
+    held = torch.arange(len(mine))
+    places = torch.arange(2 * len(mine)) if gpt_oss else torch.cat([held, INTERMEDIATE + held])
+    wanted = mxpert.quantize(gate_up[[1, 4, 6]][:, rows], "mxfp4")
+    assert torch.equal(found.gate_up_proj.qdata[:, places], wanted.qdata)
+    assert torch.equal(found.gate_up_proj.scale[:, places], wanted.scale)
+    dense = found.down_proj.dequantize()
+    assert torch.equal(
+        dense[..., : len(mine)], mxpert.quantize(down[[1, 4, 6]][..., mine], "mxfp4").dequantize()
+    )
+    assert not dense[..., len(mine) :].any()
+    if found.gate_up_bias is not None and found.down_bias is not None:
+        assert torch.equal(found.gate_up_bias[:, places], biases[0][[1, 4, 6]][:, rows].float())
+        assert torch.equal(found.down_bias, biases[1][[1, 4, 6]].float() * (rank == 0))

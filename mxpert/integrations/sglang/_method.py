@@ -30,6 +30,7 @@ from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import columns_of_rank, prepare_layer
 from ..serving.loads import FROM_CHECKPOINTS, Loads
 from ..serving.reload import model_of
+from ..serving.requantize import Share
 from . import BACKENDS, OP
 from ._refusals import activation_of, refuse_unsupported
 
@@ -193,18 +194,28 @@ class ServedMethod(FusedMoEMethodBase):
         load_format = str(getattr(get_server_args(), "load_format", ""))
         if self.loads.is_empty and load_format not in FROM_CHECKPOINTS:
             return  # filled by other means than the loaders
-        shared = getattr(layer, "num_fused_shared_experts", 0)
-        routed = config.num_local_experts - shared
-        first = getattr(layer, "moe_ep_rank", 0) * routed
-        experts = list(range(first, first + routed))
-        experts += range(config.num_experts - shared, config.num_experts)
         names = [name for name, _ in layer.named_parameters(recurse=False)]
-        self.loads.require_all(OP, self.prefix, names, experts)
+        self.loads.require_all(OP, self.prefix, names, _experts(layer, config))
+
+    def share(self, layer: Any) -> Share:
+        """What this rank holds of the layer."""
+        assert self.info is not None  # loaded before anyone trains it
+        weights, rank = self.info.layer.weights, getattr(layer, "moe_tp_rank", 0)
+        experts, first = _experts(layer, self.runner.config), rank * weights.intermediate_size
+        return Share(weights, experts, first, self.columns, rank == 0)
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         if not TopKOutputChecker.format_is_standard(dispatch_output.topk_output):
             raise UnsupportedError(message(OP, "top-k", "SGLang's standard output", "another"))
         return self.runner.run(dispatch_output, self.info)
+
+
+def _experts(layer: Any, config: Any) -> list[int]:
+    """Global ids of the experts that live here: routed ones, then shared ones that are fused."""
+    shared = getattr(layer, "num_fused_shared_experts", 0)
+    routed = config.num_local_experts - shared
+    first = getattr(layer, "moe_ep_rank", 0) * routed
+    return [*range(first, first + routed), *range(config.num_experts - shared, config.num_experts)]
 
 
 def _loadable(

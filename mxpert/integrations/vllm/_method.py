@@ -23,6 +23,7 @@ from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import columns_of_rank, prepare_layer
 from ..serving.loads import FROM_CHECKPOINTS, Loads
 from ..serving.reload import model_of
+from ..serving.requantize import Share
 from ._experts import RoutedExperts, RoutingExperts
 from ._refusals import activation_of, refuse_unsupported
 from .options import OP
@@ -120,11 +121,23 @@ class ServedMethod(FusedMoEMethodBase):
             return  # filled by other means than the loaders
         present = dict(layer.named_parameters(recurse=False))
         names = [name for each in _FILLED for name in (each, f"{each}_packed") if name in present]
+        self.loads.require_all(OP, self.prefix, names, self._experts(layer))
+
+    def _experts(self, layer: Any) -> list[int]:
+        """Global ids of the experts that live here, in the order of their local ids."""
         expert_map = getattr(layer, "expert_map", None)
-        experts = list(range(self.moe.num_local_experts))
-        if expert_map is not None:
-            experts = (expert_map >= 0).nonzero().flatten().tolist()
-        self.loads.require_all(OP, self.prefix, names, experts)
+        if expert_map is None:
+            return list(range(self.moe.num_local_experts))
+        here = (expert_map >= 0).nonzero().flatten()
+        found: list[int] = here[expert_map[here].argsort()].tolist()
+        return found
+
+    def share(self, layer: Any) -> Share:
+        """What this rank holds of the layer."""
+        weights = self.moe_kernel.fused_experts.layer.weights
+        padded, rank = weights.intermediate_size, self.moe.moe_parallel_config.tp_rank
+        columns = padded if self.columns is None else self.columns
+        return Share(weights, self._experts(layer), rank * padded, columns, rank == 0)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Describe the activations to vLLM: not quantised outside of the experts."""
