@@ -272,7 +272,7 @@ def train(
             total += loss.detach() / micro_batches
         if mesh:
             dist.all_reduce(total.div_(mesh.size()))
-        clip_grad_norm_(model, 1.0, ep and ep.group)
+        clip_grad_norm_(model, 1.0, expert_parallel_group=ep and ep.group)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()

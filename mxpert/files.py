@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -72,11 +73,11 @@ def write_atomically(path: Path, write: Callable[[Path], object], *, shared: boo
 
     Args:
         path: the file. write: takes the name of the temporary file.
-        shared: other processes may write `path` at the same time; the last one wins.
+        shared: other threads and processes may write `path` at the same time; the last one wins.
     """
     partial = partial_name(path)
     if shared:
-        partial = partial.with_name(f".{path.name}.{os.getpid()}.partial")
+        partial = partial.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         partial.unlink(missing_ok=True)
         partial.touch()

@@ -17,6 +17,7 @@ from .ops.gradient import without_backward
 from .ops.local_weights import check_local_weights, local_weights
 from .ops.moe import fused_moe
 from .ops.quantize import FLOAT_DTYPES, quantize
+from .ops.requantize import requantize_ as requantize_
 from .ops.route import LOGIT_DTYPES, check_route_topk, route_topk
 from .problem import (
     ActivationFormat,
@@ -253,7 +254,8 @@ class MoE(torch.nn.Module):
 
     The state dict holds ``router.weight``, ``router.bias``, ``correction_bias`` and, below
     ``experts.``, the published MXFP4 tensors: the names of gpt-oss's layers. ``.to(device)``
-    prepares the experts for the new device.
+    prepares the experts for the new device. ``.to(dtype)`` leaves float32 routing parameters
+    alone: rounding them would choose other experts.
 
     With `expert_parallel` the experts lie on several ranks, and the router is whole on each. Every
     rank calls the module at the same time with its own tokens, also with none, and gets their
@@ -387,6 +389,11 @@ class MoE(torch.nn.Module):
         )
         return self.experts(rows, topk_weights, topk_ids).view(x.shape)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> MoE:
+        """`to`, `half` and `bfloat16` leave float32 routing parameters: they choose the experts."""
+        super()._apply(lambda tensor: _float32_kept(tensor, fn(tensor)), recurse)
+        return self
+
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, routing={self.routing}"
 
@@ -499,6 +506,12 @@ def _mismatch(name: str, tensor: object, shape: tuple[int, ...]) -> str:
         )
     fits = tensor.is_floating_point() if name.endswith("_bias") else tensor.dtype == torch.uint8
     return "" if fits else f"dtype mismatch for {name}: {tensor.dtype} is not the published dtype."
+
+
+def _float32_kept(before: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+    """A float32 tensor in float32 on the device of `moved`; any other as it was moved."""
+    changed = before.dtype == torch.float32 != moved.dtype
+    return before.to(moved.device) if changed else moved
 
 
 def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

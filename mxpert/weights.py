@@ -336,13 +336,14 @@ class MoEWeights(Aggregate):
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
+        cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu", mmap: bool = False
     ) -> MoEWeights:
         """Read weights that `save` wrote, in the layout that they were saved in.
 
         Args:
             path: a file of `save`.
             device: where the weights will live.
+            mmap: on a CPU, use the file's pages: whoever changes the file changes the weights.
 
         Returns:
             MoEWeights on `device`. Prepared weights need no `prepare`.
@@ -358,7 +359,8 @@ class MoEWeights(Aggregate):
         """
         op = "MoEWeights.load"
         device = require_device(device, op)
-        return cls._from_state(weights_state.read(path, op), op).to(device)
+        state = weights_state.read(path, op, copy=device.type == "cpu" and not mmap)
+        return cls._from_state(state, op).to(device)
 
     def prepare(
         self, *, device: torch.device | str, layout: LayoutLike | None = None
@@ -411,7 +413,7 @@ class MoEWeights(Aggregate):
         self, layout: Layout, certificates: tuple[FoldCertificate, FoldCertificate]
     ) -> MoEWeights:
         assert self.gate_up_order is not None  # checked by __post_init__
-        rows = _prepared_rows(layout, self.gate_up_order, self.intermediate_size, self.device)
+        rows = prepared_rows(layout, self.gate_up_order, self.intermediate_size, self.device)
         bias = None if self.gate_up_bias is None else self.gate_up_bias[:, rows].contiguous()
         if layout is Layout.HOPPER_FRAGMENT:
             gate_up = pack_hopper(self.gate_up_proj, certificates[0], rows)
@@ -432,7 +434,7 @@ class MoEWeights(Aggregate):
         if self.layout is Layout.ROW_MAJOR:
             return replace(self, fold_certificates=None)
         order = self.source_order or _PREPARED_ORDER[self.layout]
-        rows = _prepared_rows(self.layout, order, self.intermediate_size, self.device)
+        rows = prepared_rows(self.layout, order, self.intermediate_size, self.device)
         bias = self.gate_up_bias
         if bias is not None:
             bias = torch.empty_like(bias).index_copy_(1, rows, bias)
@@ -457,7 +459,7 @@ def _check_holds_data(device: torch.device, op: str, name: str, remedy: str) -> 
     require(device.type != "meta", op, name, need=need, got="'meta'", remedy=remedy)
 
 
-def _prepared_rows(
+def prepared_rows(
     layout: Layout, order: GateUpOrder, intermediate_size: int, device: torch.device
 ) -> torch.Tensor:
     """Row indices [2F] that bring rows in `order` to the order of a prepared layout."""

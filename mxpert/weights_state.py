@@ -283,8 +283,10 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], op: str) -> None:
         ) from None
 
 
-def read(path: str | os.PathLike[str], op: str) -> dict[str, Any]:
+def read(path: str | os.PathLike[str], op: str, *, copy: bool) -> dict[str, Any]:
     """Return the state that `write` has written, its tensors on the CPU.
+
+    copy: whether tensors have memory of their own; else they are the pages of the file.
 
     Raises:
         TypeError: `path` is no path.
@@ -313,6 +315,8 @@ def read(path: str | os.PathLike[str], op: str) -> dict[str, Any]:
                 remedy="update mxpert",
             )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            if copy:
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     except (OSError, safetensors.SafetensorError) as error:
         raise ValueError(
             message(

@@ -268,3 +268,24 @@ def test_bad_dense_weights_are_named() -> None:
         quantize_weights(gate_up, down, gate_up_order="gate_first")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^quantize_weights: gate_up_bias\.dtype"):
         quantize_weights(gate_up, down, gate_up_order=order, gate_up_bias=torch.ones(E).int())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_dtype_leaves_float32_routing_parameters(dtype: torch.dtype) -> None:
+    """Rounded to bfloat16, these biases and logits would choose other experts."""
+    order = mxpert.GateUpOrder.CONCATENATED
+    dense = torch.randn(4, 64, 32), torch.randn(4, 32, 32)
+    experts = quantize_weights(*dense, gate_up_order=order)
+    bias = torch.tensor([1.0, 1.001, 1.002, 1.003])
+    for router_dtype in (torch.float32, torch.bfloat16):
+        weight = torch.randn(4, 32).to(router_dtype)
+        moe = mxpert.MoE(experts, weight.clone(), top_k=1, correction_bias=bias.clone())
+        for moved in (moe.to(dtype), moe.to("cpu", dtype), moe.type(dtype)):
+            found = moved.state_dict()
+            assert torch.equal(found["correction_bias"], bias)
+            if router_dtype == torch.float32:
+                assert torch.equal(found["router.weight"], weight)
+            else:
+                assert found["router.weight"].dtype == dtype
+    torch.nn.Sequential(moe).to(dtype)
+    assert moe.correction_bias.dtype == torch.float32

@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import mxpert
@@ -422,3 +426,52 @@ def test_copies_and_pickles_take_the_fields_alone() -> None:
             assert vars(other).keys() == names < vars(original).keys()
             assert parts_of(other) is not None
     assert torch.equal(pickle.loads(pickle.dumps(tensor)).qdata, tensor.qdata)
+
+
+def overwrite(path: Path) -> None:
+    """Change a file's tensors in place."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size // 2)
+        file.write(b"\xff" * (size - size // 2))
+
+
+def test_loaded_weights_do_not_follow_the_file(tmp_path: Path) -> None:
+    """On a CPU safetensors hands out the file's pages: they are copied, unless mmap asks."""
+    path, weights = tmp_path / "layer.safetensors", make_weights(bias=True)
+    weights.save(path)
+    loaded, pages = MoEWeights.load(path), MoEWeights.load(path, mmap=True)
+    overwrite(path)
+    for name, tensor in weights.state_dict().items():
+        if name != "_extra_state":
+            assert torch.equal(loaded.state_dict()[name], tensor), name
+    changed = [
+        name
+        for name, tensor in weights.state_dict().items()
+        if name != "_extra_state" and not torch.equal(pages.state_dict()[name], tensor)
+    ]
+    assert changed  # planted: without the copy a later write reaches the weights
+
+
+def test_two_threads_may_save_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are inside of `save` at the same time; who reads meanwhile finds a whole file."""
+    path, both = tmp_path / "layer.safetensors", threading.Barrier(2)
+    first, second = make_weights(), make_weights(bias=True)
+    first.save(path)
+    save_file = safetensors.torch.save_file
+
+    def together(tensors: Any, partial: Path, header: Any) -> None:
+        both.wait(30)
+        assert Path(partial).stat().st_size == 0  # nobody else writes there
+        both.wait(30)
+        save_file(tensors, partial, header)
+        both.wait(30)
+        assert MoEWeights.load(path).num_experts == E
+
+    monkeypatch.setattr(safetensors.torch, "save_file", together)
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(each.save, path) for each in (first, second)]:
+            done.result()
+    found = MoEWeights.load(path)
+    assert torch.equal(found.down_proj.qdata, first.down_proj.qdata)
+    assert [file.name for file in tmp_path.iterdir()] == ["layer.safetensors"]

@@ -15,6 +15,7 @@ import torch
 from ..formats.spec import ScaleRule
 from ..kernel_spec import KernelSpec
 from ..ops.schema import rebuild
+from .calls import Call, require_same
 from .groups import Ranks
 from .transport import DispatchedTokens, ExchangeSpec, Rows
 from .wire import rows_from_wire, wire_parts
@@ -63,13 +64,14 @@ class AllToAllExchange:
         bound: int,
         scale_rule: ScaleRule,
         out_dtype: torch.dtype,
+        call: Call | None = None,
     ) -> DispatchedTokens:
         """Send each token to the ranks that own one of its experts."""
         self._ranks.raise_lost()
         spec = self._spec
         columns = topk_ids.clamp(-1, spec.placement.num_experts).long() + 1
         owners = self._owners[columns]  # int64 [T, k]
-        places, way = self._find_way(owners)
+        places, way = self._find_way(owners, (call or Call(bound, scale_rule=scale_rule)).word)
         tokens = way.tokens
         parts = wire_parts(x, spec.wire_format, scale_rule)
         received = [self._exchange(part[tokens], way) for part in parts]
@@ -88,20 +90,24 @@ class AllToAllExchange:
             state=way,
         )
 
-    def _find_way(self, owners: torch.Tensor) -> tuple[torch.Tensor, _Way]:
+    def _find_way(self, owners: torch.Tensor, call: int) -> tuple[torch.Tensor, _Way]:
         """The rank int64 [S, 1] of each row to send, and the way of all rows.
 
-        owners: int64 [T, k], the rank of each id, N for none.
+        owners: int64 [T, k], the rank of each id, N for none. call: its word, sent with the counts.
+
+        Raises:
+            ValueError: the ranks make different calls.
         """
         size = self._spec.size
         goes = torch.zeros((owners.shape[0], size + 1), dtype=torch.bool, device=owners.device)
         goes = goes.scatter_(1, owners, True)[:, :size].T  # [N, T]
-        counts = goes.sum(1)
+        counts = torch.stack([goes.sum(1), goes.new_full((size,), call, dtype=torch.int64)], 1)
         others = counts
         if size > 1:
             others = torch.empty_like(counts)
             self._ranks.all_to_all("dispatch", others, counts)
-        sent, received = torch.stack([counts, others]).tolist()
+        (sent, _), (received, calls) = torch.stack([counts.T, others.T]).tolist()
+        require_same("ExpertParallel.dispatch", calls)
         rows = torch.nonzero_static(goes, size=sum(sent))  # [S, 2]: rank, token
         return rows[:, :1], _Way(rows[:, 1], sent, received)
 

@@ -15,6 +15,7 @@ from ..errors import require
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
 from ..ops.quantize import dequantize
+from .calls import Call
 from .expert_parallel import ExpertParallel
 from .transport import DispatchedTokens, RowExchange
 
@@ -99,8 +100,16 @@ class _Dispatch(torch.autograd.Function):
         quantised = ep.wire_format == "mxfp8"
         # The wire moves bytes: rows of any other dtype travel as rows of more bfloat16 values.
         sent = x if quantised else x.contiguous().view(torch.bfloat16)
+        bound = ep.max_tokens
+        call = Call(bound, "MXMoE", scale_rule, sizes=str(x.dtype))
         dispatched = _exchange(ep).dispatch(
-            sent, weights, topk_ids, bound=ep.max_tokens, scale_rule=scale_rule, out_dtype=x.dtype
+            sent,
+            weights,
+            topk_ids,
+            bound=bound,
+            scale_rule=scale_rule,
+            out_dtype=x.dtype,
+            call=call,
         )
         if isinstance(dispatched.x, MXTensor):
             rows = dequantize(dispatched.x, dtype=x.dtype)

@@ -16,6 +16,7 @@ from ..formats.tensor import Layout, MXTensor
 from ..kernel_spec import KernelSpec, Launchable
 from ..problem import MoEOptions
 from ..routing import require_topk
+from .calls import Call
 from .choice import choose, make_exchange
 from .groups import agree, default_device, find_group
 from .layer import LAYER, LAYER_OUT, OBJECTS
@@ -49,9 +50,11 @@ class ExpertParallel:
     GATHER leaves that sum to the backend, in `combine_dtype`.
 
     All ranks of the group make the object at the same time with the same arguments, and then make
-    the same calls in the same order. A rank without tokens takes part with T = 0. Make the object
-    and its first call before a CUDA graph capture: kernels compile and backends connect in it. One
-    object serves one stream; make two for two micro-batches that overlap.
+    the same calls in the same order: the same op and options, and views of the same `max_tokens`.
+    Where they differ, all ranks get a ValueError that names the difference. Calls for two layers of
+    the same sizes and options look alike. A rank without tokens takes part with T = 0. Make the
+    object and its first call before a CUDA graph capture: kernels compile and backends connect in
+    it. One object serves one stream; make two for two micro-batches that overlap.
 
     Args:
         group_or_mesh: a ProcessGroup or a one-dimensional DeviceMesh; None is the default group, or
@@ -347,12 +350,13 @@ class ExpertParallel:
         *,
         scale_rule: ScaleRule,
         out_dtype: torch.dtype,
+        call: Call | None = None,
     ) -> DispatchedTokens:
-        """`dispatch` of arguments that were checked."""
+        """`dispatch` of arguments that were checked; call: of the layer that they are for."""
         self._guard.check(_OP)
-        bound = self.max_tokens
+        options: dict[str, Any] = dict(bound=self.max_tokens, scale_rule=scale_rule)
         return self._exchange.dispatch(
-            x, topk_weights, topk_ids, bound=bound, scale_rule=scale_rule, out_dtype=out_dtype
+            x, topk_weights, topk_ids, **options, out_dtype=out_dtype, call=call
         )
 
     def layer_kernel(self, kernel: KernelSpec, out_dtype: torch.dtype) -> Launchable | None:

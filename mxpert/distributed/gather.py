@@ -14,6 +14,7 @@ import torch
 from ..formats.spec import ScaleRule
 from ..kernel_spec import KernelSpec
 from ..ops.schema import rebuild
+from .calls import Call, require_same
 from .groups import Ranks
 from .transport import DispatchedTokens, ExchangeSpec, Rows
 from .wire import rows_from_wire, wire_parts
@@ -27,6 +28,11 @@ class GatherExchange:
         table = spec.placement.received_ids(spec.rank)
         self._local_ids = table.to(device)
         """int32 [N, E + 2]"""
+        self._device, self._last = device, 0
+        self._words: dict[int, torch.Tensor] = {}
+        self._differ = torch.zeros((), dtype=torch.bool, device=device)
+        self._seen = torch.zeros(spec.size, dtype=torch.int64, device=device)
+        """The calls of all ranks where they differed first."""
 
     @staticmethod
     def unavailable(group: Any, device: torch.device) -> str | None:
@@ -42,9 +48,11 @@ class GatherExchange:
         bound: int,
         scale_rule: ScaleRule,
         out_dtype: torch.dtype,
+        call: Call | None = None,
     ) -> DispatchedTokens:
         """Send `bound` slots to every rank."""
         self._ranks.raise_lost()
+        self._compare((call or Call(bound, scale_rule=scale_rule)).word)
         spec = self._spec
         parts = wire_parts(x, spec.wire_format, scale_rule)
         received = [self._gather(_padded(part, bound)) for part in parts]
@@ -58,6 +66,31 @@ class GatherExchange:
             out_dtype=out_dtype,
             state=bound,
         )
+
+    def _compare(self, word: int) -> None:
+        """Compare the calls of all ranks, before shapes depend on them.
+
+        With NCCL the host waits only where its own call is another one than before. Else a
+        difference turns results into NaN, and `check` says what it is.
+
+        Raises:
+            ValueError: the ranks make different calls.
+        """
+        if self._ranks.size == 1:
+            return
+        own = self._words.get(word)
+        if own is None:
+            own = torch.tensor([word], dtype=torch.int64, device=self._device)
+            self._words[word] = own
+        calls = self._gather(own)
+        on_gpu = self._device.type != "cpu"
+        is_new, self._last = word != self._last, word
+        if not on_gpu or (is_new and not torch.cuda.is_current_stream_capturing()):
+            require_same("ExpertParallel.dispatch", calls.tolist())
+        if on_gpu:
+            differ = (calls != own).any()
+            self._seen.copy_(torch.where(differ & ~self._differ, calls, self._seen))
+            self._differ |= differ
 
     def _gather_routing(
         self, topk_weights: torch.Tensor, topk_ids: torch.Tensor, bound: int
@@ -90,6 +123,8 @@ class GatherExchange:
             mine = rows.new_empty((bound, rows.shape[1]))
             ranks.reduce_scatter(mine, rows)
         out.copy_(mine[: out.shape[0]])
+        if ranks.size > 1 and self._device.type != "cpu":
+            out.masked_fill_(self._differ, float("nan"))
 
     def _gather(self, slots: torch.Tensor) -> torch.Tensor:
         """[n, …] of each rank → [N · n, …]."""
@@ -100,8 +135,10 @@ class GatherExchange:
         return out
 
     def check(self) -> None:
-        """Synchronise; raise the error of an earlier call again."""
+        """Synchronise; raise the error of an earlier call again, or for calls that differed."""
         self._ranks.check()
+        if self._differ.item():
+            require_same("ExpertParallel.check", self._seen.tolist())
 
     def close(self) -> None:
         """Drop the group that this object made."""

@@ -22,6 +22,7 @@ from ..ops.schema import Operand
 from ..problem import MoEOptions, MoEProblem
 from ..runtime.geometry import CachedCall, Described
 from ..weights import MoEWeights
+from .calls import call_of
 
 if TYPE_CHECKING:
     from .expert_parallel import ExpertParallel
@@ -54,10 +55,14 @@ def _exchange(
     """Dispatch, the local layer as an op of its own, combine."""
     local: Any = call.problem
     routed = inputs["x"], inputs["topk_weights"], inputs["topk_ids"]
+    options, weights = local.options, inputs["weights"]
     dispatched = ranks.dispatch_unchecked(
-        *routed, scale_rule=local.options.scale_rule, out_dtype=out_dtype
+        *routed,
+        scale_rule=options.scale_rule,
+        out_dtype=out_dtype,
+        call=call_of(options, weights, ranks.max_tokens),
     )
-    rows = fused_moe_received(dispatched, inputs["weights"], local.options, ranks.local_top_k, call)
+    rows = fused_moe_received(dispatched, weights, options, ranks.local_top_k, call)
     return ranks.combine_unchecked(rows, dispatched, inputs.get("out"))
 
 

@@ -21,6 +21,7 @@ from ..kernel_spec import KernelSpec, Launchable
 from ..ops.schema import rebuild
 from ..runtime.replay import replayed
 from ..weights import MoEWeights
+from .calls import Call, call_of, difference_error, differences
 from .groups import gather_objects
 from .transport import DispatchedTokens, ExchangeSpec, Rows
 from .wire import rows_from_wire
@@ -39,10 +40,12 @@ class _Buffers(NamedTuple):
 
     Args:
         received: x, topk_weights and topk_ids of DispatchedTokens.
+        own_ids: a copy of topk_ids that no other rank writes.
         arrivals: int64 [NUM_ARRIVALS], what kernels wait for.
     """
 
     received: dict[str, Any]
+    own_ids: torch.Tensor
     arrivals: torch.Tensor
 
 
@@ -110,10 +113,13 @@ class SymmetricExchange:
         scale_rule: ScaleRule,
         out_dtype: torch.dtype,
         waits: bool = True,
+        call: Call | None = None,
     ) -> DispatchedTokens:
         """Store each token on the ranks of its experts, and wait for those of all ranks.
 
-        The tensors of the result are this object's buffers, valid until `combine` of the result.
+        The ids of tokens that were waited for are a copy, all −1 after a loss: a rank that is late
+        may still write its own. The tensors of the result are this object's buffers, valid until
+        `combine` of the result.
 
         Args:
             waits: False leaves the wait to the kernels that sort the tokens; see `arrivals`.
@@ -126,7 +132,9 @@ class SymmetricExchange:
         rows, scale = (x.qdata, x.scale) if isinstance(x, MXTensor) else (x, None)
         quantises = self._own.layout.mx_rows and scale is None
         num_tokens, buffers = topk_ids.shape[0], self._of(bound)
-        host.dispatch_launch(self._own, num_tokens, bound, scale_rule if quantises else None)(
+        word = (call or Call(bound, scale_rule=scale_rule)).word
+        rule = scale_rule if quantises else None
+        host.dispatch_launch(self._own, num_tokens, bound, rule, word)(
             x=rows.contiguous(),
             scale=None if scale is None else scale.contiguous(),
             topk_weights=topk_weights.contiguous(),
@@ -136,12 +144,13 @@ class SymmetricExchange:
             **self._experts,
         )
         self._is_dispatched = True
+        received = buffers.received
+        if waits:
+            ids, lost = received["topk_ids"], host.is_lost(self._words)
+            torch.where(lost, torch.full_like(lost, -1, dtype=ids.dtype), ids, out=buffers.own_ids)
+            received = {**received, "topk_ids": buffers.own_ids}
         return rebuild(
-            DispatchedTokens,
-            **buffers.received,
-            num_tokens=num_tokens,
-            out_dtype=out_dtype,
-            state=bound,
+            DispatchedTokens, **received, num_tokens=num_tokens, out_dtype=out_dtype, state=bound
         )
 
     def arrivals(self, bound: int) -> torch.Tensor:
@@ -160,6 +169,7 @@ class SymmetricExchange:
         x = rows_from_wire(parts, self._spec.wire_format)
         self._buffers[bound] = _Buffers(
             dict(x=x, topk_weights=weights, topk_ids=ids),
+            torch.empty_like(ids),
             self._arrivals[host.arrivals_row(self._own, bound)],
         )
         return self._buffers[bound]
@@ -173,7 +183,8 @@ class SymmetricExchange:
         """
         bound = dispatched.state
         last = self._buffers.get(bound)
-        is_last = last is not None and dispatched.topk_ids is last.received["topk_ids"]
+        given = dispatched.topk_ids
+        is_last = last is not None and (given is last.own_ids or given is last.received["topk_ids"])
         self._begin("combine", self._is_dispatched and is_last)
         host.combine_launch(self._own, dispatched.num_tokens, bound)(
             out=out,
@@ -221,14 +232,19 @@ class SymmetricExchange:
 
         Raises:
             PeerLostError: a rank died or did not arrive in time.
-            ValueError: calls overlapped on two streams, or nothing waited for received tokens.
+            ValueError: calls that differ between ranks or overlapped on two streams, or nothing
+                waited for received tokens.
         """
         if self._lost is None:
-            rank, misuse = host.lost(self._words)
+            rank, differs, misuse = host.lost(self._words)
             if rank is not None:
                 need, got = f"an answer within {self._spec.timeout_s:g} s", "none"
                 text = message(f"{_OP}.check", f"rank {rank}", need, got, _NEW_OBJECT)
                 self._lost = PeerLostError(text, (rank,))
+            elif differs is not None:
+                calls = self._sections["calls"].tolist()
+                text = differences(calls) or f"another one on rank {differs}"
+                self._lost = difference_error(f"{_OP}.check", text)
             elif misuse is not None:
                 argument, need, got = _MISUSE[misuse]
                 text = message(f"{_OP}.check", argument, need, got, "make a new ExpertParallel")
@@ -292,6 +308,7 @@ class _LayerKernel:
             scale_rule=problem.options.scale_rule,
             out_dtype=out_dtype,
             waits=False,
+            call=call_of(problem.options, weights, self._bound),
         )
         rows = self._kernel.launch(
             problem,

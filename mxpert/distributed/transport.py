@@ -12,6 +12,7 @@ from ..formats.spec import MX_BLOCK_SIZE, ScaleRule, ValueEnum
 from ..formats.tensor import MXTensor
 from ..kernel_spec import KernelSpec, Launchable
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K
+from .calls import Call
 from .placement import Placement
 
 Rows = torch.Tensor | MXTensor
@@ -175,8 +176,13 @@ class Exchange(Protocol):
         bound: int,
         scale_rule: ScaleRule,
         out_dtype: torch.dtype,
+        call: Call | None = None,
     ) -> DispatchedTokens:
         """Send each token to the ranks that own one of its experts, and receive theirs.
+
+        call: what all ranks must call alike; None is a dispatch with this bound and rule. Where
+        ranks differ, every rank gets a ValueError that says in what: here, or from `check` where
+        nothing waits on the host, with results that are NaN.
 
         A lost rank raises PeerLostError, or the ids of all other ranks' tokens are −1.
         """

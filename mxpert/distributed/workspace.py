@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import socket
 import tempfile
 from dataclasses import dataclass
@@ -97,7 +98,9 @@ def _peers(group: Any, nbytes: int, device: torch.device) -> Workspace:
     return Workspace(own, tuple(addresses), handle)
 
 
-def _require_memory(errors: list[str | None], nbytes: int) -> None:
+def _require_memory(
+    errors: list[str | None], nbytes: int, where: str = "GPU memory", remedy: str = ""
+) -> None:
     """Raise an UnsupportedError on every rank where one has no memory. errors: by rank."""
     for rank, error in enumerate(errors):
         if error is not None:
@@ -105,18 +108,30 @@ def _require_memory(errors: list[str | None], nbytes: int) -> None:
                 message(
                     "ExpertParallel",
                     "max_tokens",
-                    f"{nbytes} bytes of GPU memory on every rank",
+                    f"{nbytes} bytes of {where} on every rank",
                     f"an error on rank {rank}: {error}",
-                    "choose fewer slots",
+                    f"choose fewer slots{remedy}",
                 )
             )
 
 
+def _reserve(file: Any, nbytes: int) -> str | None:
+    """Give a file its memory now; return why that fails. A write beyond it would end in SIGBUS."""
+    try:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+    except OSError as error:
+        folder = os.path.dirname(file.name)
+        usage = shutil.disk_usage(folder)
+        return f"{folder} has {usage.free} of {usage.total} bytes free ({error.strerror})"
+    return None
+
+
 def _mapped_files(group: Any, nbytes: int) -> Workspace:
     """Memory of CPU processes: each rank maps one file of each rank."""
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     with tempfile.NamedTemporaryFile(prefix="mxpert-", dir=folder) as file:
-        file.truncate(nbytes)
+        refused = gather_objects(group, _reserve(file, nbytes))
+        _require_memory(refused, nbytes, folder, f" or enlarge {folder} (docker run --shm-size)")
         names = gather_objects(group, file.name)
         maps = []
         for name in names:

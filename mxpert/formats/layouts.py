@@ -24,10 +24,12 @@ Inside a unit (t fragment of 16 rows, b MX block of 32 codes, r row of a fragmen
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..errors import message, require, require_tensor
-from .codec import pack_codes, unpack_codes
+from .codec import pack_codes
 from .folding import FOLD_TOP, FoldCertificate, fold_certificate
 from .spec import E8M0_BIAS, MX_BLOCK_SIZE, MXFP4
 from .tensor import Layout, MXTensor
@@ -40,6 +42,9 @@ UNIT_SCALE_BYTES = UNIT_SHIFT_BYTES
 FRAGMENT_ROWS = 16
 """Rows of a fragment of gfx950's 16-row MFMA."""
 _TILES = UNIT_ROWS // FRAGMENT_ROWS
+
+_GPU_CODES = 1 << 27
+"""Codes that are packed together on a GPU; temporaries take 4 bytes of each."""
 
 _WARPS, _LANE_ROWS, _PAIR, _BLOCKS, _WORDS, _HALVES, _BYTES = 4, 8, 2, 4, 4, 2, 4
 
@@ -72,7 +77,11 @@ def check_hopper(t: MXTensor, op: str) -> None:
 
 
 def pack_hopper(
-    t: MXTensor, certificate: FoldCertificate | None = None, rows: torch.Tensor | None = None
+    t: MXTensor,
+    certificate: FoldCertificate | None = None,
+    rows: torch.Tensor | None = None,
+    *,
+    out: MXTensor | None = None,
 ) -> MXTensor:
     """Bring MXFP4 weights [E, N, K] into the HOPPER_FRAGMENT layout; `unpack_hopper` inverts it.
 
@@ -80,6 +89,7 @@ def pack_hopper(
         t: MXFP4, ROW_MAJOR, axis -1. N is padded to 64 rows and K to 128 codes, with zeros.
         certificate: the fold certificate of `t`; None computes it.
         rows: int64 [N], the order in which rows are stored; None keeps theirs.
+        out: a packed tensor of the same sizes that takes the result; None allocates.
 
     Returns:
         MXTensor with qdata uint8 [E, N/64, K/128, 4096], scale uint8 [E, N/64, K/128, 256]
@@ -87,6 +97,7 @@ def pack_hopper(
 
     Raises:
         ValueError: a block lies outside its row's 15 binades, or another format, axis or layout.
+            `out` is then as it was.
     """
     certificate = fold_certificate(t) if certificate is None else certificate
     require(
@@ -97,29 +108,44 @@ def pack_hopper(
         got=f"{certificate.total_outside} of {certificate.num_blocks} blocks outside",
         remedy="keep Layout.ROW_MAJOR",
     )
+    num_rows = t.shape[1]
+    if out is None:
+        out = _empty_hopper(t)
+    assert out.reference is not None  # of this layout
+    tables = _sign_tables(t.device)
+    order = slice(None) if rows is None else rows
+    for part in _expert_parts(t):  # a few at a time: temporaries stay small beside the weights
+        reference = certificate.reference[part][:, order]
+        shifts = reference.unsqueeze(-1) - t.scale[part][:, order]  # modulo 256
+        out.reference[part, :num_rows] = reference
+        out.reference[part, num_rows:] = E8M0_BIAS
+        out.qdata[part] = _pack_codes(
+            _pad(t.qdata[part][:, order], UNIT_ROWS, UNIT_CODES // 2), tables
+        )
+        out.scale[part] = _pack_shifts(_pad(shifts, UNIT_ROWS, UNIT_CODES // MX_BLOCK_SIZE))
+    return out
+
+
+def _empty_hopper(t: MXTensor) -> MXTensor:
+    """A packed tensor for [E, N, K] without values."""
     experts, num_rows, depth = t.shape
-    row_units, depth_units = -(-num_rows // UNIT_ROWS), -(-depth // UNIT_CODES)
-    device = t.device
-    codes = torch.empty(
-        experts, row_units, depth_units, UNIT_CODE_BYTES, dtype=torch.uint8, device=device
-    )
-    shifts = torch.empty(
-        experts, row_units, depth_units, UNIT_SHIFT_BYTES, dtype=torch.uint8, device=device
-    )
-    reference = torch.full(
-        (experts, row_units * UNIT_ROWS), E8M0_BIAS, dtype=torch.uint8, device=device
-    )
-    for expert in range(experts):  # one at a time: the unpacked codes are eight times the weights
-        order = slice(None) if rows is None else rows
-        expert_codes = unpack_codes(t.qdata[expert][order])
-        expert_reference = certificate.reference[expert][order]
-        expert_shifts = expert_reference.unsqueeze(-1) - t.scale[expert][order]  # modulo 256
-        reference[expert, :num_rows] = expert_reference
-        codes[expert] = _pack_codes(_pad(expert_codes, UNIT_ROWS, UNIT_CODES))
-        shifts[expert] = _pack_shifts(_pad(expert_shifts, UNIT_ROWS, UNIT_CODES // MX_BLOCK_SIZE))
+    units = experts, -(-num_rows // UNIT_ROWS), -(-depth // UNIT_CODES)
     return MXTensor(
-        codes, shifts, t.format, -1, Layout.HOPPER_FRAGMENT, reference, (experts, num_rows, depth)
+        t.qdata.new_empty((*units, UNIT_CODE_BYTES)),
+        t.qdata.new_empty((*units, UNIT_SHIFT_BYTES)),
+        t.format,
+        -1,
+        Layout.HOPPER_FRAGMENT,
+        t.qdata.new_empty((experts, units[1] * UNIT_ROWS)),
+        (experts, num_rows, depth),
     )
+
+
+def _expert_parts(t: MXTensor) -> list[slice]:
+    """Slices of experts that are packed together: one on a CPU, launches of some size on a GPU."""
+    experts, num_rows, depth = t.shape
+    step = 1 if t.device.type == "cpu" else max(1, _GPU_CODES // max(1, num_rows * depth))
+    return [slice(first, min(first + step, experts)) for first in range(0, experts, step)]
 
 
 def unpack_hopper(t: MXTensor, rows: torch.Tensor | None = None) -> MXTensor:
@@ -150,13 +176,16 @@ def check_cdna4(t: MXTensor, op: str) -> None:
         require_tensor(tensor, op, name, dtype=torch.uint8, shape=shape, device=t.device)
 
 
-def pack_cdna4(t: MXTensor, rows: torch.Tensor | None = None) -> MXTensor:
+def pack_cdna4(
+    t: MXTensor, rows: torch.Tensor | None = None, *, out: MXTensor | None = None
+) -> MXTensor:
     """Bring MXFP4 weights [E, N, K] into the CDNA4_FRAGMENT layout; `unpack_cdna4` inverts it.
 
     Args:
         t: MXFP4, ROW_MAJOR, axis -1. N is padded to 64 rows and K to 128 codes, with zeros of
             scale 1.
         rows: int64 [N], the order in which rows are stored; None keeps theirs.
+        out: a packed tensor of the same sizes that takes the result; None allocates.
 
     Returns:
         MXTensor with qdata uint8 [E, N/64, K/128, 4096], scale uint8 [E, N/64, K/128, 256], and the
@@ -173,14 +202,15 @@ def pack_cdna4(t: MXTensor, rows: torch.Tensor | None = None) -> MXTensor:
     ):
         require(value == need, op, f"t.{name}", need=need, got=value)
     units = _units(t, op)
-    codes = t.qdata.new_empty((*units, UNIT_CODE_BYTES))
-    scale = t.scale.new_empty((*units, UNIT_SCALE_BYTES))
+    if out is None:
+        codes = t.qdata.new_empty((*units, UNIT_CODE_BYTES))
+        scale, shape = t.scale.new_empty((*units, UNIT_SCALE_BYTES)), tuple(t.shape)
+        out = MXTensor(codes, scale, t.format, -1, Layout.CDNA4_FRAGMENT, logical_shape=shape)
     order = slice(None) if rows is None else rows
     for expert in range(units[0]):  # one at a time: copies stay small beside the weights
-        codes[expert] = _pack_fragments(t.qdata[expert][order])
-        scale[expert] = _pack_scales(t.scale[expert][order])
-    shape = tuple(t.shape)
-    return MXTensor(codes, scale, t.format, -1, Layout.CDNA4_FRAGMENT, logical_shape=shape)
+        out.qdata[expert] = _pack_fragments(t.qdata[expert][order])
+        out.scale[expert] = _pack_scales(t.scale[expert][order])
+    return out
 
 
 def unpack_cdna4(t: MXTensor, rows: torch.Tensor | None = None) -> MXTensor:
@@ -244,40 +274,45 @@ def permute_activations(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pad(values: torch.Tensor, rows: int, columns: int, value: int = 0) -> torch.Tensor:
-    height, width = values.shape
+    *_, height, width = values.shape
     return torch.nn.functional.pad(values, (0, -width % columns, 0, -height % rows), value=value)
 
 
-def _pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 codes [N, K] → uint8 [N/64, K/128, 4096]."""
-    split = codes.view(
-        -1,
+@functools.lru_cache
+def _sign_tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words, int32 [65536], of each low and each high half of 8 packed codes.
+
+    The magnitudes stay. The sign of code j goes to bit 8j + 7, that of code 4 + j to bit 8j + 3:
+    one shift brings either to the top bit of its byte.
+    """
+    half = torch.arange(1 << 16, dtype=torch.int64)
+    low, high = half & 0x7777, (half & 0x7777) << 16
+    for code in range(4):
+        sign = half >> (4 * code + 3) & 1
+        low, high = low | sign << (8 * code + 7), high | sign << (8 * code + 3)
+    tables = (torch.where(word >= 1 << 31, word - (1 << 32), word) for word in (low, high))
+    first, second = (table.to(device, torch.int32) for table in tables)
+    return first, second
+
+
+def _pack_codes(qdata: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """uint8 packed codes [E, N, K/2] → uint8 [E, N/64, K/128, 4096]; tables: of `_sign_tables`."""
+    experts, num_rows, width = qdata.shape
+    halves = qdata.contiguous().view(torch.uint16).view(-1, 2).to(torch.int32)
+    low, high = (
+        table.index_select(0, halves[:, place].contiguous()) for place, table in enumerate(tables)
+    )
+    words = low.bitwise_or_(high).view(
+        experts,
+        num_rows // UNIT_ROWS,
         _WARPS,
         _LANE_ROWS,
         _PAIR,
-        codes.shape[1] // UNIT_CODES,
-        _BLOCKS,
-        _WORDS,
-        _HALVES,
-        _BYTES,
-    )  # n w g r k t q h j
-    magnitude, sign = split & 7, split >> 3
-    first, second = magnitude[..., 0, :], magnitude[..., 1, :]
-    # Bytes of the word: two selector nibbles each; the sign of code j sits atop its own selector
-    # nibble's byte: first half at bit 8j + 7, second half at bit 8j + 3.
-    selectors = torch.stack(
-        (
-            first[..., 0] | first[..., 1] << 4,
-            first[..., 2] | first[..., 3] << 4,
-            second[..., 0] | second[..., 1] << 4,
-            second[..., 2] | second[..., 3] << 4,
-        ),
-        -1,
-    )
-    words = selectors | sign[..., 0, :] << 7 | sign[..., 1, :] << 3  # n w g r k t q byte
-    return words.permute(0, 4, 3, 1, 2, 5, 6, 7).reshape(
-        split.shape[0], split.shape[4], UNIT_CODE_BYTES
-    )
+        width * 2 // UNIT_CODES,
+        _BLOCKS * _WORDS,
+    )  # e n w g r k tq
+    packed = words.permute(0, 1, 5, 4, 2, 3, 6).contiguous().view(torch.uint8)
+    return packed.view(experts, num_rows // UNIT_ROWS, width * 2 // UNIT_CODES, UNIT_CODE_BYTES)
 
 
 def _unpack_codes(packed: torch.Tensor) -> torch.Tensor:
@@ -295,9 +330,11 @@ def _unpack_codes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_shifts(shifts: torch.Tensor) -> torch.Tensor:
-    """uint8 shifts [N, K/32] → uint8 [N/64, K/128, 256]."""
-    split = shifts.view(-1, _WARPS, _LANE_ROWS, _PAIR, shifts.shape[1] // _BLOCKS, _BLOCKS)
-    return split.permute(0, 4, 1, 2, 5, 3).reshape(split.shape[0], split.shape[4], UNIT_SHIFT_BYTES)
+    """uint8 shifts [E, N, K/32] → uint8 [E, N/64, K/128, 256]."""
+    experts, num_rows, blocks = shifts.shape
+    units = experts, num_rows // UNIT_ROWS, blocks // _BLOCKS
+    split = shifts.view(experts, units[1], _WARPS, _LANE_ROWS, _PAIR, units[2], _BLOCKS)
+    return split.permute(0, 1, 5, 2, 3, 6, 4).reshape(*units, UNIT_SHIFT_BYTES)
 
 
 def _unpack_shifts(packed: torch.Tensor) -> torch.Tensor:

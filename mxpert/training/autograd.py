@@ -16,6 +16,8 @@ from ..ops.quantize import FLOAT_DTYPES, quantize
 from ..ops.quantize_dual import COUNTS_REMEDY, quantize_dual
 from ..ops.schema import rebuild_mx
 from ..routing import group_bounds
+from .main_grad import DTYPES as MAIN_GRAD_DTYPES
+from .main_grad import MarkedWeight
 from .recipe import MXFP8Recipe, Spans
 
 OFFSET_DTYPES = (torch.int32, torch.int64)
@@ -42,8 +44,10 @@ def grouped_linear(
     `high_precision_wgrad` x itself is kept instead of its copy, with `enabled=False` x and weight.
     A copy that no requested gradient needs is dropped.
 
-    If `weight` has an attribute ``main_grad`` (float32 [G, N, K]), wgrad is added to it in place by
-    the GEMM, and ``weight.grad`` is left alone. Autocast changes nothing.
+    If `weight` has an attribute ``main_grad`` ([G, N, K]), wgrad is added to it in place: by the
+    GEMM if it is float32, with one rounding if it is bfloat16 or float16. ``weight.grad`` is left
+    alone. A weight with Megatron-LM's ``grad_added_to_main_grad`` gets its mark, and the gradient
+    of its shape that Megatron's hooks want. Autocast changes nothing.
 
     Args:
         x: [M, K], bfloat16, float16 or float32; also float64 where the recipe is not enabled.
@@ -75,8 +79,9 @@ def grouped_linear(
     refuse_transforms("grouped_linear", (x, weight, bias))
     main_grad = getattr(weight, "main_grad", None)
     check_grouped_linear(x, weight, group_offsets, bias, recipe, main_grad)
+    marked = MarkedWeight.of(weight)
     result: torch.Tensor = _GroupedLinear.apply(
-        x, weight, bias, group_offsets, main_grad, recipe, torch.is_grad_enabled()
+        x, weight, bias, group_offsets, main_grad, marked, recipe, torch.is_grad_enabled()
     )
     return result
 
@@ -125,7 +130,7 @@ def check_grouped_linear(
             main_grad,
             op,
             "weight.main_grad",
-            dtype=torch.float32,
+            dtype=MAIN_GRAD_DTYPES,
             shape=(num_groups, out_features, in_features),
             device=x.device,
             contiguous=True,
@@ -153,13 +158,14 @@ class _GroupedLinear(torch.autograd.Function):
         bias: torch.Tensor | None,
         group_offsets: torch.Tensor,
         main_grad: torch.Tensor | None,
+        marked: MarkedWeight | None,
         recipe: MXFP8Recipe,
         grad_enabled: bool,
     ) -> torch.Tensor:
         group_offsets = group_bounds(group_offsets, x.shape[0])
         # main_grad is no saved tensor: backward writes it, which autograd would take for an error
         # where one weight is used twice.
-        ctx.recipe, ctx.main_grad = recipe, main_grad
+        ctx.recipe, ctx.main_grad, ctx.marked = recipe, main_grad, marked
         ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         need_x, need_weight = ctx.needs_input_grad[:2]
@@ -187,16 +193,24 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *saved, group_offsets = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-        grad = grad.contiguous()
+        grad, marked, main_grad = grad.contiguous(), ctx.marked, ctx.main_grad
+        if marked is not None and need_weight:
+            main_grad = marked.begin()
+        # The GEMM adds to float32 alone.
+        ctx.accumulate_into = main_grad
+        if main_grad is not None and main_grad.dtype != torch.float32:
+            ctx.accumulate_into, ctx.weight_dtype = None, torch.float32
         backward = _backward_mx if ctx.recipe.enabled else _backward_plain
         dbias = None
         with isolated(grad.device.type):
             dx, dweight = backward(ctx, grad, saved, group_offsets, need_x, need_weight)
             if need_bias:
                 dbias = _sum_groups(grad, group_offsets).to(ctx.bias_dtype)
-        if ctx.main_grad is not None:
-            dweight = None  # main_grad has it
-        return dx, dweight, dbias, None, None, None, None
+            if main_grad is not None and need_weight and ctx.accumulate_into is None:
+                main_grad.add_(dweight)
+        if main_grad is not None and need_weight:
+            dweight = None if marked is None else marked.end()  # main_grad has it
+        return dx, dweight, dbias, None, None, None, None, None
 
 
 Kept = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
@@ -269,7 +283,7 @@ def _backward_mx(
             x,
             group_offsets,
             out_dtype=ctx.weight_dtype,
-            accumulate_into=ctx.main_grad,
+            accumulate_into=ctx.accumulate_into,
         )
     elif need_weight:
         grad_row, grad_col = quantize_dual(
@@ -281,7 +295,7 @@ def _backward_mx(
             x_col,
             group_offsets,
             out_dtype=ctx.weight_dtype,
-            accumulate_into=ctx.main_grad,
+            accumulate_into=ctx.accumulate_into,
         )
     if need_x:
         if grad_row is None:
@@ -308,7 +322,7 @@ def _backward_plain(
         dx = multiply_rows(grad, weight, group_offsets, trans_b=False)
     if need_weight:
         dweight = multiply_groups(
-            grad, x, group_offsets, out_dtype=ctx.weight_dtype, accumulate_into=ctx.main_grad
+            grad, x, group_offsets, out_dtype=ctx.weight_dtype, accumulate_into=ctx.accumulate_into
         )
     return dx, dweight
 

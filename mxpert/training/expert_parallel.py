@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from ..distributed import ExpertParallel, Transport
 from ..distributed.autograd import combine_tokens, dispatch_tokens
@@ -181,53 +182,98 @@ def prepare_for_ddp(model: torch.nn.Module, data_parallel_group: Any) -> None:
 
 @torch.no_grad()
 def clip_grad_norm_(
-    model: torch.nn.Module, max_norm: float, expert_parallel_group: Any
+    parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    expert_parallel_group: Any = None,
 ) -> torch.Tensor:
     """Scale all gradients so that their norm, with every rank's experts, is at most `max_norm`.
 
-    ``torch.nn.utils.clip_grad_norm_`` would take the local experts alone, and scale parameters that
-    all ranks share by another factor on each.
+    ``torch.nn.utils.clip_grad_norm_``, whose arguments these are, would take the local experts
+    alone, and scale parameters that all ranks share by another factor on each. Norms are computed
+    in float32 or wider: those of float16 gradients do not overflow.
 
     Args:
-        model: after backward and its averages, in DistributedDataParallel, FSDP2 or neither.
-            Gradients may be None.
-        max_norm: above 0.
+        parameters: a model after backward and its averages, in DistributedDataParallel, FSDP2 or
+            neither; or parameters, where there is no `expert_parallel_group`. Gradients may be
+            None.
+        max_norm: above 0. norm_type: p of the p-norm; may be infinite.
+        error_if_nonfinite: raise a RuntimeError, on every rank, for a norm that is NaN or infinite.
+        foreach: as torch's, for the scaling.
         expert_parallel_group: the ranks that hold different experts, ``ep.group``; None for one
             rank.
 
     Returns:
-        The norm before, a float scalar.
+        The norm before, a float32 scalar (float64 where a gradient is).
 
     Example:
         >>> import torch
         >>> layer = torch.nn.Linear(1, 1, bias=False)
         >>> layer.weight.grad = torch.tensor([[5.0]])
-        >>> clip_grad_norm_(layer, 1.0, None), round(layer.weight.grad.item(), 3)
+        >>> clip_grad_norm_(layer, 1.0), round(layer.weight.grad.item(), 3)
         (tensor(5.), 1.0)
     """
     op, group = "clip_grad_norm_", expert_parallel_group
-    _require_type(op, "model", model, torch.nn.Module, "a Module")
     _require_type(op, "max_norm", max_norm, (int, float), "a number")
     require(0 < max_norm < math.inf, op, "max_norm", need="a finite number above 0", got=max_norm)
+    need = "a number; pass expert_parallel_group=… by its name"
+    _require_type(op, "norm_type", norm_type, (int, float), need)
+    require(norm_type > 0, op, "norm_type", need="above 0", got=norm_type)
     if group is not None:
         _require_type(op, "expert_parallel_group", group, dist.ProcessGroup, "a ProcessGroup")
-    local = {id(parameter) for parameter in local_expert_parameters(model).values()}
-    owned: list[torch.Tensor] = []
-    shared: list[torch.Tensor] = []
-    for parameter in model.parameters():
-        (owned if id(parameter) in local else shared).append(parameter)
-    squares, device = [], next(model.parameters(), torch.empty(0)).device
-    for parameters in (owned, shared):
-        norm = get_total_norm([each.grad for each in parameters if each.grad is not None])
-        if hasattr(norm, "full_tensor"):  # a DTensor, of FSDP2's shards
-            norm = norm.full_tensor()
-        squares.append(norm.to(device).square())
-    if group is not None:
-        dist.all_reduce(squares[0], group=group)
-    total = (squares[0] + squares[1]).sqrt()
-    for parameters in (owned, shared):
-        clip_grads_with_norm_(parameters, max_norm, total)
+        _require_type(op, "parameters", parameters, torch.nn.Module, "a Module")
+    local: set[int] = set()
+    if isinstance(parameters, torch.nn.Module):
+        local = {id(parameter) for parameter in local_expert_parameters(parameters).values()}
+        parameters = parameters.parameters()
+    _require_type(op, "parameters", parameters, Iterable, "a Module or its parameters")
+    every = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for each in every:
+        _require_type(op, "parameters", each, torch.Tensor, "tensors")
+    owned = [each for each in every if id(each) in local]
+    shared = [each for each in every if id(each) not in local]
+    total = _whole_norm(owned, shared, float(norm_type), group)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(message(op, "the norm", "a finite one", total.item()))
+    for part in (owned, shared):
+        clip_grads_with_norm_(part, max_norm, total, foreach)
     return total
+
+
+def _whole_norm(
+    owned: list[torch.Tensor], shared: list[torch.Tensor], p: float, group: Any
+) -> torch.Tensor:
+    """The p-norm of the gradients, those of `owned` parameters of all ranks of `group`.
+
+    Norms of tensors are float32 or wider; their powers are summed in float64, which holds the
+    squares of all float32 numbers.
+    """
+    device = next((each.device for each in (*owned, *shared)), torch.device("cpu"))
+    norms, dtype = [], torch.float32
+    for parameters in (owned, shared):
+        parts = [torch.zeros((), dtype=torch.float64, device=device)]
+        for grad in (each.grad for each in parameters if each.grad is not None):
+            if not grad.numel():
+                continue
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            dtype = torch.promote_types(dtype, wide)
+            norm = torch.linalg.vector_norm(grad, p, dtype=wide)
+            if hasattr(norm, "full_tensor"):  # a DTensor, of FSDP2's shards
+                norm = norm.full_tensor()
+            parts.append(norm.to(device, torch.float64))
+        norms.append(torch.stack(parts))
+    if math.isinf(p):
+        total = norms[0].amax()
+        if group is not None:
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
+        return torch.maximum(total, norms[1].amax()).to(dtype)
+    powers = [norm.pow(p).sum() for norm in norms]
+    if group is not None:
+        dist.all_reduce(powers[0], group=group)
+    return (powers[0] + powers[1]).pow(1 / p).to(dtype)
 
 
 @torch.no_grad()

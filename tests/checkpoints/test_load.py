@@ -284,3 +284,31 @@ def test_a_missing_tensor_of_experts_is_named(kind: str, demo: Path, tmp_path: P
     if not kind.endswith("bias"):
         with pytest.raises(ValueError, match=f"{name} — need this tensor in the checkpoint"):
             inspect_checkpoint(damaged)
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_loaded_layers_do_not_follow_the_files(tmp_path: Path, mmap: bool) -> None:
+    """A file that changes behind a loaded checkpoint reaches it only where mmap asks."""
+    folder = write_demo_checkpoint(
+        tmp_path / "demo",
+        hidden_size=64,
+        intermediate_size=96,
+        num_experts=4,
+        top_k=2,
+        num_layers=1,
+        sharded=False,
+    )
+    options = dict(mmap=True) if mmap else {}
+    ((_, weights),) = load_expert_weights(folder, **options)
+    (layer,) = load_gpt_oss_layers(folder, **options)
+    held = [layer.router_weight, layer.router_bias]
+    for each in (weights, layer.weights):
+        held += [each.gate_up_proj.qdata, each.down_proj.qdata, each.down_proj.scale]
+    before = [tensor.clone() for tensor in held]
+    path = folder / "model.safetensors"
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(1 << 12)
+        file.write(b"\xff" * (size - (1 << 12)))
+    same = [torch.equal(*pair) for pair in zip(held, before, strict=True)]
+    assert not any(same) if mmap else all(same)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed.device_mesh import init_device_mesh
 
 import mxpert
-from mxpert.distributed import ExpertParallel, Placement, Transport, choice
+from mxpert.distributed import ExpertParallel, Placement, Transport, choice, workspace
 from mxpert.distributed.groups import Ranks
 from mxpert.distributed.workspace import _peers
 from mxpert.errors import UnsupportedError
@@ -219,3 +221,19 @@ def a_transport_that_cannot_run_is_refused_everywhere() -> None:
         ep.close()
     finally:
         patch.undo()
+
+
+def memory_that_is_too_small_is_named() -> None:
+    """Rank 1's folder is full: every rank hears so, with the path and the sizes, and none dies."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    failing = mock.patch.object(workspace.os, "posix_fallocate", side_effect=full)
+    nbytes = 1 << 20
+    with failing if dist.get_rank() == 1 else contextlib.nullcontext():
+        said = (
+            rf"need {nbytes} bytes of /\S+ on every rank, got .* rank 1: /\S+ has \d+ of \d+ bytes"
+        )
+        with pytest.raises(UnsupportedError, match=said):
+            workspace.make_workspace(dist.group.WORLD, nbytes, torch.device("cpu"))
+    made = workspace.make_workspace(dist.group.WORLD, nbytes, torch.device("cpu"))
+    assert not made.own.any()
+    dist.barrier()

@@ -38,6 +38,7 @@ GROUPS = [
     "explain_names_transport_and_kernel",
     "configs_follow_the_rows_that_are_expected",
     "a_transport_that_cannot_run_is_refused_everywhere",
+    "memory_that_is_too_small_is_named",
 ]
 CALLERS = [
     "vllm_prepare_and_finalize",
@@ -52,8 +53,9 @@ def of(module: str, names: list[str]) -> list[str]:
 
 
 RANDOM = "distributed.random_layers.random_layers"
-ON_TWO = [*of("exchange", TWO), *of("group", GROUPS), *of("calling", CALLERS), RANDOM]
-ON_FOUR = [*of("exchange", FOUR), *of("group", ["one_dimension_of_a_mesh"]), RANDOM]
+DIFFERING = of("differing", ["calls_that_differ_are_named"])
+ON_TWO = [*of("exchange", TWO), *of("group", GROUPS), *of("calling", CALLERS), *DIFFERING, RANDOM]
+ON_FOUR = [*of("exchange", FOUR), *of("group", ["one_dimension_of_a_mesh"]), *DIFFERING, RANDOM]
 MODULE = "distributed.exchange_scenarios"
 
 

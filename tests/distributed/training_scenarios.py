@@ -437,12 +437,16 @@ def ddp_averages_each_gradient_over_its_ranks() -> None:
     norm = whole_norm(wanted, ep)
     for limit in (norm / 2, 2 * norm):
         before = {name: parameter.grad.clone() for name, parameter in net.named_parameters()}
-        clipped = clip_grad_norm_(net, limit, ep.group)
+        clipped = clip_grad_norm_(net, limit, expert_parallel_group=ep.group)
         factor = min(1.0, limit / norm)
         assert clipped.item() == pytest.approx(norm, rel=1e-5)
         for name, parameter in net.named_parameters():
             torch.testing.assert_close(parameter.grad, factor * before[name])
         norm *= factor
+
+
+def _clipped(net: torch.nn.Module, ep: ExpertParallel, limit: float) -> float:
+    return clip_grad_norm_(net, limit, expert_parallel_group=ep.group).item()
 
 
 def whole_norm(own: Step, ep: ExpertParallel) -> float:
@@ -484,7 +488,7 @@ def fsdp2_averages_each_gradient_over_its_ranks() -> None:
     wanted = wanted_gradients(ep)
     assert worst(found, wanted) < FLOAT64
     norm = whole_norm(wanted, ep)
-    assert clip_grad_norm_(net, norm / 2, ep.group).item() == pytest.approx(norm, rel=1e-5)
+    assert _clipped(net, ep, norm / 2) == pytest.approx(norm, rel=1e-5)
     for name, parameter in net.named_parameters():
         torch.testing.assert_close(parameter.grad.full_tensor(), found[name] / 2)
     with pytest.raises(ValueError, match="initialise before fully_shard"):

@@ -118,7 +118,7 @@ def test_a_wrong_reference_is_caught() -> None:
 def test_reference_leaves_the_fewest_blocks_outside(
     spread: int, rows_per_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folding_module, "_ROWS_PER_CHUNK", rows_per_chunk)
+    monkeypatch.setitem(folding_module._ROWS_PER_CHUNK, "cpu", rows_per_chunk)
     generator = torch.Generator().manual_seed(spread)
     base = torch.randint(0, 256 - spread, (4, 25, 1), generator=generator)
     scale = base + torch.randint(0, spread, (4, 25, 12), generator=generator)

@@ -30,7 +30,7 @@ RANKS = [
     Target(
         "clip_grad_norm_",
         clip_grad_norm_,
-        lambda r: dict(model=torch.nn.Linear(2, 2), max_norm=1.0, expert_parallel_group=None),
+        lambda r: dict(parameters=torch.nn.Linear(2, 2), max_norm=1.0, expert_parallel_group=None),
     ),
     Target(
         "full_state_dict",

@@ -81,7 +81,7 @@ def test_ranks_that_take_turns_are_exact(schedule: str) -> None:
         ready_to_combine(pair)
         assert pair.rows_are_right(0)
         assert pair.result_is_right(0, pair.combine(0))
-        assert host.lost(pair.ranks[0]._words) == (None, None)
+        assert host.lost(pair.ranks[0]._words) == host.Loss()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -168,7 +168,7 @@ def test_wrong_dispatch_flags_are_seen(flag: str) -> None:
             pair.dispatch(0)
         pair.dispatch(1, waits=True)
         assert (pair.received_ids(1) == -1).all()
-        assert host.lost(pair.ranks[1]._words) == (0, None)
+        assert host.lost(pair.ranks[1]._words) == host.Loss(rank=0)
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -180,7 +180,7 @@ def test_wrong_combine_flags_are_seen(flag: str) -> None:
         with planted(COMBINE, arguments=FLAGS[flag]):
             pair.combine(0)
         assert pair.combine(1).isnan().all()
-        assert host.lost(pair.ranks[1]._words) == (0, None)
+        assert host.lost(pair.ranks[1]._words) == host.Loss(rank=0)
 
 
 def test_missing_wait_is_seen() -> None:
@@ -194,7 +194,7 @@ def test_missing_wait_is_seen() -> None:
     with emulate(), turns() as pair:
         with planted(DISPATCH, arguments=no_flags):
             pair.dispatch(0, waits=True)
-        assert host.lost(pair.ranks[0]._words) == (None, None)
+        assert host.lost(pair.ranks[0]._words) == host.Loss()
         assert not pair.rows_are_right(0)
 
 
@@ -204,4 +204,4 @@ def test_a_lost_rank_gives_nan() -> None:
         pair.dispatch(0, waits=True)
         assert (pair.received_ids(0) == -1).all()
         assert pair.combine(0).isnan().all()
-        assert host.lost(pair.ranks[0]._words) == (1, None)
+        assert host.lost(pair.ranks[0]._words) == host.Loss(rank=1)

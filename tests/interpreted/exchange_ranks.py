@@ -26,7 +26,7 @@ from mxpert import GateUpOrder, SiLU
 from mxpert.backends.common.exchange import combine, dispatch, host, wait
 from mxpert.backends.common.exchange.schedule import Schedule, Work
 from mxpert.backends.common.exchange.wait import TICKS_PER_SECOND
-from mxpert.backends.common.exchange.words import EPOCHS, NO_WAIT, TIMEOUT, TWO_STREAMS
+from mxpert.backends.common.exchange.words import EPOCHS, NO_WAIT, TAG_BITS, TIMEOUT, TWO_STREAMS
 from mxpert.backends.common.routing.host import PlanConfig
 from mxpert.dispatch import detect_target
 from mxpert.distributed import DispatchedTokens, ExpertParallel, Transport
@@ -46,6 +46,8 @@ CPU = torch.device("cpu")
 SORTS = (PlanConfig(0, 32, 1), PlanConfig(2, 16, 1), None)
 """A sort that waits: one launch, and two launches. None: dispatch waits, and nothing is sorted."""
 DELAY_S = 0.03
+ONE_EPOCH = 1 << TAG_BITS.value
+RCEIL, FLOOR = mxpert.ScaleRule.RCEIL, mxpert.ScaleRule.FLOOR
 
 
 def rank() -> int:
@@ -235,7 +237,7 @@ def stale_combine_flag_is_seen() -> None:
 
 def _stale(module: Any) -> None:
     def stale(original: Any, peers: Any, offset: Any, own: Any, ranks: Any, value: Any, kind: Any):  # type: ignore[no-untyped-def]
-        original(peers, offset, own, ranks, value if rank() else value - 1, kind)
+        original(peers, offset, own, ranks, value if rank() else value - ONE_EPOCH, kind)
 
     with small_schedules(), planted(module, "set_flags", stale):
         is_seen(times_out=True)
@@ -245,8 +247,8 @@ def stale_target_is_seen() -> None:
     """Waits for the previous epoch: data of a late rank are used before they are there."""
 
     def early(original: Any, flags: Any, target: Any, *rest: Any) -> Any:
-        verdict = original(flags, target - 1, *rest)
-        return verdict + 1 if verdict >= 0 else verdict
+        original(flags, target - ONE_EPOCH, *rest)
+        return target
 
     with small_schedules(), planted(combine, "wait_for_flags", early):
         is_seen(_rank_0_is_late)
@@ -387,6 +389,69 @@ def a_loss_reaches_every_rank() -> None:
         dist.barrier()
 
 
+def other_calls_are_named() -> None:
+    """Ranks with other slots or another rule: NaN at once, and every rank says in what they differ.
+
+    With as many slots as CTAs take, one rank waits for flags that the other one never sets.
+    """
+    size = dist.get_world_size()
+    for views, rules, said in (
+        ((4, 1), (RCEIL, RCEIL), "max_tokens 4 on rank 0, 1 on rank 1"),
+        ((4, 4), (RCEIL, FLOOR), "scale_rule RCEIL on rank 0, FLOOR on rank 1"),
+    ):
+        case = Case(size, hidden_size=4096)
+        exchange = make(case)
+        bound, rule = views[rank() % 2], rules[rank() % 2]
+        tokens = random_tokens(replace(case, max_tokens=1), rank(), 3, 1)
+        received = exchange.dispatch(
+            tokens.x,
+            tokens.weights,
+            tokens.ids,
+            bound=bound,
+            scale_rule=rule,
+            out_dtype=torch.float32,
+        )
+        assert (received.topk_ids == -1).all()
+        out = torch.zeros(1, case.hidden_size)
+        exchange.combine(torch.ones(size * bound, case.hidden_size), received, out)
+        assert out.isnan().all()
+        with pytest.raises(ValueError, match=f"calls — need the same call .*{said}"):
+            exchange.check()
+        dist.barrier()
+
+
+def an_impatient_rank_overwrites_nothing() -> None:
+    """Rank 0 gives up on rank 1, which is late and may still read what rank 0 stored before."""
+    case = Case(dist.get_world_size(), wire_format="bf16")
+    with small_schedules():
+        exchange = make(case)
+        assert run(exchange, case, 1) == 0
+        ids = exchange._sections["ids"]
+        dist.barrier()
+        if rank() == 0:
+            limit_wait(exchange, 0.2)
+            for epoch in (1, 2, 3):
+                tokens = random_tokens(case, 0, 3 + epoch, case.max_tokens)
+                received, _ = send(exchange, tokens, case.max_tokens, waits=True)
+                assert (received.topk_ids == -1).all()
+                ids.fill_(5)  # a rank that is late writes its own
+                assert (received.topk_ids == -1).all()
+                if epoch == 1:
+                    dist.barrier()  # stored before the loss; the others look at their memory now
+                    dist.barrier()
+                _combine_is_nan(exchange, case, received)
+            dist.barrier()
+        else:
+            dist.barrier()
+            held = {name: part.clone() for name, part in exchange._sections.items()}
+            dist.barrier()
+            dist.barrier()
+            for name, part in exchange._sections.items():
+                same = torch.equal(part.view(torch.uint8), held[name].view(torch.uint8))
+                assert same == (name not in ("arrived", "returned")), name
+        dist.barrier()
+
+
 def limit_wait(exchange: SymmetricExchange, seconds: float) -> None:
     exchange._words[TIMEOUT.value] = int(seconds * TICKS_PER_SECOND[detect_target(CPU).kind])
 
@@ -432,8 +497,8 @@ def epochs_beyond_32_bits() -> None:
     case = Case(dist.get_world_size())
     with small_schedules():
         exchange = make(case)
-        exchange._words[EPOCHS.value :] = (1 << 40) - 1
-        exchange._words[0] = (1 << 40) - 1
+        exchange._words[EPOCHS.value :] = ((1 << 40) - 1) * ONE_EPOCH
+        exchange._words[0] = ((1 << 40) - 1) * ONE_EPOCH
         dist.barrier()
         assert run(exchange, case, 2, sorts=(None,)) == 0
         exchange.check()

@@ -65,6 +65,25 @@ def test_refusals_name_the_option(option: str, changes: dict[str, Any]) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "quantization, said",
+    [(None, "got a model that is not quantised; quantise its experts"), ("fp8", "got 'fp8'")],
+)
+def test_models_without_mxfp4_are_refused(quantization: str | None, said: str) -> None:
+    model = SimpleNamespace(quantization=quantization)
+    with pytest.raises(UnsupportedError, match=f"the model's quantization — need 'mxfp4', {said}"):
+        sglang_checks(**served(_model_config=model))
+    sglang_checks(**served(_model_config=SimpleNamespace(quantization="mxfp4")))
+    sglang_checks(**OTHERS, _model_config=model)
+
+
+def test_a_server_refuses_a_model_that_is_not_quantised(tmp_path: Path) -> None:
+    line = server_line(tmp_path)
+    assert line.startswith(
+        "mxpert for SGLang: the model's quantization — need 'mxfp4', got a model that is not"
+    )
+
+
 @pytest.mark.parametrize("program", ["/somewhere/bin/sglang", "-m sglang.launch_server"])
 def test_commands_end_with_the_line_alone(program: str) -> None:
     module = SimpleNamespace(name=program.removeprefix("-m "))
@@ -94,15 +113,22 @@ MODEL = {
 
 
 def test_a_server_ends_with_the_line(tmp_path: Path) -> None:
-    """SGLang's own command on a CPU, with the plugin from its installed entry point."""
-    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    assert server_line(tmp_path, "--cpu-offload-gb=4") == (
+        "mxpert for SGLang: --cpu-offload-gb — need 0 (weights on the device), got 4; "
+        "remove --cpu-offload-gb"
+    )
+
+
+def server_line(folder: Path, *options: str) -> str:
+    """The last line of SGLang's own command on a CPU, with the plugin from its entry point."""
+    (folder / "config.json").write_text(json.dumps(MODEL))
     arguments = [
-        f"--model-path={tmp_path}",
+        f"--model-path={folder}",
         "--device=cpu",
         "--attention-backend=torch_native",
         "--skip-tokenizer-init",
         "--moe-runner-backend=mxpert",
-        "--cpu-offload-gb=4",
+        *options,
     ]
     paths = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
     done = subprocess.run(
@@ -113,13 +139,10 @@ def test_a_server_ends_with_the_line(tmp_path: Path) -> None:
         check=False,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
     )
-    assert done.returncode == 1
-    *_, line = done.stderr.strip().splitlines()
-    assert line == (
-        "mxpert for SGLang: --cpu-offload-gb — need 0 (weights on the device), got 4; "
-        "remove --cpu-offload-gb"
-    )
+    assert done.returncode == 1, done.stderr[-2000:]
     assert "Traceback" not in done.stderr
+    *_, line = done.stderr.strip().splitlines()
+    return line
 
 
 def test_a_wrong_backend_is_no_choice(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from vllm.model_executor.layers.quantization import mxfp4
 import mxpert
 from mxpert import UnsupportedError
 from mxpert.formats.names import FORMAT_OF
-from mxpert.integrations.vllm import NAMES, register
+from mxpert.integrations.vllm import NAMES, PROBE, register, serve
 from mxpert.integrations.vllm import _configs as served_configs
 from mxpert.integrations.vllm._configs import SERVED, in_tree_config
 from mxpert.integrations.vllm._method import ServedMethod
@@ -38,16 +38,18 @@ def config(name: str, changes: dict[str, Any] | None = None) -> Any:
 def test_registration_imports_no_implementation() -> None:
     program = """
 import sys, time
-import vllm.model_executor.layers.quantization, mxpert
+import vllm.engine.arg_utils, mxpert  # who makes an engine has imported the first
 before = set(sys.modules)
 start = time.process_time()
 from mxpert.integrations.vllm import register
 register()
 seconds = time.process_time() - start
 new = set(sys.modules) - before
-assert all(name.startswith("mxpert.integrations.") for name in new), new
+others = "vllm.", "transformers.", "mxpert.integrations."  # vLLM's registry of models, used next
+assert all(name.startswith(others) for name in new), new
+assert not any("quantization" in name or "fused_moe" in name for name in new), new
 assert "mxpert.integrations.vllm._configs" not in new
-assert seconds < 0.1, seconds
+assert seconds < 0.3, seconds
 print(f"{1000 * seconds:.1f} ms")
 """
     done = subprocess.run(
@@ -57,9 +59,29 @@ print(f"{1000 * seconds:.1f} ms")
     assert done.stdout.strip().endswith("ms")
 
 
+def test_registration_alone_replaces_no_config() -> None:
+    custom = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG
+    with mock.patch.dict(custom, clear=True):
+        register()
+        assert set(custom) == {PROBE}
+        for name in NAMES:
+            assert quantization.get_quantization_config(name) is in_tree_config(name)
+
+
+def test_configs_of_other_plugins_come_back() -> None:
+    custom = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG
+    with mock.patch.dict(custom, clear=True):
+        theirs = custom["mxfp4"] = mxfp4.Mxfp4Config
+        for _ in range(2):
+            serve(True)
+        assert custom["mxfp4"] is not theirs
+        serve(False)
+        assert custom == {"mxfp4": theirs}
+
+
 def test_every_name_is_registered() -> None:
-    register()
-    register()
+    serve(True)
+    serve(True)
     for name in NAMES:
         lazy: Any = quantization.get_quantization_config(name)
         assert lazy.__name__ == f"Mxpert[{name}]"
@@ -78,6 +100,7 @@ def test_configs_are_pickled_to_workers(name: str) -> None:
 
 
 def test_gpt_oss_checkpoints_are_still_recognised() -> None:
+    serve(True)
     lazy: Any = quantization.get_quantization_config("gpt_oss_mxfp4")
     answer = lazy.override_quantization_method(
         {"quant_method": "mxfp4"}, None, hf_config=SimpleNamespace(model_type="gpt_oss")

@@ -104,6 +104,25 @@ def test_checkpoints_with_mxfp4_pass(name: str) -> None:
         vllm_checks("NewForCausalLM", made)
 
 
+def test_configs_are_replaced_only_where_the_option_asks() -> None:
+    custom = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG
+    known = {name for name in NAMES if name in quantization.QUANTIZATION_METHODS}
+    with mock.patch.dict(custom, clear=True):
+        for option, replaced in (({}, set()), (ON, known), (None, set())):
+            vllm_checks("NewForCausalLM", vllm_config(option))
+            assert set(custom) - {PROBE} == replaced
+
+
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "GptOssForCausalLM"])
+def test_models_that_are_not_quantised_are_refused(architecture: str) -> None:
+    """They ask no quantisation config; the check is there all the same."""
+    register()
+    check = MODELS_CONFIG_MAP[architecture].verify_and_update_config
+    plain = vllm_config(ON, quantization=None)
+    with pytest.raises(UnsupportedError, match="got a model that is not quantised; quantise"):
+        check(plain)
+
+
 def test_batch_invariance_is_refused() -> None:
     with (
         mock.patch.object(vllm.envs, "VLLM_BATCH_INVARIANT", True, create=True),

@@ -236,6 +236,17 @@ def make_method(base: type, moe: Any, activation_format: str = "a16w4", **change
     return served_method(base)(moe, activation_format, "layers.0", vllm_config(None, **changes))
 
 
+def no_loader(
+    param: Any,
+    loaded_weight: Any,
+    weight_name: str = "",
+    shard_id: Any = None,
+    expert_id: Any = None,
+    return_success: bool = False,
+) -> None:
+    """A loader of vLLM's signature that copies nothing."""
+
+
 def create_weights(method: Any, layer: torch.nn.Module) -> None:
     """The layer's parameters, as vLLM creates them."""
     moe = method.moe
@@ -248,7 +259,7 @@ def create_weights(method: Any, layer: torch.nn.Module) -> None:
         hidden_size=sizes[0],
         intermediate_size_per_partition=sizes[1],
         params_dtype=torch.bfloat16,
-        weight_loader=lambda *_: None,
+        weight_loader=no_loader,
     )
 
 

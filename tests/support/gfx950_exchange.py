@@ -17,7 +17,7 @@ import torch
 
 from mxpert.backends.common.exchange import host
 from mxpert.backends.common.exchange.schedule import Schedule
-from mxpert.backends.common.exchange.words import EPOCHS
+from mxpert.backends.common.exchange.words import EPOCHS, TAG_BITS
 from mxpert.distributed import DispatchedTokens
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.testing.gfx950 import CodeObject, emulate, emulation
@@ -91,7 +91,7 @@ class Turns:
         slots = slice(rank * self.case.max_tokens, (rank + 1) * self.case.max_tokens)
         theirs = slice((1 - rank) * self.case.max_tokens, (2 - rank) * self.case.max_tokens)
         other._sections["partials"][slots] = self.rows(rank)[theirs]
-        other._sections["returned"][rank] = epoch + 1
+        other._sections["returned"][rank] = epoch
 
     def received_ids(self, rank: int) -> torch.Tensor:
         """Local ids [COUNT, k] of the other one's tokens."""
@@ -192,7 +192,7 @@ def captured(kernel: str) -> Launch:
 def earlier(words: torch.Tensor) -> torch.Tensor:
     """An exchange's words in a copy, one epoch before."""
     copy = words.clone()
-    copy[EPOCHS.value :] -= 1
+    copy[EPOCHS.value :] -= 1 << TAG_BITS.value
     return copy
 
 

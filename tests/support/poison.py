@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mxpert.errors import message, require
-from mxpert.formats import layouts
+from mxpert.formats import layouts, pack_codes
 from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS
 from mxpert.formats.spec import E8M0_MAX, E8M0_NAN, MX_BLOCK_SIZE
 from mxpert.formats.tensor import Layout, MXTensor
@@ -105,12 +105,16 @@ def _fill_units(
     """Give units the code 6 with `shift`, from the first (row, code) on in each."""
     qdata, scale = tensor.qdata[units], tensor.scale[units]
     for packed, place, fill, unpack, pack in (
-        (qdata, first[1], POISON_CODES & 0xF, layouts._unpack_codes, layouts._pack_codes),
+        (qdata, first[1], POISON_CODES & 0xF, layouts._unpack_codes, _packed_codes),
         (scale, first[1] // MX_BLOCK_SIZE, shift, layouts._unpack_shifts, layouts._pack_shifts),
     ):
         flat = unpack(packed.flatten(0, 1)).contiguous()
         flat.view(-1, UNIT_ROWS, flat.shape[1])[:, first[0] :, place:] = fill
-        packed.copy_(pack(flat).view_as(packed))
+        packed.copy_(pack(flat[None]).view_as(packed))
+
+
+def _packed_codes(codes: torch.Tensor) -> torch.Tensor:
+    return layouts._pack_codes(pack_codes(codes), layouts._sign_tables(codes.device))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -238,6 +239,82 @@ def test_main_grad_takes_the_weight_gradient(name: str) -> None:
     torch.testing.assert_close(master.main_grad, 4 * single)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_16_bit_main_grad_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    grad, x, weight, offsets = snr_operands()
+    master, recipe = torch.nn.Parameter(weight.float()), RECIPES[name]
+    single = gradients(lambda w: grouped_linear(x, w, offsets, recipe=recipe), grad, master)[1]
+    held = torch.randn_like(master).to(dtype)
+    master.main_grad = held.clone()
+    grouped_linear(x, master, offsets, recipe=recipe).backward(grad)
+    assert torch.equal(master.main_grad, (held.float() + single).to(dtype))
+
+
+class MegatronHook:
+    """What Megatron-LM's DistributedDataParallel does with a gradient, overlap_grad_reduce on."""
+
+    def __init__(self, parameter: torch.nn.Parameter) -> None:
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
+        self.calls = 0
+        node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+        node.register_hook(lambda *_: self(parameter))
+        self.node = node
+
+    def __call__(self, parameter: torch.nn.Parameter) -> None:
+        self.calls += 1
+        assert parameter.grad is not None  # else it is not safe that reductions overlap
+        assert parameter.grad.shape == parameter.shape
+        assert parameter.grad.dtype == parameter.dtype
+        zeros = getattr(parameter, "zero_out_wgrad", False)
+        if not parameter.grad_added_to_main_grad or zeros:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("zero_out", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_megatrons_hook_adds_nothing_twice(name: str, zero_out: bool) -> None:
+    """Two micro-batches; garbage in the gradient that stands for the real one is not read."""
+    grad, x, weight, offsets = snr_operands()
+    master, recipe = torch.nn.Parameter(weight.bfloat16()), RECIPES[name]
+    plain = torch.nn.Parameter(weight.bfloat16())
+    plain.main_grad = torch.zeros(weight.shape)
+    hook = MegatronHook(master)
+    if zero_out:
+        master.zero_out_wgrad = True
+    empty_like = torch.empty_like
+
+    def with_garbage(tensor: torch.Tensor, **options: Any) -> torch.Tensor:
+        made = empty_like(tensor, **options)
+        return made.fill_(torch.nan) if tensor is master else made
+
+    garbage = mock.patch.object(torch, "empty_like", with_garbage)
+    for _ in range(2):
+        grouped_linear(x, plain, offsets, recipe=recipe).backward(grad)
+        with garbage:
+            y = grouped_linear(x, master, offsets, recipe=recipe)
+            y.backward(grad)
+    assert hook.calls == 2
+    assert master.grad_added_to_main_grad
+    assert torch.equal(master.main_grad, plain.main_grad)
+    assert master.main_grad.any()
+
+
+def test_megatrons_fsdp_gives_main_grad_and_overwrites_it() -> None:
+    grad, x, weight, offsets = snr_operands()
+    master = torch.nn.Parameter(weight.float())
+    single = gradients(lambda w: grouped_linear(x, w, offsets), grad, master)[1]
+    buffer = torch.full_like(master, torch.nan)
+    master.__fsdp_param__, master.overwrite_main_grad = True, True
+    master.get_main_grad = lambda: buffer
+    y = grouped_linear(x, master, offsets)
+    y.backward(grad)
+    assert torch.equal(buffer, single)
+    assert master.grad_added_to_main_grad
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_only_requested_gradients(name: str) -> None:
     grad, x, weight, offsets = snr_operands()
@@ -302,7 +379,7 @@ def test_bad_arguments_raise(change: dict[str, Any], error: type[Exception], tex
 
 def test_bad_main_grad_raises() -> None:
     weight = torch.nn.Parameter(torch.zeros(1, 32, 32))
-    weight.main_grad = torch.zeros(1, 32, 32, dtype=torch.bfloat16)
+    weight.main_grad = torch.zeros(1, 32, 32, dtype=torch.float64)
     with pytest.raises(TypeError, match=r"weight.main_grad.dtype — need float32"):
         grouped_linear(torch.zeros(4, 32), weight, torch.tensor([0, 4]))
 

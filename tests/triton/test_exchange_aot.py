@@ -130,7 +130,7 @@ def test_rows_are_stored_16_bytes_at_a_time(target, bound, wire, case):
         assert metrics.shared_memory <= LITTLE_SHARED_MEMORY, name
         assert metrics.global_stores.get(128, 0) >= 1, (name, metrics.global_stores)
         narrow = sum(n for width, n in metrics.global_stores.items() if width == 64)
-        assert narrow <= 2, (name, metrics.global_stores)  # words of tokens and epochs
+        assert narrow <= 3, (name, metrics.global_stores)  # words of tokens, epochs and calls
 
 
 @pytest.mark.parametrize("bound", BOUNDS)

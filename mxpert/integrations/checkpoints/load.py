@@ -65,7 +65,11 @@ class _GptOssSizes:
 
 
 def load_gpt_oss_layers(
-    directory: Path | str, layers: Iterable[int] | None = None, device: torch.device | str = "cpu"
+    directory: Path | str,
+    layers: Iterable[int] | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    mmap: bool = False,
 ) -> Iterator[LoadedMoELayer]:
     """Read the MoE layers of a gpt-oss checkpoint one at a time, with the stored codes.
 
@@ -77,6 +81,7 @@ def load_gpt_oss_layers(
             the id of a model on the Hugging Face Hub.
         layers: layer indices, in the wanted order; None is all of them.
         device: device of the tensors.
+        mmap: as for `load_expert_weights`.
 
     Returns:
         Iterator of LoadedMoELayer, its weights GateUpOrder.INTERLEAVED.
@@ -111,12 +116,13 @@ got no such file or directory
     def read() -> Iterator[LoadedMoELayer]:
         for layer in chosen:
             prefix = f"model.layers.{layer}.mlp"
-            weights = _read_experts(reader, f"{prefix}.experts", GateUpOrder.INTERLEAVED, device)
+            order = GateUpOrder.INTERLEAVED
+            weights = _read_experts(reader, f"{prefix}.experts", order, device, mmap)
             yield LoadedMoELayer(
                 layer,
                 weights,
-                reader.read(f"{prefix}.router.weight").to(device),
-                reader.read(f"{prefix}.router.bias").to(device),
+                _read(reader, f"{prefix}.router.weight", device, mmap),
+                _read(reader, f"{prefix}.router.bias", device, mmap),
                 sizes.top_k,
                 SwiGLU(limit=sizes.limit),
             )
@@ -128,6 +134,8 @@ def load_expert_weights(
     directory: Path | str,
     layers: Iterable[int | str] | None = None,
     device: torch.device | str = "cpu",
+    *,
+    mmap: bool = False,
 ) -> Iterator[tuple[str, MoEWeights]]:
     """Read the expert weights of any MXFP4 checkpoint that `mxpert quantize` wrote, or gpt-oss.
 
@@ -137,6 +145,8 @@ def load_expert_weights(
         layers: full module paths (``model.layers.3.mlp.experts``), or numbers of layers that have
             one experts module; None is every module with quantised experts.
         device: device of the tensors.
+        mmap: on a CPU, let the tensors be the file's pages, which are read when they are used:
+            faster, but whoever changes the file changes them, or ends this process.
 
     Returns:
         Iterator of (full module path, MoEWeights). Shapes are checked before this returns.
@@ -174,7 +184,7 @@ got no such file or directory
     ]
     for module in chosen:
         check_experts(reader, module, biased=biased)
-    return ((module, _read_experts(reader, module, order, device)) for module in chosen)
+    return ((module, _read_experts(reader, module, order, device, mmap)) for module in chosen)
 
 
 def expert_modules_of(reader: CheckpointReader) -> list[str]:
@@ -388,8 +398,21 @@ def _check_layer(reader: CheckpointReader, layer: int, sizes: _GptOssSizes) -> N
     )
 
 
+def _read(
+    reader: CheckpointReader, name: str, device: torch.device | str, mmap: bool
+) -> torch.Tensor:
+    """One tensor on `device`; on a CPU in memory of its own unless `mmap`."""
+    pages = reader.read(name)
+    tensor = pages.to(device)
+    return tensor.clone() if tensor is pages and not mmap else tensor
+
+
 def _read_experts(
-    reader: CheckpointReader, prefix: str, order: GateUpOrder, device: torch.device | str
+    reader: CheckpointReader,
+    prefix: str,
+    order: GateUpOrder,
+    device: torch.device | str,
+    mmap: bool,
 ) -> MoEWeights:
     kinds = [
         f"{projection}_{kind}"
@@ -398,7 +421,7 @@ def _read_experts(
     ]
     return expert_weights_from(
         {
-            kind: reader.read(f"{prefix}.{kind}").to(device)
+            kind: _read(reader, f"{prefix}.{kind}", device, mmap)
             for kind in kinds
             if not kind.endswith("bias") or f"{prefix}.{kind}" in reader.names
         },

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ...errors import message
-from ...formats.spec import MXFP4
-from ...formats.tensor import MXTensor
+from ...formats.spec import E8M0_NAN, MX_BLOCK_SIZE, MXFP4
+from ...formats.tensor import Layout, MXTensor
 from ...weights import GateUpOrder, MoEWeights
 
 _PACKED = "_packed"  # suffix of compressed-tensors' parameters
@@ -21,6 +21,7 @@ def prepare_layer(
     *,
     op: str,
     bias_suffix: str = "_bias",
+    columns: int | None = None,
 ) -> MoEWeights:
     """Prepare a layer's loaded weights; the prepared tensors become its parameters.
 
@@ -32,6 +33,7 @@ def prepare_layer(
         order: the order of the rows of w13.
         previous: the weights of an earlier call, or None.
         op: what a message starts with. bias_suffix: after "w13" and "w2", the biases' names.
+        columns: of F, those that a checkpoint fills; the others become zeros. None is all.
 
     Returns:
         The layer's MoEWeights, prepared for the device of its parameters.
@@ -46,25 +48,70 @@ def prepare_layer(
         down_bias=_bias(layer, f"w2{bias_suffix}"),
         gate_up_order=order,
     )
+    if columns is not None and columns < weights.intermediate_size:
+        clear_padding(weights, columns)
     if previous is None:
         prepared = weights.prepare(device=weights.device)
     else:
         try:
             prepared = weights.prepare(device=weights.device, layout=previous.layout)
         except ValueError as error:
-            raise ValueError(
-                message(
-                    op,
-                    "reloaded weights",
-                    f"weights that fit the layout {previous.layout.name} of the loaded ones",
-                    f"others: {error}",
-                    "restart the server with them",
-                )
-            ) from None
+            raise does_not_fit(op, previous.layout, error) from None
         previous.load_state_dict(prepared.state_dict())
         prepared = previous
     _install(layer, prepared, bias_suffix)
     return prepared
+
+
+def does_not_fit(op: str, layout: Layout, error: ValueError) -> ValueError:
+    """The error for new weights that the layout of the loaded ones cannot hold."""
+    need = f"weights that fit the layout {layout.name} of the loaded ones"
+    remedy = "restart the server with them"
+    return ValueError(message(op, "reloaded weights", need, f"others: {error}", remedy))
+
+
+def columns_of_rank(share: int, padded: int, tp_size: int, tp_rank: int) -> int:
+    """Columns of the intermediate size that a rank's part of the checkpoint has.
+
+    Loaders cut between MX blocks: `padded` columns on the first ranks, what is left on the next.
+
+    Args:
+        share: the size over the ranks. padded: `share`, rounded up to whole blocks.
+    """
+    return max(0, min(padded, share * tp_size - tp_rank * padded))
+
+
+def clear_padding(weights: MoEWeights, columns: int) -> None:
+    """Zero what no checkpoint fills: a rank's columns of the intermediate size from `columns` on.
+
+    An engine may hand over uninitialised memory there, whose scales can be NaN.
+
+    Args:
+        weights: ROW_MAJOR, written in place. columns: of F, those that are the model's.
+    """
+    inner, interleaved = weights.intermediate_size, weights.gate_up_order is GateUpOrder.INTERLEAVED
+    index = torch.arange(2 * inner, device=weights.device)
+    padding = (index // 2 if interleaved else index % inner) >= columns
+    for rows in (weights.gate_up_proj.qdata, weights.gate_up_proj.scale, weights.gate_up_bias):
+        if rows is not None:
+            rows[:, padding] = 0
+    codes, scale = weights.down_proj.qdata, weights.down_proj.scale
+    codes[..., columns // 2 :] = 0
+    scale[..., -(-columns // MX_BLOCK_SIZE) :] = 0
+
+
+def poison(weights: MoEWeights) -> None:
+    """Make a layer compute NaN or Inf, in captured CUDA graphs too, until new weights are loaded.
+
+    A reload that is refused half-way leaves layers of two models: no result of theirs may look
+    right. HOPPER_FRAGMENT has no NaN; its largest row factors, 2^122, overflow.
+    """
+    for projection in (weights.gate_up_proj, weights.down_proj):
+        scale = projection.scale if projection.reference is None else projection.reference
+        scale.fill_(E8M0_NAN)
+    for bias in (weights.gate_up_bias, weights.down_bias):
+        if bias is not None:
+            bias.fill_(float("nan"))
 
 
 def count_unfolded(weights: MoEWeights) -> int:

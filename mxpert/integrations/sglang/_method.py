@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +28,10 @@ from ...errors import UnsupportedError, message
 from ...formats.names import ActivationFormat
 from ...formats.spec import MX_BLOCK_SIZE
 from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
-from ..serving.layer_weights import prepare_layer
+from ..serving.layer_weights import columns_of_rank, prepare_layer
+from ..serving.loads import FROM_CHECKPOINTS, Loads
+from ..serving.reload import model_of
+from ..serving.requantize import Share
 from . import BACKENDS, OP
 from ._refusals import activation_of, refuse_unsupported
 
@@ -93,6 +99,9 @@ class ServedMethod(FusedMoEMethodBase):
         super().__init__()
         self.activation_format, self.prefix = activation_format, prefix
         self.info: MxpertQuantInfo | None = None
+        self.loads, self.model = Loads(), model_of(get_server_args())
+        self._open: Callable[[Any], None] = lambda layer: None
+        self._lock, self._is_open = threading.Lock(), True
 
     def create_weights(
         self,
@@ -104,39 +113,72 @@ class ServedMethod(FusedMoEMethodBase):
         with_bias: bool = False,
         **attributes: Any,
     ) -> None:
-        """Create SGLang's parameters, as zeros: what the checkpoint does not fill is padding."""
-        refuse_unsupported(layer.moe_runner_config, get_server_args())
-        activation_of(layer.moe_runner_config)  # refused here, before weights are loaded
-        columns = -(-intermediate_size_per_partition // MX_BLOCK_SIZE) * MX_BLOCK_SIZE
-        projections = {"w13": (2 * columns, hidden_size), "w2": (hidden_size, columns)}
-        for name, (rows, depth) in projections.items():
-            tensors = {
-                f"{name}_weight": torch.zeros(num_experts, rows, depth // 2, dtype=torch.uint8),
-                f"{name}_weight_scale": torch.zeros(
-                    num_experts, rows, depth // MX_BLOCK_SIZE, dtype=torch.uint8
-                ),
-            }
-            if with_bias:
-                tensors[f"{name}_weight_bias"] = torch.zeros(
-                    num_experts, rows, dtype=torch.bfloat16
-                )
-            for parameter_name, tensor in tensors.items():
+        """Create the parameters that SGLang loads into."""
+        config = layer.moe_runner_config
+        refuse_unsupported(config, get_server_args())
+        activation_of(config)  # refused here, before weights are loaded
+        share = intermediate_size_per_partition
+        columns = -(-share // MX_BLOCK_SIZE) * MX_BLOCK_SIZE
+        ranks = getattr(layer, "moe_tp_size", 1), getattr(layer, "moe_tp_rank", 0)
+        self.columns = columns_of_rank(share, columns, *ranks)
+        sizes = {"w13": (2 * columns, hidden_size), "w2": (hidden_size, columns)}
+
+        def open_layer(layer: Any) -> None:
+            for name, tensor in _loadable(num_experts, sizes, with_bias, layer).items():
                 parameter = torch.nn.Parameter(tensor, requires_grad=False)
-                layer.register_parameter(parameter_name, parameter)
+                setattr(layer, name, parameter)
                 set_weight_attrs(parameter, attributes)
-            getattr(layer, f"{name}_weight_scale").quant_method = "group"  # SGLang's loader asks
+            for name in sizes:  # SGLang's loader asks
+                getattr(layer, f"{name}_weight_scale").quant_method = "group"
+            self.loads.clear()
+            self.loads.watch(layer.named_parameters(recurse=False))
+
+        open_layer(layer)
+        self._open = open_layer
+
+    def _opens(self, layer: Any, name: str) -> Callable[..., Any]:
+        """The loader of a prepared parameter: the first one called opens the layer for loading."""
+        of_layer = weakref.ref(layer)
+
+        def weight_loader(param: Any, loaded_weight: Any, *args: Any, **kwargs: Any) -> Any:
+            layer = of_layer()
+            assert layer is not None  # its model calls this
+            with self._lock:
+                if not self._is_open:
+                    self._open(layer)
+                    self._is_open = True
+            fresh = getattr(layer, name)
+            return fresh.weight_loader(fresh, loaded_weight, *args, **kwargs)
+
+        return weight_loader
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         self.runner = MoeRunner(get_moe_runner_backend(), moe_runner_config)
 
+    def restore_weights_before_loading(self, layer: Any) -> None:
+        """Forget an update that failed; the first loader that is called opens the layer."""
+        self.loads.clear()
+
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Prepare the weights, once after loading."""
-        if self.info is not None:
-            need, remedy = "weights that are loaded once", "restart the server with the new ones"
-            raise UnsupportedError(message(OP, "loaded weights", need, "others", remedy))
+        """Prepare the weights, once after loading and again after each update of this layer."""
+        if not self._is_open:
+            return  # an update that left this layer out
         config = self.runner.config
         activation, order = activation_of(config)
-        weights = prepare_layer(layer, order, None, op=OP, bias_suffix="_weight_bias")
+        options: dict[str, Any] = dict(op=OP, bias_suffix="_weight_bias", columns=self.columns)
+        if self.info is None:
+            self._require_loaded(layer, config)
+            weights = prepare_layer(layer, order, None, **options)
+            self.model.add(weights)
+        else:
+            with self.model.reloading():
+                self._require_loaded(layer, config)
+                weights = prepare_layer(layer, order, self.info.layer.weights, **options)
+        self._is_open = False
+        for name, parameter in layer.named_parameters(recurse=False):
+            parameter.weight_loader = self._opens(layer, name)
+        if self.info is not None:
+            return
         prepared = Layer(weights, activation, self.activation_format)
         self.info = MxpertQuantInfo(prepared)
         warn_of_unfolded(weights, self.prefix, logger)
@@ -148,10 +190,61 @@ class ServedMethod(FusedMoEMethodBase):
             on_input=config.apply_router_weight_on_input,
         )
 
+    def _require_loaded(self, layer: Any, config: Any) -> None:
+        """Raise a ValueError for tensors that the checkpoint lacks."""
+        load_format = str(getattr(get_server_args(), "load_format", ""))
+        if self.loads.is_empty and load_format not in FROM_CHECKPOINTS:
+            return  # filled by other means than the loaders
+        names = [name for name, _ in layer.named_parameters(recurse=False)]
+        self.loads.require_all(OP, self.prefix, names, _experts(layer, config))
+
+    def share(self, layer: Any) -> Share:
+        """What this rank holds of the layer."""
+        assert self.info is not None  # loaded before anyone trains it
+        weights, rank = self.info.layer.weights, getattr(layer, "moe_tp_rank", 0)
+        experts, first = _experts(layer, self.runner.config), rank * weights.intermediate_size
+        return Share(weights, experts, first, self.columns, rank == 0)
+
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         if not TopKOutputChecker.format_is_standard(dispatch_output.topk_output):
             raise UnsupportedError(message(OP, "top-k", "SGLang's standard output", "another"))
         return self.runner.run(dispatch_output, self.info)
+
+
+def _experts(layer: Any, config: Any) -> list[int]:
+    """Global ids of the experts that live here: routed ones, then shared ones that are fused."""
+    shared = getattr(layer, "num_fused_shared_experts", 0)
+    routed = config.num_local_experts - shared
+    first = getattr(layer, "moe_ep_rank", 0) * routed
+    return [*range(first, first + routed), *range(config.num_experts - shared, config.num_experts)]
+
+
+def _loadable(
+    num_experts: int, sizes: dict[str, tuple[int, int]], with_bias: bool, layer: Any
+) -> dict[str, torch.Tensor]:
+    """Memory for SGLang's parameters; that of a prepared layer lies in its prepared tensors.
+
+    An update thus needs no memory for a second model. It overwrites the weights before they can be
+    checked; what fails afterwards poisons the model.
+
+    Args:
+        sizes: rows and depth of "w13" and "w2".
+    """
+    made = {}
+    for name, (rows, depth) in sizes.items():
+        for suffix, width in (("weight", depth // 2), ("weight_scale", depth // MX_BLOCK_SIZE)):
+            shape = num_experts, rows, width
+            prepared = getattr(layer, f"{name}_{suffix}", None)
+            if prepared is None:
+                tensor = torch.zeros(shape, dtype=torch.uint8)
+            else:
+                tensor = prepared.data.view(-1)[: math.prod(shape)].view(shape)
+            made[f"{name}_{suffix}"] = tensor
+        if with_bias:
+            device = made[f"{name}_weight"].device
+            bias = torch.zeros(num_experts, rows, dtype=torch.bfloat16, device=device)
+            made[f"{name}_weight_bias"] = bias
+    return made
 
 
 def max_tokens(server_args: Any) -> int:

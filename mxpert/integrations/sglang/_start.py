@@ -34,6 +34,18 @@ def check(result: Any, server_args: Any) -> None:
         with one_line_in_commands("sglang"):
             require_supported()
             refuse_first(OP, refused_options(server_args))
+            refuse_first(OP, refused_model(server_args))
+
+
+def refused_model(server_args: Any) -> Iterator[Refusal]:
+    """The quantisation of a model whose experts SGLang would compute itself, without a word."""
+    model = getattr(server_args, "_model_config", None)  # made while SGLang resolved its options
+    if model is not None and model.quantization != "mxfp4":
+        got, remedy = repr(model.quantization), "choose another --moe-runner-backend"
+        if model.quantization is None:
+            got = "a model that is not quantised"
+            remedy = f"quantise its experts first (mxpert quantize) or {remedy}"
+        yield "the model's quantization", "'mxfp4'", got, remedy
 
 
 def refused_options(server_args: Any) -> Iterator[Refusal]:

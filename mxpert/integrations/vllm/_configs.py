@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization import mxfp4
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from ...errors import UnsupportedError, message
+from . import serve
 from ._method import served_method
 from ._refusals import activation_of
 from .options import KEY, OP, requested_format, require_supported
@@ -199,3 +200,4 @@ def _served_configs() -> dict[str, type]:
 
 
 SERVED = _served_configs()
+serve(True)  # a worker gets its config by pickle, and no check runs there

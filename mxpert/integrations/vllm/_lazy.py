@@ -5,11 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 
-def lazy_config(name: str) -> type:
+class Lazy:
+    """What the stand-ins have in common. replaced: the config that another plugin registered."""
+
+    replaced: type | None = None
+
+
+def lazy_config(name: str, before: type | None = None) -> type:
     """Return a config class that imports the served config when vLLM first uses it.
 
     Args:
-        name: a member of `NAMES`.
+        name: a member of `NAMES`. before: what was registered under the name, if anything was.
 
     Returns:
         A subclass of vLLM's QuantizationConfig. `from_config` returns the served config itself, so
@@ -22,7 +28,9 @@ def lazy_config(name: str) -> type:
 
         return SERVED[name]
 
-    class Lazy(QuantizationConfig):
+    class Config(Lazy, QuantizationConfig):
+        replaced = before
+
         def get_name(self) -> str:
             return name
 
@@ -49,5 +57,5 @@ def lazy_config(name: str) -> type:
         def get_quant_method(self, layer: Any, prefix: str) -> Any:
             raise NotImplementedError("from_config returns the served config")
 
-    Lazy.__name__ = Lazy.__qualname__ = f"Mxpert[{name}]"
-    return Lazy
+    Config.__name__ = Config.__qualname__ = f"Mxpert[{name}]"
+    return Config

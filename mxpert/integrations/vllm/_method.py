@@ -21,12 +21,18 @@ from ...errors import UnsupportedError, message
 from ...formats.names import ActivationFormat
 from ...formats.spec import MX_BLOCK_SIZE
 from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
-from ..serving.layer_weights import prepare_layer
+from ..serving.layer_weights import columns_of_rank, prepare_layer
+from ..serving.loads import FROM_CHECKPOINTS, Loads
+from ..serving.reload import model_of
+from ..serving.requantize import Share
 from ._experts import RoutedExperts, RoutingExperts
 from ._refusals import activation_of, refuse_unsupported
 from .options import OP
 
 logger = init_logger("vllm.mxpert")  # vLLM shows the loggers below its own name
+
+_FILLED = ("w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias")
+"""Parameters of a layer; compressed-tensors calls the codes ``…_packed``."""
 
 
 class ServedMethod(FusedMoEMethodBase):
@@ -55,6 +61,10 @@ class ServedMethod(FusedMoEMethodBase):
         self.static_input_scales, self.has_bias = False, moe.has_bias  # quark
         routing = RoutingExperts.serves(moe, vllm_config)
         self.experts_cls: Any = RoutingExperts if routing else RoutedExperts
+        self.loads, self.model = Loads(), model_of(vllm_config)
+        load_config = getattr(vllm_config, "load_config", None)
+        self.load_format = str(getattr(load_config, "load_format", ""))
+        self.columns: int | None = None  # of this rank's share, those that are the model's
 
     apply = mxfp4.Mxfp4MoEMethod.apply
     apply_monolithic = mxfp4.Mxfp4MoEMethod.apply_monolithic
@@ -83,7 +93,10 @@ class ServedMethod(FusedMoEMethodBase):
         hidden, intermediate = FusedMoEMethodBase.maybe_roundup_sizes(
             self, hidden_size, intermediate_size_per_partition, *args, **kwargs
         )
-        if intermediate % MX_BLOCK_SIZE == 0:
+        rounded = -(-intermediate // MX_BLOCK_SIZE) * MX_BLOCK_SIZE
+        parallel = self.moe.moe_parallel_config
+        self.columns = columns_of_rank(intermediate, rounded, parallel.tp_size, parallel.tp_rank)
+        if intermediate == rounded:
             return hidden, intermediate
         cuts_between_blocks = self.gpt_oss and self.moe.activation is MoEActivation.SWIGLUOAI
         if not cuts_between_blocks:  # as the loader of gpt-oss models does
@@ -98,14 +111,36 @@ class ServedMethod(FusedMoEMethodBase):
                     )
                 )
             self.moe.tp_shard_with_padding = True
-        return hidden, -(-intermediate // MX_BLOCK_SIZE) * MX_BLOCK_SIZE
+        return hidden, rounded
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Create vLLM's parameters, as zeros: what the checkpoint does not fill is padding."""
+        """Create vLLM's parameters, and note which of them a checkpoint fills."""
         super().create_weights(layer, *args, **kwargs)
-        for parameter in layer.parameters(recurse=False):
-            if parameter.dtype is torch.uint8 and parameter.device.type != "meta":
-                parameter.data.zero_()
+        self.loads.watch(layer.named_parameters(recurse=False))
+
+    def _require_loaded(self, layer: Any) -> None:
+        """Raise a ValueError for tensors that the checkpoint lacks."""
+        if self.loads.is_empty and self.load_format not in FROM_CHECKPOINTS:
+            return  # filled by other means than the loaders
+        present = dict(layer.named_parameters(recurse=False))
+        names = [name for each in _FILLED for name in (each, f"{each}_packed") if name in present]
+        self.loads.require_all(OP, self.prefix, names, self._experts(layer))
+
+    def _experts(self, layer: Any) -> list[int]:
+        """Global ids of the experts that live here, in the order of their local ids."""
+        expert_map = getattr(layer, "expert_map", None)
+        if expert_map is None:
+            return list(range(self.moe.num_local_experts))
+        here = (expert_map >= 0).nonzero().flatten()
+        found: list[int] = here[expert_map[here].argsort()].tolist()
+        return found
+
+    def share(self, layer: Any) -> Share:
+        """What this rank holds of the layer."""
+        weights = self.moe_kernel.fused_experts.layer.weights
+        padded, rank = weights.intermediate_size, self.moe.moe_parallel_config.tp_rank
+        columns = padded if self.columns is None else self.columns
+        return Share(weights, self._experts(layer), rank * padded, columns, rank == 0)
 
     def get_fused_moe_quant_config(self, layer: Any) -> Any:
         """Describe the activations to vLLM: not quantised outside of the experts."""
@@ -114,15 +149,22 @@ class ServedMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: Any) -> None:
         """Prepare the weights, once after loading and again after each reload."""
         activation, order = activation_of(self.moe, layer)
+        options: dict[str, Any] = dict(op=OP, columns=self.columns)
         if self.moe_kernel is not None:
             loaded = self.moe_kernel.fused_experts.layer.weights
-            prepare_layer(layer, order, loaded, op=OP)
+            with self.model.reloading():
+                self._require_loaded(layer)
+                prepare_layer(layer, order, loaded, **options)
+            self.loads.clear()
             return
+        self._require_loaded(layer)
         if not RoutingExperts.serves_router_of(layer):
             self.experts_cls = RoutedExperts
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         experts = self.experts_cls(moe_config=self.moe, quant_config=self.moe_quant_config)
-        weights = prepare_layer(layer, order, None, op=OP)
+        weights = prepare_layer(layer, order, None, **options)
+        self.loads.clear()
+        self.model.add(weights)
         experts.layer = Layer(weights, activation, self.activation_format)
         prepare_finalize = maybe_make_prepare_finalize(
             moe=self.moe,

@@ -1,8 +1,9 @@
 """The check of an engine's options, in the process that reads them, before engines start.
 
-vLLM asks each registered quantisation config whether a quantised checkpoint is its own, and passes
-the model's config. The config of `probe` never says yes. It uses the question to put a check in
-front of vLLM's own check of the model's architecture. That one sees all options of the engine.
+vLLM checks each model by its architecture, and that check sees all options of the engine. The one
+of mxpert stands in front of it, for every architecture that vLLM knows. For others vLLM asks each
+registered quantisation config whether a quantised checkpoint is its own, and passes the model's
+config. The config of `probe` never says yes, and uses the question to add the check.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from ...errors import UnsupportedError, message
 from ...formats.spec import MX_BLOCK_SIZE
 from ..serving.refusals import Refusal, one_line_in_commands, refuse_first
-from . import NAMES
-from .options import KEY, OP, requested_format, require_supported
+from . import NAMES, serve
+from .options import KEY, OP, is_supported, requested_format, require_supported
 
 ALL2ALL = ("allgather_reducescatter", "deepep_high_throughput")
 """Backends of ``--all2all-backend`` whose output is in vLLM's Standard format."""
@@ -35,6 +36,17 @@ def probe() -> type:
                 _check_first(architecture)
 
     return MxpertProbe
+
+
+def check_every_model() -> None:
+    """Put `check` in front of the checks of all architectures that vLLM knows.
+
+    A model that is not quantised asks no quantisation config, so that `probe` would not see it.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    for architecture in ModelRegistry.get_supported_archs():
+        _check_first(architecture)
 
 
 def _check_first(architecture: str) -> None:
@@ -58,21 +70,28 @@ def _check_first(architecture: str) -> None:
 def check(vllm_config: Any) -> None:
     """Refuse a wrong option, a version of vLLM, or a model or options that mxpert does not serve.
 
+    What it accepts gets mxpert's configs.
+
     Raises:
         ValueError, UnsupportedError: one line. In the command ``vllm`` the process ends with it.
     """
     import vllm
 
     with one_line_in_commands("vllm"):
-        if requested_format(vllm_config.additional_config) is None:
+        asked = requested_format(vllm_config.additional_config) is not None
+        serve(asked and is_supported(vllm.__version__))
+        if not asked:
             return
         require_supported(vllm.__version__)
         model = vllm_config.model_config
         if model.runner_type == "draft":  # a dense draft model may speed up a served one
             return
         if model.quantization not in NAMES:
-            names = ", ".join(map(repr, NAMES))
-            got, remedy = repr(model.quantization), f'remove "{KEY}" from --additional-config'
+            names, remedy = ", ".join(map(repr, NAMES)), f'remove "{KEY}" from --additional-config'
+            got = repr(model.quantization)
+            if model.quantization is None:
+                got = "a model that is not quantised"
+                remedy = f"quantise its experts first (mxpert quantize) or {remedy}"
             raise UnsupportedError(message(OP, "the model's quantization", names, got, remedy))
         if model.is_moe:
             refuse_first(OP, refused_experts(model))

@@ -7,6 +7,7 @@ offsets, and private words:
     partials                     slot ``owner · bound + t`` is what `owner` computed for own token t
     arrived [N, MAX_CTAS]        int64 flags of dispatch: [source, CTA]
     returned [N, MAX_CTAS]       int64 flags of combine: [owner, CTA]
+    calls [N]                    int64, what each rank has called last
     words (private)              verdict, running calls, time-out and epoch; see `words.py`
     destinations (private)       int64 bit mask of each own token: the ranks it was sent to
 
@@ -18,11 +19,12 @@ Timeline of epoch e, the same kernels on every rank, in stream order:
     1. dispatch. Stores each token's row, ids and weights once to every rank that owns one of its
        experts, and ids −1 to the others and in slots without a token. Each CTA then sets
        ``arrived[rank, CTA] = e`` on every rank (release, system scope).
-    2. sort. Each program waits until all N · CTAs flags of `arrived` are at least e (acquire,
-       system scope), then agrees with the other programs on one verdict by a compare-and-swap:
+    2. sort. Each program waits until all N · CTAs flags of `arrived` are e (acquire, system
+       scope), then agrees with the other programs on one verdict by a compare-and-swap:
        epoch e is complete, or a rank is lost. All programs must sort the same ids, although a rank
        that is late may still write its own. For callers with a sort of their own the last CTA of
-       dispatch does step 2, once it has set its flags.
+       dispatch does step 2, once it has set its flags. They get a copy of the ids that nobody
+       writes, in which all are −1 after a loss.
     3. GEMMs read the received rows.
     4. combine. Each CTA stores its share of the partial rows to the ranks that the tokens came
        from, sets ``returned[rank, CTA] = e`` there (release), waits for the same CTA of every rank
@@ -40,11 +42,16 @@ Why one buffer of each kind suffices, without a barrier:
       the kernels of one object are ordered by one stream. words[RUNNING] detects a second stream.
     * Flags and the epoch only grow, so a flag of another bound or an older epoch never counts.
 
+Calls that differ. The low bits of an epoch, and of its flags, are a tag of the call: `max_tokens`,
+the op and its options. A flag of this epoch with another tag ends a wait at once, whatever CTAs the
+other rank has; every rank sees one, and `calls` says in full what the ranks have called.
+
 Lost ranks. A wait ends after the time-out; `words[DECIDED]` then names the rank, for good. From
 then on no wait of this rank polls, its sort drops every row, and its dispatch and combine set
-*poisoned* flags, which name the lost rank and satisfy every wait. A combine that meets a time-out
-or a poisoned flag writes NaN. So all living ranks learn of the loss, and none returns a plausible
-result.
+*poisoned* flags, which name what is lost and end every wait. They store nothing else on other
+ranks: one that is merely late may still read what this rank stored in an earlier call. A combine
+that meets a time-out or a poisoned flag writes NaN. So all living ranks learn of the loss, and none
+returns a plausible result.
 
 Occupancy. A kernel that waits must not keep out a kernel that another rank on the same GPU, or
 another object, waits for. One CTA of dispatch waits at most. Kernels that wait let the next kernel

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from ..pdl import grid_dependency_wait, launch_dependents
 from .flags import flag_or_poison, load_addresses, section, set_flags
-from .wait import load_volatile, load_words, wait_for_flags, word_of
-from .words import DECIDED, EPOCHS, NO_WAIT, RUNNING, TIMEOUT, TWO_STREAMS
+from .wait import load_volatile, load_words, note_loss, wait_for_flags, word_of
+from .words import DECIDED, EPOCHS, NO_WAIT, RETURN_OFF, RUNNING, SEND_OFF, TIMEOUT, TWO_STREAMS
 
 _RANKS = tl.constexpr(4)
 """Ranks whose partial rows are loaded together."""
@@ -43,6 +43,17 @@ class Share(NamedTuple):
     width: Any
 
 
+class Peers(NamedTuple):
+    """Addresses of the ranks' memories, int64 [N]; the offset of partial rows there.
+
+    alive: whether nothing is lost. Else a rank that is late may still sum what this one returned.
+    """
+
+    table: Any
+    partials: Any
+    alive: Any
+
+
 class Tile(NamedTuple):
     """A tile: slots [ROWS] of a rank, and columns [1, BLOCK]."""
 
@@ -64,12 +75,12 @@ def _places(share, tile, source):
 
 
 @triton.jit
-def _return_rows(table, partials_offset, rows, topk_ids, share, tile, top_k, SLOTS: tl.constexpr):
+def _return_rows(peers, rows, topk_ids, share, tile, top_k, SLOTS: tl.constexpr):
     """Store a tile of partial rows on each rank whose tokens had an expert here."""
     slot = tl.arange(0, SLOTS)[None, :]
     for step in range(1, share.num_ranks):
         peer = (share.rank + step) % share.num_ranks
-        address = tl.load(table + peer)
+        address = tl.load(peers.table + peer)
         place = (peer * share.bound + tile.slot)[:, None] * top_k + slot
         mask = (tile.slot < share.bound)[:, None] & (slot < top_k)
         ids = tl.load(topk_ids + place, mask=mask, other=-1)
@@ -78,8 +89,8 @@ def _return_rows(table, partials_offset, rows, topk_ids, share, tile, top_k, SLO
         part = tl.load(
             rows + _places(share, tile, peer), mask=inside, other=0.0, cache_modifier=_ONCE
         )
-        computed = tl.max(ids, 1) >= 0
-        partials = section(address, partials_offset, rows.dtype.element_ty)
+        computed = (tl.max(ids, 1) >= 0) & peers.alive
+        partials = section(address, peers.partials, rows.dtype.element_ty)
         place = _places(share, tile, share.rank)
         tl.store(partials + place, part, mask=computed[:, None] & inside)
 
@@ -172,7 +183,7 @@ def _exchange_combine_kernel(
     """Return partial rows and sum what the other ranks return; step 4 of the protocol.
 
     ``out[t] = Σ_r rows that rank r computed for token t``, in rank order, in float32. After a loss
-    the kernel still stores rows, into slots that are this rank's alone, and poisons its flags.
+    the kernel stores NaN in `out`, and nothing on other ranks but poisoned flags.
 
     Grid: (CTAs,), the same number on all ranks. The programs take tiles of ROWS slots and BLOCK
     columns in turn, the same ones for storing and for summing. A program therefore waits for one
@@ -190,16 +201,18 @@ def _exchange_combine_kernel(
     pid, num_ctas = tl.program_id(0), tl.num_programs(0)
     epoch = tl.load(state + EPOCHS)
     seen = load_words(state, KIND)
+    peers = Peers(table, partials_offset, tl.load(state + RETURN_OFF) == 0)
     tiles = tl.cdiv(num_blocks * 32, BLOCK)
     share = Share(rank, num_ranks, bound, tiles, num_blocks * 32)
     for item in range(pid, tl.cdiv(bound, ROWS) * tiles, num_ctas):
         tile = _tile(share, item, ROWS, BLOCK)
-        _return_rows(table, partials_offset, rows, topk_ids, share, tile, top_k, SLOTS)
+        _return_rows(peers, rows, topk_ids, share, tile, top_k, SLOTS)
     decided = _verdict(state, seen, epoch)
     flag = flag_or_poison(epoch, decided, rank)
     set_flags(addresses, flags_offset, rank, num_ranks, flag, KIND)
     if decided >= 0:
         decided = _await_rows(state, returned, epoch, num_ranks, timeout, KIND)
+    note_loss(state + SEND_OFF, decided)
     if USE_PDL:
         launch_dependents()
     # What other programs have found. Each warp loads it, and none waits for it before the sum.

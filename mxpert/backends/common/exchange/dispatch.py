@@ -13,8 +13,8 @@ import triton.language as tl
 from ..mx_codec import quantize_tile
 from ..pdl import grid_dependency_wait, launch_dependents, launch_dependents_and_wait
 from .flags import flag_or_poison, load_addresses, section, set_flags
-from .wait import load_awaited, load_volatile, load_words, wait_alone, word_of
-from .words import DECIDED, EPOCHS, MAX_CTAS, RUNNING, TWO_STREAMS
+from .wait import load_awaited, load_volatile, load_words, note_loss, wait_alone, word_of
+from .words import DECIDED, EPOCHS, MAX_CTAS, RETURN_OFF, RUNNING, SEND_OFF, TAG_BITS, TWO_STREAMS
 
 _FILL = tl.constexpr(256)
 """Ids of slots without a token that a program stores at once."""
@@ -25,6 +25,9 @@ DISPATCH_SIZES = (
     "ids_offset",
     "weights_offset",
     "flags_offset",
+    "calls_offset",
+    "call",
+    "tag",
     "rank",
     "num_ranks",
     "num_tokens",
@@ -125,8 +128,12 @@ class Source(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """What a rank sends where; `destinations` gets the ranks of each token."""
+    """What a rank sends where; `destinations` gets the ranks of each token.
 
+    alive: whether nothing is lost. Else a rank that is late may read what earlier calls stored.
+    """
+
+    alive: Any
     tokens: Any
     routing: Any
     peers: Any
@@ -171,14 +178,15 @@ def _route(routing, slots):
 
 
 @triton.jit
-def _store_routing(address, sections, top_k, routed, mine):
+def _store_routing(address, sections, top_k, routed, mine, alive):
     """Store ids and weights of tokens on one rank: local ids where `mine`, else −1."""
     slots = routed.slots
+    mask = slots.mask & alive
     place = sections.first_slot * top_k + slots.place
     ids = section(address, sections.ids, tl.int32)
-    tl.store(ids + place, tl.where(mine, routed.local_id, -1), mask=slots.mask)
+    tl.store(ids + place, tl.where(mine, routed.local_id, -1), mask=mask)
     weights = section(address, sections.weights, tl.float32)
-    tl.store(weights + place, slots.weight.to(tl.float32), mask=slots.mask & mine)
+    tl.store(weights + place, slots.weight.to(tl.float32), mask=mask & mine)
 
 
 @triton.jit
@@ -209,35 +217,38 @@ def _send(sending, tile, routed, rows, scales):
     for step in range(1, peers.num_ranks + 1):  # this rank's own memory last
         peer = (peers.rank + step) % peers.num_ranks
         address = tl.load(peers.table + peer)
-        _store_rows(address, sections, tile, ((ranks >> peer) & 1) != 0, rows, scales)
+        sent = (((ranks >> peer) & 1) != 0) & sending.alive
+        _store_rows(address, sections, tile, sent, rows, scales)
         if tile.is_first:
             mine = routed.owner == peer
-            _store_routing(address, sections, sending.routing.top_k, routed, mine)
+            top_k, alive = sending.routing.top_k, sending.alive
+            _store_routing(address, sections, top_k, routed, mine, alive)
     if tile.is_first:
         tl.store(sending.destinations + tile.token, ranks, mask=tile.exists)
 
 
 @triton.jit
-def _clear_unused(table, num_ranks, sections, num_used, num_ids, top_k):
+def _clear_unused(sending, num_used, num_ids):
     """Store −1 in this rank's ids from `num_used` to `num_ids` on all ranks, a share of them."""
+    peers, sections = sending.peers, sending.sections
     step = tl.num_programs(0) * _FILL
     for first in range(num_used + tl.program_id(0) * _FILL, num_ids, step):
         place = first + tl.arange(0, _FILL)
-        for peer in range(num_ranks):
-            ids = section(tl.load(table + peer), sections.ids, tl.int32)
-            ids += sections.first_slot * top_k
-            tl.store(ids + place, tl.full([_FILL], -1, tl.int32), mask=place < num_ids)
+        for peer in range(peers.num_ranks):
+            ids = section(tl.load(peers.table + peer), sections.ids, tl.int32)
+            ids += sections.first_slot * sending.routing.top_k
+            mask = (place < num_ids) & sending.alive
+            tl.store(ids + place, tl.full([_FILL], -1, tl.int32), mask=mask)
 
 
 @triton.jit
-def _drop_tokens(peers, sections, num_ids):
-    """Store −1 in the ids, `num_ids` of each rank, that this rank has received from the others."""
-    ids = section(tl.load(peers.table + peers.rank), sections.ids, tl.int32)
-    for first in range(0, peers.num_ranks * num_ids, _FILL):
-        place = first + tl.arange(0, _FILL)
-        source = place // num_ids
-        mask = (source < peers.num_ranks) & (source != peers.rank)
-        tl.store(ids + place, tl.full([_FILL], -1, tl.int32), mask=mask)
+def _store_call(addresses, calls_offset, peers, call, alive):
+    """Tell all ranks in full which call this is; flags hold a tag of it."""
+    if tl.program_id(0) == 0:
+        peer = tl.arange(0, addresses.shape[0])
+        calls = (addresses + calls_offset).to(tl.pointer_type(tl.int64)) + peers.rank
+        value = tl.zeros([addresses.shape[0]], tl.int64) + call
+        tl.store(calls, value, mask=(peer < peers.num_ranks) & alive)
 
 
 @triton.jit
@@ -319,6 +330,9 @@ def _exchange_dispatch_kernel(
     ids_offset,
     weights_offset,
     flags_offset,
+    calls_offset,
+    call,
+    tag,
     rank,
     num_ranks,
     num_tokens,
@@ -336,8 +350,8 @@ def _exchange_dispatch_kernel(
 ):
     """Send tokens; step 1 of the protocol, and with `arrivals` also step 2, in the last program.
 
-    After a loss it stores as before and poisons its flags: the slots are this rank's alone, so what
-    it overwrites can reach no result but its own, which is NaN.
+    After a loss it stores nothing but poisoned flags: a rank that is late may still read what this
+    one stored in an earlier call.
 
     Grid: (CTAs,), the same number on all ranks. The programs take tiles of ROWS tokens and BLOCK
     columns in turn, the column tiles of a token one after another.
@@ -348,6 +362,7 @@ def _exchange_dispatch_kernel(
         x: [T, 32 · num_blocks]. scale: its E8M0 scales, or None.
         owners, local_ids: int32 [num_experts], of this rank as the source.
         arrivals: int64 [NUM_ARRIVALS], see words.py; None if the next kernel waits.
+        call: int64, what all ranks must call alike; tag: TAG_BITS bits that follow from it.
         EMAX, THRESHOLD: scale rule; None if rows travel as they are.
     """
     addresses = load_addresses(table, num_ranks)
@@ -358,27 +373,28 @@ def _exchange_dispatch_kernel(
         if USE_PDL:
             grid_dependency_wait()
     pid, num_ctas = tl.program_id(0), tl.num_programs(0)
-    epoch = tl.load(state + EPOCHS + pid) + 1
+    epoch = ((tl.load(state + EPOCHS + pid) >> TAG_BITS) + 1 << TAG_BITS) | tag
+    alive = tl.load(state + SEND_OFF) == 0
     decided = load_volatile(state + DECIDED, None, None, KIND)
     if arrivals is not None:
         seen = load_words(state, KIND)
     if pid == 0:  # nobody waits for it here
         tl.atomic_add(state + RUNNING, 1, sem="relaxed", scope="gpu")
+        note_loss(state + RETURN_OFF, decided)
     peers = Peers(table, rank, num_ranks)
     sections = Sections(rows_offset, scales_offset, ids_offset, weights_offset, rank * bound)
     routing = Routing(topk_ids, topk_weights, owners, local_ids, top_k, num_experts)
     tokens = Tokens(num_tokens, num_blocks, tl.cdiv(num_blocks * 32, BLOCK))
-    sending = Sending(tokens, routing, peers, sections, destinations)
+    sending = Sending(alive, tokens, routing, peers, sections, destinations)
     source = Source(x, scale, EMAX, THRESHOLD)
     _send_tokens(source, sending, ROWS, BLOCK, SLOTS)
-    _clear_unused(table, num_ranks, sections, num_tokens * top_k, bound * top_k, top_k)
+    _clear_unused(sending, num_tokens * top_k, bound * top_k)
+    _store_call(addresses, calls_offset, peers, call, sending.alive)
     flag = flag_or_poison(epoch, decided, rank)
     set_flags(addresses, flags_offset, rank, num_ranks, flag, KIND)
     _end(state, epoch)
     if arrivals is not None:
         if pid == num_ctas - 1:
-            complete = wait_alone(awaited, word_of(seen, DECIDED), epoch, KIND)
-            if not complete:  # no program may use ids of a rank that is late
-                _drop_tokens(peers, sections, bound * top_k)
+            wait_alone(awaited, word_of(seen, DECIDED), epoch, KIND)
         if USE_PDL:
             launch_dependents()

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .gcn import write_back
-from .words import MAX_CTAS, POISON, TWO_STREAMS
+from .words import DIFFERS, MAX_CTAS, POISON, TWO_STREAMS
 
 _LANES = tl.constexpr(64)
 """Ranks whose flags are set together: no fewer than MAX_RANKS."""
@@ -46,5 +46,6 @@ def set_flags(addresses, flags_offset, rank, num_ranks, value, KIND: tl.constexp
 @triton.jit
 def flag_or_poison(flag, decided, rank):
     """`flag`, or if `decided` is negative the flag that names what is lost: a rank, or this one."""
-    code = tl.where(decided <= TWO_STREAMS, (rank + 1).to(tl.int64), -decided)
-    return tl.where(decided < 0, POISON + code, flag)
+    misused = tl.where(decided <= DIFFERS, DIFFERS - rank, -1 - rank).to(tl.int64)
+    code = tl.where(decided <= TWO_STREAMS, misused, decided)
+    return tl.where(decided < 0, POISON - code, flag)

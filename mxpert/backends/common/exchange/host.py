@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -23,6 +23,7 @@ from .wait import TICKS_PER_SECOND
 from .words import (
     ARRIVED_ADDRESS,
     DECIDED,
+    DIFFERS,
     MAX_CTAS,
     MAX_RANKS,
     NO_WAIT,
@@ -37,6 +38,8 @@ from .words import (
 
 _ALIGNMENT = 256
 _MXFP8 = get_format("mxfp8")
+_TAG_MODULUS = 1_048_573
+"""The largest prime below 2^TAG_BITS: calls that differ in one field have different tags."""
 _NOT_QUANTISED = {"EMAX": None, "THRESHOLD": None}
 
 
@@ -68,6 +71,7 @@ class Layout:
         return {
             "arrived": flags,
             "returned": flags,
+            "calls": ((self.num_ranks,), torch.int64),
             "rows": ((slots, self.hidden_size), rows),
             "scales": ((slots, blocks), torch.uint8),
             "ids": (routing, torch.int32),
@@ -156,19 +160,41 @@ def arrivals_row(own: Rank, bound: int) -> int:
     return dispatch_schedule(own.work(bound)).ctas.bit_length() - 1
 
 
-def lost(words: torch.Tensor) -> tuple[int | None, str | None]:
-    """The rank that an exchange has lost, or what else went wrong; synchronises."""
+class Loss(NamedTuple):
+    """What an exchange has lost: a rank, the rank that made another call, or another misuse."""
+
+    rank: int | None = None
+    differs: int | None = None
+    misuse: str | None = None
+
+
+def lost(words: torch.Tensor) -> Loss:
+    """What an exchange has lost, if anything; synchronises."""
     decided = int(words[DECIDED.value])
     if decided >= 0:
-        return None, None
+        return Loss()
     if decided > TWO_STREAMS.value:
-        return -1 - decided, None
-    return None, "no wait" if decided == NO_WAIT.value else "two streams"
+        return Loss(rank=-1 - decided)
+    if decided <= DIFFERS.value:
+        return Loss(differs=DIFFERS.value - decided)
+    return Loss(misuse="no wait" if decided == NO_WAIT.value else "two streams")
+
+
+def is_lost(words: torch.Tensor) -> torch.Tensor:
+    """Whether anything is lost, bool [1] on the device."""
+    found: torch.Tensor = words[DECIDED.value : DECIDED.value + 1] < 0
+    return found
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def dispatch_launch(own: Rank, num_tokens: int, bound: int, rule: ScaleRule | None) -> Launch:
-    """The launch of dispatch; `rule` is None if rows travel as they are."""
+def dispatch_launch(
+    own: Rank, num_tokens: int, bound: int, rule: ScaleRule | None, call: int
+) -> Launch:
+    """The launch of dispatch.
+
+    Args:
+        rule: None if rows travel as they are. call: int64 of at least 2^62, the same on all ranks.
+    """
     layout = own.layout
     schedule = dispatch_schedule(own.work(bound))
     offsets = layout.offsets
@@ -180,6 +206,9 @@ def dispatch_launch(own: Rank, num_tokens: int, bound: int, rule: ScaleRule | No
         ids_offset=offsets["ids"],
         weights_offset=offsets["weights"],
         flags_offset=offsets["arrived"],
+        calls_offset=offsets["calls"],
+        call=call,
+        tag=call % _TAG_MODULUS,
         num_experts=own.num_experts,
         **_sizes(own, num_tokens, bound),
         **(_NOT_QUANTISED if rule is None else scale_rule_constants(_MXFP8, rule)),

@@ -14,18 +14,21 @@ from .ptx import global_timer, load_acquire
 from .words import (
     ARRIVED_ADDRESS,
     DECIDED,
+    DIFFERS,
     EPOCHS,
     MAX_CTAS,
     NUM_CTAS,
     NUM_RANKS,
     POISON,
+    RETURN_OFF,
+    TAG_BITS,
     TIMEOUT,
     WORDS_ADDRESS,
 )
 
 _LANES = tl.constexpr(128)
 """Flags that a program polls at once."""
-_THERE, _LATE, _TIMED_OUT, _POISONED = (tl.constexpr(state) for state in range(4))
+_THERE, _LATE, _TIMED_OUT, _OTHER = (tl.constexpr(state) for state in range(4))
 """What a poll finds. Of several flags the largest counts."""
 
 _INTERPRETED_PAUSE_S = 2e-4
@@ -91,6 +94,13 @@ def word_of(seen, word):
 
 
 @triton.jit
+def note_loss(word, decided):
+    """Set words[SEND_OFF] or words[RETURN_OFF] after a loss; several programs may."""
+    one = tl.full([], 1, tl.int64)
+    tl.atomic_max(word, one, mask=decided < 0, sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def _poll(pointers, mask, KIND: tl.constexpr):
     """Load flags that other ranks change; acquires where a load can."""
     if KIND == "cuda":
@@ -101,19 +111,22 @@ def _poll(pointers, mask, KIND: tl.constexpr):
 
 @triton.jit
 def wait_for_flags(flags, target, num_ranks, num_ctas, timeout, KIND: tl.constexpr):
-    """Wait until ``flags[r, c] >= target`` for all ranks r and CTAs c below `num_ctas`.
+    """Wait until ``flags[r, c] == target`` for all ranks r and CTAs c below `num_ctas`.
 
-    After `timeout` ticks it gives up. Warps read different clocks; the reduction makes one decision
-    of them.
+    A flag of this epoch or a later one that is not `target` ends the wait at once: it is poisoned,
+    or the tag of another call. After `timeout` ticks it gives up. Warps read different clocks; the
+    reduction makes one decision of them.
 
     Args:
         flags: int64 [num_ranks, MAX_CTAS], on this rank.
-        target: int64, at least 0.
+        target: int64, at least 0: an epoch and the tag of its call.
 
     Returns:
-        int64: `target`, or −1 − r for a rank r that is late or that a poisoned flag names.
+        int64: `target`; DIFFERS − r for a rank r that has made another call; or −1 − r for a rank r
+        that is late or that a poisoned flag names.
     """
     total = num_ranks * num_ctas
+    least = target >> TAG_BITS << TAG_BITS
     verdict = target
     start = clock(KIND)
     for first in range(0, total, _LANES):
@@ -125,16 +138,19 @@ def wait_for_flags(flags, target, num_ranks, num_ctas, timeout, KIND: tl.constex
         while state == _LATE:
             seen = _poll(pointers, mask, KIND)
             in_time = clock(KIND) - start < timeout
-            found = tl.where(seen < target, tl.where(in_time, _LATE, _TIMED_OUT), _THERE)
-            # A poisoned flag ends the wait for the others.
-            found = tl.where(seen > POISON, _POISONED, found)
+            found = tl.where(seen < least, tl.where(in_time, _LATE, _TIMED_OUT), _OTHER)
+            found = tl.where(seen == target, _THERE, found)  # _OTHER ends the wait for the rest
             state = tl.max(tl.where(mask, found, _THERE), 0)
         if KIND != "cuda" or state != _THERE:
             seen = tl.where(mask, load_flags(pointers, mask, KIND), target)
-            late = tl.min(tl.where(seen < target, source, num_ranks), 0).to(tl.int64)
+            late = tl.min(tl.where(seen < least, source, num_ranks), 0).to(tl.int64)
+            other = (seen >= least) & (seen != target) & (seen < POISON)
+            caller = tl.min(tl.where(other, source, num_ranks), 0).to(tl.int64)
             poison = tl.max(seen, 0)
             if verdict >= 0:
-                if poison > POISON:
+                if caller < num_ranks:
+                    verdict = DIFFERS - caller
+                elif poison > POISON:
                     verdict = POISON - poison
                 elif late < num_ranks:
                     verdict = -1 - late
@@ -186,6 +202,7 @@ def _wait_for_tokens(awaited, KIND: tl.constexpr):
         if decided < epoch:
             found = tl.atomic_cas(state + DECIDED, decided, verdict, sem="acq_rel", scope="gpu")
             decided = tl.where(found == decided, verdict, found)
+    note_loss(state + RETURN_OFF, decided)
     return decided >= 0
 
 
@@ -193,10 +210,7 @@ def _wait_for_tokens(awaited, KIND: tl.constexpr):
 def wait_alone(awaited, decided, epoch, KIND: tl.constexpr):
     """Wait for the tokens of all ranks, in a kernel where no other program has to agree.
 
-    decided: words[DECIDED] as the previous kernel left it.
-
-    Returns:
-        Whether all tokens are there; if not, no id may be used.
+    decided: words[DECIDED] as the previous kernel left it. After a loss it is negative.
     """
     flags, state, num_ranks, num_ctas, timeout = awaited
     verdict = decided
@@ -204,7 +218,7 @@ def wait_alone(awaited, decided, epoch, KIND: tl.constexpr):
         verdict = wait_for_flags(flags, epoch, num_ranks, num_ctas, timeout, KIND)
         # Nothing here waits for the result, and the next kernel sees it.
         tl.atomic_cas(state + DECIDED, decided, verdict, sem="relaxed", scope="gpu")
-    return verdict >= 0
+    note_loss(state + RETURN_OFF, verdict)
 
 
 @triton.jit

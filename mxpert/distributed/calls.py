@@ -1,0 +1,118 @@
+"""What all ranks must call alike: one call as a number, and the names of what differs."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import message
+from ..formats.spec import ScaleRule
+from ..problem import ACTIVATION_FORMATS, Combine, MoEOptions
+from ..weights import MoEWeights
+
+_REST = "the activation, sizes or biases of the layer"
+_NONE = "none"
+_OPS = ("dispatch", "fused_moe", "MXMoE")
+_FIELDS: tuple[tuple[str, int, tuple[str, ...] | None], ...] = (
+    ("the call", 2, _OPS),
+    ("max_tokens", 24, None),
+    ("activation_format", 3, (_NONE, *ACTIVATION_FORMATS)),
+    ("scale_rule", 3, tuple(rule.name for rule in ScaleRule)),
+    ("apply_router_weight_on_input", 1, ("False", "True")),
+    ("combine", 2, (_NONE, *(mode.name for mode in Combine))),
+    (_REST, 27, None),
+)
+"""Name, bits, and the names of its values, from the highest bits down: 62 together."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an ExpertParallel, as far as all ranks must agree on it.
+
+    Args:
+        bound: slots of a rank: `max_tokens` of the view that is called.
+        op: "dispatch", "fused_moe" or "MXMoE". scale_rule: of rows that are quantised on their way.
+        options: of the layer; None where the caller computes it. sizes: of the layer, as text.
+    """
+
+    bound: int
+    op: str = "dispatch"
+    scale_rule: ScaleRule = ScaleRule.RCEIL
+    options: MoEOptions | None = None
+    sizes: str = ""
+
+    @functools.cached_property
+    def word(self) -> int:
+        """The call as an int64 of at least 2^62, so that it never fits 32 bits."""
+        options, names = self.options, {name: values for name, _, values in _FIELDS}
+        given = {"the call": self.op, "max_tokens": self.bound, "scale_rule": self.scale_rule.name}
+        if options is not None:
+            given["activation_format"] = options.activation_format
+            given["combine"] = options.combine.name
+            given["apply_router_weight_on_input"] = str(options.apply_router_weight_on_input)
+        rest = f"{None if options is None else options.activation} {self.sizes}"
+        given[_REST] = int.from_bytes(hashlib.blake2b(rest.encode(), digest_size=8).digest(), "big")
+        word = 1
+        for name, bits, _ in _FIELDS:
+            values, value = names[name], given.get(name, 0)
+            number = values.index(value) if values and isinstance(value, str) else int(value)
+            word = word << bits | number % (1 << bits)
+        return word
+
+
+@functools.lru_cache(maxsize=4096)
+def layer_call(bound: int, options: MoEOptions, intermediate_size: int, biases: int) -> Call:
+    """The call of `fused_moe` with these options; biases: how many of the two the weights have."""
+    sizes = f"{intermediate_size} {biases}"
+    return Call(bound, "fused_moe", options.scale_rule, options, sizes)
+
+
+def call_of(options: MoEOptions, weights: MoEWeights, bound: int) -> Call:
+    """The call of a layer with these weights."""
+    biases = (weights.gate_up_bias is not None) + (weights.down_bias is not None)
+    return layer_call(bound, options, weights.intermediate_size, biases)
+
+
+def differences(words: Sequence[int]) -> str:
+    """What differs between the ranks' calls, with the ranks that have each value.
+
+    words: `Call.word` of the ranks, in rank order.
+    """
+    of_ranks, texts = [_fields_of(word) for word in words], []
+    for name, _, _ in _FIELDS:
+        ranks: dict[str, list[int]] = {}
+        for rank, found in enumerate(of_ranks):
+            ranks.setdefault(found[name], []).append(rank)
+        if len(ranks) > 1 and name == _REST:
+            texts.append(f"{_REST}: {' and '.join(_on(each) for each in ranks.values())} differ")
+        elif len(ranks) > 1:
+            texts.append(f"{name} " + ", ".join(f"{v} {_on(r)}" for v, r in ranks.items()))
+    return "; ".join(texts)
+
+
+def difference_error(op: str, text: str) -> ValueError:
+    """The error for ranks that do not make the same call."""
+    remedy = "make the same calls in the same order on all ranks, then a new ExpertParallel"
+    return ValueError(message(op, "calls", "the same call on every rank", text, remedy))
+
+
+def require_same(op: str, words: Sequence[int]) -> None:
+    """Raise a ValueError that names what differs, unless all ranks make the same call."""
+    if any(word != words[0] for word in words):
+        raise difference_error(op, differences(words))
+
+
+def _fields_of(word: int) -> dict[str, str]:
+    found = {}
+    for name, bits, values in reversed(_FIELDS):
+        number = word & ((1 << bits) - 1)
+        word >>= bits
+        found[name] = values[number] if values and number < len(values) else str(number)
+    return found
+
+
+def _on(ranks: list[int]) -> str:
+    more = " …" if len(ranks) > 8 else ""
+    return f"on rank {', '.join(map(str, ranks[:8]))}{more}"

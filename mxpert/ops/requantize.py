@@ -1,0 +1,153 @@
+"""New weights in the memory of prepared ones: what a trainer sends to a model that serves."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import message, require, require_tensor
+from ..formats.folding import FoldCertificate, fold_certificate
+from ..formats.gate_up import GateUpOrder
+from ..formats.layouts import hopper_can_hold, pack_cdna4, pack_hopper
+from ..formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
+from ..formats.tensor import Layout, MXTensor
+from ..weights import MoEWeights, prepared_rows
+from .quantize import FLOAT_DTYPES, quantize
+
+_CODES = 1 << 28
+"""Weights that are quantised at once."""
+
+
+def requantize_(
+    weights: MoEWeights,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    *,
+    gate_up_order: GateUpOrder | None = None,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
+) -> None:
+    """Quantise dense weights into the memory of prepared ones; CUDA graphs of these stay valid.
+
+    The bits are those of ``quantize_weights(…).prepare(…)``. Beside the dense weights it needs
+    memory for one layer in MXFP4. For the weights of a trainer, layer by layer.
+
+    Args:
+        weights: written in place, in any layout.
+        gate_up_proj: bfloat16, float16 or float32 [E, 2F, H], on the device of `weights`.
+        down_proj: the same dtypes, [E, H, F].
+        gate_up_order: of the rows of `gate_up_proj`; None is the order before `prepare`.
+        gate_up_bias: [E, 2F] in that order; needed where `weights` has one. down_bias: [E, H].
+        scale_rule: how a block's scale follows from its maximum.
+
+    Raises:
+        TypeError, ValueError: a wrong type, dtype, shape, device or order; weights that the layout
+            cannot hold: on Hopper a row may span 15 binades. `weights` is then as it was.
+
+    Example:
+        >>> import torch, mxpert
+        >>> from mxpert.modules import quantize_weights, requantize_
+        >>> order = mxpert.GateUpOrder.CONCATENATED
+        >>> first = torch.randn(4, 64, 32), torch.randn(4, 32, 32)
+        >>> weights = quantize_weights(*first, gate_up_order=order).prepare(device="cpu")
+        >>> requantize_(weights, torch.ones(4, 64, 32), torch.ones(4, 32, 32))
+        >>> weights.down_proj.dequantize().unique()
+        tensor([1.])
+    """
+    op = "requantize_"
+    if not isinstance(weights, MoEWeights):
+        raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
+    if not isinstance(scale_rule, ScaleRule):
+        raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(scale_rule)))
+    experts, hidden, inner = weights.num_experts, weights.hidden_size, weights.intermediate_size
+    for name, tensor, shape in (
+        ("gate_up_proj", gate_up_proj, (experts, 2 * inner, hidden)),
+        ("down_proj", down_proj, (experts, hidden, inner)),
+    ):
+        require_tensor(tensor, op, name, dtype=FLOAT_DTYPES, shape=shape, device=weights.device)
+    biases = []
+    for name, bias, held, width in (
+        ("gate_up_bias", gate_up_bias, weights.gate_up_bias, 2 * inner),
+        ("down_bias", down_bias, weights.down_bias, hidden),
+    ):
+        need, got = ("None" if each is None else "a tensor" for each in (held, bias))
+        require(need == got, op, name, need=need, got=got)
+        if bias is not None:
+            require_tensor(bias, op, name, dtype=FLOAT_DTYPES, shape=(experts, width))
+            bias = bias.detach().to(weights.device, torch.float32).contiguous()
+        biases.append(bias)
+    order = gate_up_order or weights.source_order or weights.gate_up_order
+    new = MoEWeights(
+        gate_up_proj=_quantized(gate_up_proj, scale_rule),
+        down_proj=_quantized(down_proj, scale_rule),
+        gate_up_bias=biases[0],
+        down_bias=biases[1],
+        gate_up_order=order,
+    )
+    replace_(weights, new, op)
+
+
+def _quantized(weight: torch.Tensor, rule: ScaleRule) -> MXTensor:
+    """MXFP4 [E, N, K], some experts at a time."""
+    experts, rows, depth = weight.shape
+    step = max(1, _CODES // (rows * depth))
+    codes = torch.empty(experts, rows, depth // 2, dtype=torch.uint8, device=weight.device)
+    scale = codes.new_empty(experts, rows, depth // MX_BLOCK_SIZE)
+    for first in range(0, experts, step):
+        part = slice(first, first + step)
+        found = quantize(weight.detach()[part].contiguous(), MXFP4, scale_rule=rule)
+        codes[part], scale[part] = found.qdata, found.scale
+    return MXTensor(codes, scale, MXFP4)
+
+
+def replace_(weights: MoEWeights, new: MoEWeights, op: str) -> None:
+    """Write the values of ROW_MAJOR weights into prepared ones of any layout, or raise before it.
+
+    Args:
+        new: of the same sizes and biases, on the device of `weights`, in memory of their own.
+        op: what messages start with.
+    """
+    layout, assigned = weights.layout, new.gate_up_order
+    assert assigned is not None  # checked by MoEWeights
+    if layout is Layout.ROW_MAJOR:
+        need = weights.gate_up_order
+        require(assigned is need, op, "gate_up_order", need=need, got=assigned)
+    certificates = fold_certificate(new.gate_up_proj), fold_certificate(new.down_proj)
+    if layout is Layout.HOPPER_FRAGMENT:
+        _require_foldable(certificates, op)
+    gate_up, down = weights.gate_up_proj, weights.down_proj
+    if layout is Layout.ROW_MAJOR:
+        for held, found in ((gate_up, new.gate_up_proj), (down, new.down_proj)):
+            held.qdata.copy_(found.qdata)
+            held.scale.copy_(found.scale)
+        rows, source = None, None
+    else:
+        rows, source = prepared_rows(layout, assigned, new.intermediate_size, new.device), assigned
+    if layout is Layout.HOPPER_FRAGMENT:
+        pack_hopper(new.gate_up_proj, certificates[0], rows, out=gate_up)
+        pack_hopper(new.down_proj, certificates[1], out=down)
+    elif layout is Layout.CDNA4_FRAGMENT:
+        pack_cdna4(new.gate_up_proj, rows, out=gate_up)
+        pack_cdna4(new.down_proj, out=down)
+    if weights.gate_up_bias is not None and new.gate_up_bias is not None:
+        bias = new.gate_up_bias
+        weights.gate_up_bias.copy_(bias if rows is None else bias[:, rows])
+    if weights.down_bias is not None and new.down_bias is not None:
+        weights.down_bias.copy_(new.down_bias)
+    known = None if weights.fold_certificates is None else certificates
+    weights.__dict__.update(fold_certificates=known, source_order=source)
+
+
+def _require_foldable(certificates: tuple[FoldCertificate, FoldCertificate], op: str) -> None:
+    """Raise a ValueError that names the experts whose rows span more than 15 binades."""
+    outside = sum(each.blocks_outside for each in certificates)
+    assert isinstance(outside, torch.Tensor)
+    experts = outside.nonzero().flatten().tolist()
+    require(
+        all(hopper_can_hold(each) for each in certificates),
+        op,
+        "gate_up_proj, down_proj",
+        need="rows within 15 binades and above 2^-121, as the prepared layout holds them",
+        got=f"others in experts {experts[:8]}",
+        remedy="prepare them as new weights",
+    )
