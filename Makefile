@@ -2,17 +2,15 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-newest test-serving lint docs clean
+.PHONY: help demo test test-fast test-newest test-serving test-outsider lint docs clean
 
 # The first Python >= 3.11; one that already has torch lends it to the environment.
-PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 NEWEST := .venv-newest
-PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# A Python that lives in an environment of its own lends its packages through a .pth file.
-SITE := 'import sysconfig; print(sysconfig.get_path("purelib"))'
+ENVIRONMENT := $(PYTHON) tools/environment.py
 REPORT := reports/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
@@ -21,43 +19,24 @@ AOT_TESTS := tests/hopper tests/triton/test_*aot*.py tests/cdna4
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */make \1\t/' | expand -t 20
 
-$(VENV)/.created:
+# Only a change of the requirements installs again: the package itself is editable.
+$(VENV)/.installed: pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "make: python — need Python 3.11 or newer on PATH, got none;" \
 		"install it or run make PYTHON=/path/to/python3.12" >&2; exit 2; fi
-	@# Reuse an installed torch: it fits the machine's driver, and it is gigabytes.
-	@if $(PYTHON) -c 'import torch' 2>/dev/null; then \
-		echo "using the torch that $(PYTHON) has"; \
-		$(PYTHON) -m venv --system-site-packages $(VENV); \
-		$(BIN)/python -c 'import torch' 2>/dev/null || $(PYTHON) -c $(SITE) \
-			> "$$($(BIN)/python -c $(SITE))/inherited.pth"; \
-		grep -vE '^(torch|triton)=' constraints.txt > $(VENV)/constraints.txt; \
-	elif command -v nvidia-smi >/dev/null || command -v rocminfo >/dev/null; then \
-		echo "installing the torch that suits a GPU machine"; \
-		$(PYTHON) -m venv $(VENV); \
-		grep -vE '^(torch|triton)=' constraints.txt > $(VENV)/constraints.txt; \
-	else \
-		$(PYTHON) -m venv $(VENV); cp constraints.txt $(VENV)/constraints.txt; \
-	fi
-	@touch $@
-
-# Only a change of the requirements installs again: the package itself is editable.
-$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
-	$(PIP) install -q -c $(VENV)/constraints.txt -e '.[plot,transformers]' || { \
-		echo "make: install — the pinned versions were not found; install torch yourself and" \
-		"run make clean, then make again: it reuses an installed torch" >&2; exit 2; }
+	@$(ENVIRONMENT) install $(VENV) plot transformers
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
-	$(PIP) install -q -c $(VENV)/constraints.txt -e '.[test]'
+	@$(ENVIRONMENT) install $(VENV) test
 	@touch $@
 
 demo: $(VENV)/.installed  ## install, run the MoE layers of a gpt-oss checkpoint on the best backend, check every number
-	$(BIN)/mxpert demo --output $(REPORT) $(DEMO_ARGS) </dev/null
+	@$(BIN)/mxpert demo --output $(REPORT) $(DEMO_ARGS) </dev/null
 
 lint: $(VENV)/.tested  ## ruff (rules and format) and mypy
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
 
 test: lint  ## install the test extra, lint, run the whole suite; the last line is pytest's
 	@$(BIN)/python tests/run_suite.py $(PYTEST_ARGS) </dev/null
@@ -73,29 +52,22 @@ FAST_SKIPS := not compile and not evict_first and not toy_lm and not code_blocks
 FAST_PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.tested  ## ruff and the quick tests, below 90 s on 2 cores
-	$(BIN)/ruff check .
-	$(FAST_PYTEST) -k '$(FAST_SKIPS)' $(FAST_TESTS) </dev/null
-	TRITON_INTERPRET=1 $(FAST_PYTEST) tests/interpreted/test_quantize_triton.py </dev/null
+	@$(BIN)/ruff check .
+	@$(FAST_PYTEST) -k '$(FAST_SKIPS)' $(FAST_TESTS) </dev/null
+	@TRITON_INTERPRET=1 $(FAST_PYTEST) tests/interpreted/test_quantize_triton.py </dev/null
 
 DOCS_VENV := .venv-docs
 
 $(DOCS_VENV)/.installed: docs/requirements.txt
-	$(or $(PYTHON),python3) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --no-input install -q -r $<
+	@$(or $(PYTHON),python3) tools/environment.py requirements $(DOCS_VENV) $<
 	@touch $@
 
 docs: $(DOCS_VENV)/.installed  ## build the documentation site strictly into build/site
-	PATH="$(DOCS_VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
+	@PATH="$(DOCS_VENV)/bin:$$PATH" NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet
 
-# Torch and tools as pinned, then the newest Triton that pyproject.toml admits, whatever torch asks
-# for: nothing runs on a GPU here, and the kernels see Triton alone.
-$(NEWEST)/.installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check --no-input \
-		"$$(grep -E '^torch=' constraints.txt)" "$$(grep -E '^numpy' constraints.txt)" \
-		safetensors typer rich pytest pytest-timeout pytest-xdist
-	$(NEWEST)/bin/python -m pip install -q --disable-pip-version-check --no-input --no-deps \
-		--upgrade "$$(sed -nE 's/.*"(triton>[^;"]*).*/\1/p' pyproject.toml)"
+# Torch and tools of the ordinary environment, and the newest Triton that pyproject.toml admits.
+$(NEWEST)/.installed: $(VENV)/.tested
+	@$(ENVIRONMENT) newest $(NEWEST) $(VENV)
 	@touch $@
 
 test-newest: $(NEWEST)/.installed  ## compile every kernel on the newest supported Triton, execute those of gfx950
@@ -106,6 +78,9 @@ test-newest: $(NEWEST)/.installed  ## compile every kernel on the newest support
 test-serving:  ## a tiny gpt-oss through vLLM on a CPU, layers of SGLang; environment of its own (4 GB)
 	@$(PYTHON) tests/serving/run.py $(PYTEST_ARGS) </dev/null
 
+test-outsider:  ## the wheel as a user gets it: newest versions, ordinary index, outside of the checkout
+	@$(PYTHON) tests/outsider/run.py
+
 clean:  ## remove the environment, caches and reports
-	rm -rf $(VENV) $(DOCS_VENV) $(NEWEST) .venv-serving build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf $(VENV) $(DOCS_VENV) $(NEWEST) .venv-serving build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

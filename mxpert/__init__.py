@@ -19,6 +19,12 @@ A layer in ten lines: quantise the experts, prepare them for a device, route tok
 MXFP8, and `mxpert.convert` puts these kernels under a model of Transformers.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import required as required  # first: it refuses in one line where a package is missing
+
+# isort: split
 import torch
 
 from .dispatch import override
@@ -28,7 +34,6 @@ from .formats.spans import rebase
 from .formats.spec import ElementFormat, MXFormat, ScaleRule, ScaleSpan
 from .formats.tensor import Layout, MXTensor
 from .formats.token import TokenRows
-from .integrations.models.convert import convert
 from .modules import MoE
 from .ops.explain import explain
 from .ops.grouped_gemm import grouped_gemm, grouped_wgrad
@@ -55,6 +60,11 @@ from .problem import (
 )
 from .routing import RoutingPlan, padded_capacity, padded_group_offsets
 from .weights import GateUpOrder, MoEWeights
+
+if TYPE_CHECKING:
+    from . import integrations as integrations
+    from . import training as training
+    from .integrations.models.convert import convert
 
 __version__ = "0.2.0"
 
@@ -116,6 +126,20 @@ torch.serialization.add_safe_globals(
         TokenRows,
     ]
 )
+
+
+# Imported at first use: they take torch's compiler, which costs as much as torch itself.
+_LAZY = {"convert": "integrations.models.convert", "integrations": "", "training": ""}
+"""Module of each name; empty where the name is a module."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_LAZY[name] or name}")
+    value = getattr(module, name) if _LAZY[name] else module
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

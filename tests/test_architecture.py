@@ -29,6 +29,7 @@ SOURCES = FILES + [
 # Higher layers import lower ones, never the other way; a layer may import itself.
 LAYERS = {
     "environment": 0,
+    "required": 0,
     "errors": 0,
     "files": 1,
     "activations": 1,

@@ -18,7 +18,26 @@ import pytest
 import mxpert
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = "from setuptools import build_meta; print(build_meta.build_{kind}({out!r}))"
+BUILD = "from hatchling import build; print(build.build_{kind}({out!r}))"
+REPOSITORY = "https://github.com/mxpert/mxpert/blob/main/"
+PICTURES = "https://raw.githubusercontent.com/mxpert/mxpert/main/"
+RELATIVE = """
+[guide](docs/install.md) and [part](docs/install.md#amd),
+[above](#install), [far](https://a.b/c)
+![picture](docs/figures/layer.svg)
+[![both](docs/both.png)](docs/both.md)
+<img alt="x" src="docs/light.svg"> <source srcset="docs/dark.svg">
+<a href="docs/a.md">a</a>
+"""
+"""Appended to the README of the copy: links of every form."""
+ABSOLUTE = f"""
+[guide]({REPOSITORY}docs/install.md) and [part]({REPOSITORY}docs/install.md#amd),
+[above](#install), [far](https://a.b/c)
+![picture]({PICTURES}docs/figures/layer.svg)
+[![both]({PICTURES}docs/both.png)]({REPOSITORY}docs/both.md)
+<img alt="x" src="{PICTURES}docs/light.svg"> <source srcset="{PICTURES}docs/dark.svg">
+<a href="{REPOSITORY}docs/a.md">a</a>
+"""
 NOT_COPIED = shutil.ignore_patterns(
     ".*", "__pycache__", "build", "dist", "reports", "*.egg-info", "results"
 )
@@ -42,6 +61,8 @@ def built(kind: str, source: Path, out: Path) -> Path:
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("sdist")
     shutil.copytree(ROOT, work / "copy", ignore=NOT_COPIED)
+    with (work / "copy" / "README.md").open("a", encoding="utf-8") as readme:
+        readme.write(RELATIVE)
     return built("sdist", work / "copy", work)
 
 
@@ -122,13 +143,32 @@ def test_metadata_names_the_project(metadata: Message) -> None:
 
 def test_page_of_the_index_has_absolute_links_only(metadata: Message) -> None:
     """The package index shows the README outside the repository."""
-    text = re.sub(r"```.*?```|`[^`\n]*`", "", str(metadata.get_payload()), flags=re.DOTALL)
-    relative = [
-        target
-        for target in re.findall(r"\]\(([^)]+)\)", text)
-        if not target.startswith(("https://", "#"))
+    page = str(metadata.get_payload())
+    assert ABSOLUTE in page
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page, flags=re.DOTALL)
+    targets = re.findall(r"\]\(([^)]+)\)|(?:src|srcset|href)=\"([^\"]+)\"", text)
+    urls = [url for pair in targets for url in pair if url]
+    assert not [url for url in urls if not url.startswith(("https://", "#"))]
+
+
+def test_page_of_the_index_has_the_code_as_it_is(metadata: Message) -> None:
+    blocks = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert blocks.findall(str(metadata.get_payload())) == blocks.findall(readme) != []
+
+
+def test_actions_are_pinned_by_hash() -> None:
+    """A tag can be moved to other code; a commit cannot."""
+    workflows = (ROOT / ".github/workflows").glob("*.yml")
+    used = [
+        line.strip()
+        for path in workflows
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "uses:" in line
     ]
-    assert not relative
+    assert used
+    pinned = re.compile(r"(- )?uses: [\w./-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+")
+    assert not [line for line in used if not pinned.fullmatch(line)]
 
 
 def test_classifiers_claim_the_pythons_that_ci_runs(metadata: Message) -> None:
@@ -138,7 +178,9 @@ def test_classifiers_claim_the_pythons_that_ci_runs(metadata: Message) -> None:
         if re.fullmatch(r"Programming Language :: Python :: 3\.\d+", entry)
     }
     workflow = (ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8")
-    assert claimed == set(re.findall(r'python-version: "(3\.\d+)"', workflow))
+    setups = re.findall(r"python-version: \|\n((?: +3\.\d+\n)+)", workflow)
+    assert claimed == set(re.findall(r"3\.\d+", "".join(setups)))
+    assert "Operating System :: POSIX :: Linux" in metadata.get_all("Classifier", [])
 
 
 def test_changelog_has_this_version_on_top() -> None:
@@ -151,4 +193,16 @@ def test_changelog_has_this_version_on_top() -> None:
 def test_version_has_one_source() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "version" not in project["project"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "mxpert.__version__"}
+    assert project["tool"]["hatch"]["version"] == {"path": "mxpert/__init__.py"}
+
+
+def test_plugins_and_command_are_entry_points(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        text = archive.read(name).decode()
+    for group, target in (
+        ("console_scripts", "mxpert.cli.main:app"),
+        ("vllm.general_plugins", "mxpert.integrations.vllm:register"),
+        ("sglang.srt.plugins", "mxpert.integrations.sglang:register"),
+    ):
+        assert f"[{group}]\nmxpert = {target}\n" in text

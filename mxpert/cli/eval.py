@@ -124,7 +124,7 @@ def _check_files(checkpoint: Path, text: Path, plot: Path | None) -> None:
     """Refuse a text, a PNG or a checkpoint that cannot be used."""
     require(is_file(text), "eval", str(text), need="a text file", got=what_is_at(text))
     if plot is not None:
-        remedy, got = "pip install 'mxpert[plot]'", "no such package"
+        remedy, got = "pip install matplotlib", "no such package"
         require(has_matplotlib(), "eval", "--plot", need="matplotlib", got=got, remedy=remedy)
         check_target(plot, "eval", "--plot")
     check_checkpoint(checkpoint, "eval")

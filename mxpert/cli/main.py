@@ -28,12 +28,11 @@ _MESSAGE_MARK = " — "  # the library's own messages have it, and say all there
 
 @dataclass(frozen=True)
 class _Lazy:
-    """Where a command's function lives, what `mxpert --help` says, and the extra it may need."""
+    """Where a command's function lives, and what `mxpert --help` says."""
 
     module: str
     function: str
     summary: str
-    extra: str = "transformers"
 
 
 COMMANDS = {
@@ -48,9 +47,7 @@ COMMANDS = {
         "evaluate_checkpoint",
         "Compare a checkpoint's loss in bf16, a16w4, a8w4 and a4w4 on a text.",
     ),
-    "bench": _Lazy(
-        "bench", "bench", "Time named models against the ceilings of this machine.", "plot"
-    ),
+    "bench": _Lazy("bench", "bench", "Time named models against the ceilings of this machine."),
     "tune": _Lazy("tune", "tune", "Search the tiles that are fastest on this GPU."),
 }
 
@@ -66,7 +63,7 @@ def _load(name: str) -> Any:
             raise
         raise UnsupportedError(
             f"mxpert {name}: import{_MESSAGE_MARK}need {error.name}, got no such package; "
-            f"pip install 'mxpert[{entry.extra}]'"
+            f"pip install {error.name.partition('.')[0]}"
         ) from error
     single = typer.Typer(
         add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False

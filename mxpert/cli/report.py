@@ -39,7 +39,7 @@ LINE_SECONDS = 5.0
 """Seconds between two lines of progress where standard error is no terminal."""
 PLAIN_WIDTH = 120
 UNBOUNDED_WIDTH = 10_000
-PLOT_HINT = "no plot: matplotlib is not installed; pip install 'mxpert[plot]'"
+PLOT_HINT = "no plot: matplotlib is not installed; pip install matplotlib"
 _NVIDIA_SMI = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
 
 

@@ -374,7 +374,7 @@ def _transformers(op: str) -> Any:
         return importlib.import_module("transformers")
     except ImportError as error:
         raise UnsupportedError(
-            message(op, "transformers", "the package", error, "pip install mxpert[transformers]")
+            message(op, "transformers", "the package", error, "pip install transformers")
         ) from error
 
 

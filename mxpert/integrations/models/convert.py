@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from ...distributed import ExpertParallel
 from ...errors import UnsupportedError, message, require, require_device
@@ -109,9 +107,13 @@ def convert(
 
 def shown(layers: Sequence[_Layer], *, progress: bool) -> Iterable[_Layer]:
     """The layers, with a progress bar on standard error if it is wanted."""
+    if not progress:
+        return layers
+    from rich.console import Console
+    from rich.progress import track
+
     console = Console(stderr=True)
-    text = "quantising experts"
-    return track(layers, text, console=console, transient=True, disable=not progress)
+    return track(layers, "quantising experts", console=console, transient=True)
 
 
 def _dense_experts(

@@ -249,16 +249,22 @@ def _scales(words, LAYOUT: gl.constexpr):
     return gl.convert_layout(gl.reshape(by_block, [4 * words.shape[0], _GROUPS]), LAYOUT)
 
 
-_A_SCALE = gl.constexpr(cdna4.get_mfma_scale_layout(_A.value, [PART_ROWS.value, _GROUPS.value]))
-_B_SCALE = gl.constexpr(cdna4.get_mfma_scale_layout(_B.value, [BLOCK_N.value, _GROUPS.value]))
-_A_WORD = gl.constexpr(cdna4.get_mfma_scale_layout(_A.value, [_A_LANES.value, _GROUPS.value]))
-_B_WORD = gl.constexpr(cdna4.get_mfma_scale_layout(_B.value, [_SCALE_WORDS.value, _GROUPS.value]))
+@gluon.constexpr_function
+def _scale_layout(OPERAND, ROWS):
+    """Scales [ROWS, 4] of one operand for the MFMA. Made when a kernel compiles, not on import."""
+    return cdna4.get_mfma_scale_layout(OPERAND, [ROWS, _GROUPS.value])
+
+
+@gluon.jit
+def _b_scales(words):
+    """Scales of b, from words of all its rows."""
+    return _scales(words, _scale_layout(_B, BLOCK_N))
 
 
 @gluon.jit
 def _multiply(sums, a, a_words, b, b_scale, A_FORMAT: gl.constexpr, B_FORMAT: gl.constexpr):
     """Add ``a x b`` to the sums of a part. a_words: words of a's scales."""
-    a_scale = _scales(a_words, _A_SCALE)
+    a_scale = _scales(a_words, _scale_layout(_A, PART_ROWS))
     return cdna4.mfma_scaled(a, a_scale, A_FORMAT, b, b_scale, B_FORMAT, sums)
 
 
@@ -267,9 +273,9 @@ def _read_high(buffers, pair, SLOT: gl.constexpr):
     """What memory phase 0 reads: words of a's scales (top, bottom), scales of b, top of a, b."""
     a_planes = buffers.a_scale.index(pair % 2).slice(SLOT * _GROUPS, _GROUPS)
     b_planes = buffers.b_scale.index(pair % 2).slice(SLOT * _GROUPS, _GROUPS)
-    top_words = _read_words(a_planes, 0, _A_LANES, _A_WORD)
-    bottom_words = _read_words(a_planes, _A_LANES, _A_LANES, _A_WORD)
-    b_scale = _scales(_read_words(b_planes, 0, _SCALE_WORDS, _B_WORD), _B_SCALE)
+    top_words = _read_words(a_planes, 0, _A_LANES, _scale_layout(_A, _A_LANES))
+    bottom_words = _read_words(a_planes, _A_LANES, _A_LANES, _scale_layout(_A, _A_LANES))
+    b_scale = _b_scales(_read_words(b_planes, 0, _SCALE_WORDS, _scale_layout(_B, _SCALE_WORDS)))
     a_top = async_copy.load_shared_relaxed(buffers.a.index(SLOT), _A)
     b = async_copy.load_shared_relaxed(buffers.b.index(SLOT).permute([1, 0]), _B)
     return top_words, bottom_words, b_scale, a_top, b
@@ -325,8 +331,8 @@ def _read_a_low(buffers, pair, slot, STEP_OF_PAIR: gl.constexpr):
     """Words of the scales of a and b in a step, and a."""
     a_planes = buffers.a_scale.index(pair % 2).slice(STEP_OF_PAIR * _GROUPS, _GROUPS)
     b_planes = buffers.b_scale.index(pair % 2).slice(STEP_OF_PAIR * _GROUPS, _GROUPS)
-    a_words = _read_words(a_planes, 0, _A_LANES, _A_WORD)
-    b_words = _read_words(b_planes, 0, _SCALE_WORDS, _B_WORD)
+    a_words = _read_words(a_planes, 0, _A_LANES, _scale_layout(_A, _A_LANES))
+    b_words = _read_words(b_planes, 0, _SCALE_WORDS, _scale_layout(_B, _SCALE_WORDS))
     return a_words, b_words, async_copy.load_shared_relaxed(buffers.a.index(slot), _A)
 
 
@@ -360,7 +366,7 @@ def multiply_low(operands, buffers, sources, A_FORMAT: gl.constexpr, B_FORMAT: g
                 sources.copy_scales(operands, buffers, (pair + 1) % 2, pair + 1, 0)
             async_copy.commit_group()
             end_memory(COPIES)
-            sums = _multiply(sums, a, a_words, b, _scales(b_words, _B_SCALE), A_FORMAT, B_FORMAT)
+            sums = _multiply(sums, a, a_words, b, _b_scales(b_words), A_FORMAT, B_FORMAT)
             end_compute(COPIES)
             free = slot
             slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
@@ -368,7 +374,7 @@ def multiply_low(operands, buffers, sources, A_FORMAT: gl.constexpr, B_FORMAT: g
         a_words, b_words, a = _read_a_low(buffers, pairs, slot, 0)
         b = async_copy.load_shared_relaxed(buffers.b.index(slot).permute([1, 0]), _B)
         end_memory(0)
-        sums = _multiply(sums, a, a_words, b, _scales(b_words, _B_SCALE), A_FORMAT, B_FORMAT)
+        sums = _multiply(sums, a, a_words, b, _b_scales(b_words), A_FORMAT, B_FORMAT)
         end_compute(0)
     leave_phases()
     async_copy.wait_group(0)

@@ -15,7 +15,7 @@ from ...common.compat import aggregate
 from ...common.mx_codec import quantize_tile
 
 _TOKEN_MASK = gl.constexpr(TOKEN_MASK)
-_buffer_store = gl.amd.cdna4.buffer_store
+cdna4 = gl.amd.cdna4
 
 
 @aggregate
@@ -118,7 +118,7 @@ def store_partial(partial, sums, split, partial_rows, tile, num_rows, plan):
     real = plan.tokens(tile.first_row + row) < plan.num_tokens
     base = partial + (split.to(gl.int64) * partial_rows + tile.first_row) * num_rows
     offsets = row[None, :] * num_rows + output[:, None]
-    _buffer_store(sums, base, offsets, mask=real[None, :] & (output < num_rows)[:, None])
+    cdna4.buffer_store(sums, base, offsets, mask=real[None, :] & (output < num_rows)[:, None])
 
 
 @gluon.jit
@@ -138,7 +138,7 @@ def _store_columns(out, values, first_output, first_row, num_outputs, real):
     offsets = row_vector(values)[None, :] * num_outputs + output[:, None]
     mask = gl.convert_layout(real, gl.SliceLayout(0, LAYOUT))[None, :]
     base = out + first_row.to(gl.int64) * num_outputs
-    _buffer_store(values, base, offsets, mask=mask & (output < num_outputs)[:, None])
+    cdna4.buffer_store(values, base, offsets, mask=mask & (output < num_outputs)[:, None])
 
 
 @gluon.jit
