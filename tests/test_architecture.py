@@ -453,8 +453,3 @@ def public_modules() -> Iterator[object]:
         inner = found.name.split(".")[1:]
         if inner[0] not in ("backends", "cli", "testing") and all(map(is_public, inner)):
             yield importlib.import_module(found.name)
-
-
-def test_version_is_written_once() -> None:
-    assert re.fullmatch(r"\d+\.\d+\.\d+", mxpert.__version__)
-    assert 'dynamic = ["version"]' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -191,6 +191,7 @@ def test_changelog_has_this_version_on_top() -> None:
 
 
 def test_version_has_one_source() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", mxpert.__version__)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert "version" not in project["project"]
     assert project["tool"]["hatch"]["version"] == {"path": "mxpert/__init__.py"}
