@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -84,6 +84,16 @@ def test_pip_takes_the_newest_release_inside_the_bounds(packages: Path) -> None:
     assert found == {"torch": "2.15.2", "triton": "3.9.1"} | dict.fromkeys(SMALL, "99.0")
 
 
+def test_the_pins_belong_together(packages: Path) -> None:
+    """torch's CUDA builds ask for one Triton each; every index but PyTorch's own has these."""
+    for version, triton in (("2.11.0", "3.6.0"), ("2.13.0", "3.7.1"), ("2.15.0", "3.9.0")):
+        write_wheel(packages, "torch", version, f"triton=={triton}")
+    write_wheel(packages, "triton", "3.7.1")
+    write_wheel(packages, "numpy", "2.3.5")
+    found = resolve(packages, "-c", str(ROOT / "constraints.txt"), *PROJECT["dependencies"])
+    assert (found["torch"], found["triton"]) == ("2.11.0", "3.6.0"), "the measured pair"
+
+
 def test_beside_a_rocm_torch_pip_would_add_a_second_triton(packages: Path) -> None:
     """Two distributions then write the module `triton`: why the guide says --no-deps."""
     for name, (version, requires) in ROCM.items():

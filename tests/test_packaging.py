@@ -58,12 +58,18 @@ def built(kind: str, source: Path, out: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    work = tmp_path_factory.mktemp("sdist")
-    shutil.copytree(ROOT, work / "copy", ignore=NOT_COPIED)
-    with (work / "copy" / "README.md").open("a", encoding="utf-8") as readme:
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout, named as a clone is."""
+    work = tmp_path_factory.mktemp("clone")
+    shutil.copytree(ROOT, work / "mxpert", ignore=NOT_COPIED)
+    with (work / "mxpert" / "README.md").open("a", encoding="utf-8") as readme:
         readme.write(RELATIVE)
-    return built("sdist", work / "copy", work)
+    return work / "mxpert"
+
+
+@pytest.fixture(scope="module")
+def sdist(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return built("sdist", clone, tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +136,25 @@ def test_wheel_holds_the_package_and_nothing_else(wheel_names: set[str]) -> None
         if path.suffix in (".py", ".json") or path.name == "py.typed"
     }
     assert {name for name in wheel_names if ".dist-info/" not in name} == package
+
+
+def test_an_editable_install_is_a_path(clone: Path, tmp_path: Path) -> None:
+    """So type checkers and IDEs follow it, and the folder above may have a folder `mxpert`."""
+    with zipfile.ZipFile(built("editable", clone, tmp_path)) as archive:
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (path_file,) = files
+        assert path_file.endswith(".pth")
+        assert Path(archive.read(path_file).decode().strip()) == clone
+        archive.extract(path_file, tmp_path / "site")
+    code = (
+        "import importlib.util, site\n"
+        f"site.addsitedir({str(tmp_path / 'site')!r})\n"
+        "print(importlib.util.find_spec('mxpert').origin)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=clone.parent, text=True, capture_output=True, check=True
+    )
+    assert done.stdout.strip() == str(clone / "mxpert" / "__init__.py")
 
 
 def test_metadata_names_the_project(metadata: Message) -> None:
