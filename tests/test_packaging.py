@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import os
 import re
 import shutil
 import subprocess
@@ -152,7 +153,12 @@ def test_an_editable_install_is_a_path(clone: Path, tmp_path: Path) -> None:
         "print(importlib.util.find_spec('mxpert').origin)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=clone.parent, text=True, capture_output=True, check=True
+        [sys.executable, "-S", "-c", code],  # without the packages that are installed here
+        cwd=clone.parent,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        text=True,
+        capture_output=True,
+        check=True,
     )
     assert done.stdout.strip() == str(clone / "mxpert" / "__init__.py")
 
