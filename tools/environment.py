@@ -120,7 +120,7 @@ def run(step: str, command: Sequence[str | Path]) -> None:
 
 def pip(environment: Path, *arguments: str | Path) -> list[str | Path]:
     """Command that installs into an environment."""
-    options = ("--disable-pip-version-check", "--no-input")
+    options = ("--disable-pip-version-check", "--no-input", "--progress-bar", "off")
     return [python_of(environment), "-m", "pip", "install", *options, *arguments]
 
 

@@ -43,7 +43,13 @@ def swiglu_rows(out: torch.Tensor, rows: torch.Tensor, *, alpha: float, limit: f
     """SwiGLU of interleaved gate and up, bfloat16 [R, 2F] → [R, F]."""
     count, features = out.shape
     _swiglu_rows_kernel[(count, triton.cdiv(features, _BLOCK))](
-        out_ptr=out, rows_ptr=rows, num_features=features, alpha=alpha, limit=limit, BLOCK=_BLOCK
+        out_ptr=out,
+        rows_ptr=rows,
+        num_features=features,
+        alpha=alpha,
+        limit=limit,
+        BLOCK=_BLOCK,
+        enable_fp_fusion=True,
     )
 
 
@@ -58,4 +64,5 @@ def sum_slots(out: torch.Tensor, rows: torch.Tensor, slot_weights: torch.Tensor 
         top_k=rows.shape[0] // tokens,
         WEIGHTED=slot_weights is not None,
         BLOCK=_BLOCK,
+        enable_fp_fusion=True,
     )

@@ -33,7 +33,12 @@ def stream_calls(data: torch.Tensor) -> dict[str, list[Callable[[], object]]]:
 
     def call(grid: int, block: int) -> Callable[[], object]:
         return lambda: _read_stream_kernel[(grid,)](
-            sums_ptr=sums, data_ptr=data, num_elements=data.numel(), BLOCK=block, num_warps=8
+            sums_ptr=sums,
+            data_ptr=data,
+            num_elements=data.numel(),
+            BLOCK=block,
+            num_warps=8,
+            enable_fp_fusion=True,
         )
 
     return {

@@ -113,7 +113,9 @@ def test_run_takes_what_triton_compiles() -> None:
         },
         {(4,): 256},
     )
-    compiled = triton.compile(source, target=GPUTarget("hip", "gfx950", 64))
+    compiled = triton.compile(
+        source, target=GPUTarget("hip", "gfx950", 64), options={"enable_fp_fusion": True}
+    )
     x = torch.arange(512.0)
     by_name, in_order = torch.zeros(2), torch.zeros(2)
     named = {"out_ptr": by_name, "x_ptr": x, "factor": 2.0, "count": 512, "BLOCK": 256}

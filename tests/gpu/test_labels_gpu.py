@@ -76,5 +76,5 @@ def test_every_label_is_read_as_it_was_written(stages: int, device: torch.device
     """Both warpgroups of every program read every tag as it was written."""
     require_hopper(device)
     num_wrong = torch.full((PROGRAMS, 2), -1, dtype=torch.int32, device=device)
-    _labels_kernel[(PROGRAMS,)](num_wrong, STEPS, stages, num_warps=4)
+    _labels_kernel[(PROGRAMS,)](num_wrong, STEPS, stages, num_warps=4, enable_fp_fusion=True)
     assert_exact(num_wrong, torch.zeros_like(num_wrong), "numbers of another step")

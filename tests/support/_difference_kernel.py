@@ -33,4 +33,5 @@ def count_differences(count: torch.Tensor, first: torch.Tensor, second: torch.Te
         num_elements=first.numel(),
         BLOCK=_BLOCK,
         num_warps=4,
+        enable_fp_fusion=True,
     )

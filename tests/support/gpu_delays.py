@@ -20,4 +20,4 @@ def _spin_kernel(nanoseconds):  # type: ignore[no-untyped-def]
 
 def spin(nanoseconds: torch.Tensor) -> None:
     """Enqueue a delay; int64 [1] on the GPU, read when the kernel runs."""
-    _spin_kernel[(1,)](nanoseconds, num_warps=1)
+    _spin_kernel[(1,)](nanoseconds, num_warps=1, enable_fp_fusion=True)

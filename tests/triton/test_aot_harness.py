@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import triton
@@ -10,6 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mxpert.runtime.launch import Launch
+from mxpert.testing.ahead_of_time import compile_kernel
 from support.aot import SHARED_MEMORY_LIMIT, TARGETS, Specialization, compile_for, specialize
 
 
@@ -238,6 +244,60 @@ def test_fusion_of_products_and_sums_is_asked_for(target: str) -> None:
     assert specialize(_copy_kernel, call, target).options.enable_fp_fusion is True
     unfused = specialize(_copy_kernel, {**call, "enable_fp_fusion": False}, target)
     assert unfused.options.enable_fp_fusion is False
+
+
+def test_the_binary_has_the_fusion_that_was_asked_for() -> None:
+    x = meta(64, dtype=torch.int32)
+    call = {"out_ptr": x, "x_ptr": x, "size": 64, "BLOCK": 64}
+    for target in ("sm_90", "gfx950"):
+        assert compile_kernel(_copy_kernel, call, target=target).metadata.enable_fp_fusion is True
+
+
+def launches_without_fusion(source: str) -> list[int]:
+    """Lines of ``kernel[grid](…)`` and ``triton.compile(…)`` that leave FP fusion to Triton."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        and (
+            (
+                isinstance(node.func, ast.Subscript)
+                and ast.unparse(node.func.value).endswith("kernel")
+            )
+            or ast.unparse(node.func) == "triton.compile"
+        )
+        and not {"enable_fp_fusion", "options", None} & {word.arg for word in node.keywords}
+    ]
+
+
+def test_every_launch_says_whether_it_fuses() -> None:
+    """Triton 3.10 changes its default, and 3.9 warns of every compilation without a choice."""
+    planted = "f_kernel[(1,)](x, n=3)\ntriton.compile(source, target=t)\nkernel[g](**arguments)\n"
+    assert launches_without_fusion(planted) == [1, 2]
+    root = Path(__file__).resolve().parents[2]
+    never_compiled = (root / "tests/interpreted", root / "tests/gfx950/test_emulate.py")
+    folders = [root / each for each in ("mxpert", "benchmarks", "tests")]
+    sources = [path for folder in folders for path in folder.rglob("*.py")]
+    found = {
+        str(path.relative_to(root)): lines
+        for path in sources
+        if not any(path.is_relative_to(each) for each in never_compiled)
+        and (lines := launches_without_fusion(path.read_text(encoding="utf-8")))
+    }
+    assert not found
+
+
+def test_the_process_ends_without_a_word() -> None:
+    """Triton 3.9 reports its objects that are alive then, such as a layout held by a module."""
+    backends = ("cdna4", "hopper", "triton")
+    done = subprocess.run(
+        [sys.executable, "-c", ";".join(f"import mxpert.backends.{each}" for each in backends)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stderr == ""
 
 
 def test_same_arguments_give_the_same_object() -> None:
