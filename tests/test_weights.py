@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import safetensors
 import torch
+from safetensors.torch import load_file, save_file
 
 import mxpert
 import mxpert.weights as weights_module
@@ -420,3 +422,17 @@ def test_copies_and_pickles_take_the_fields_alone() -> None:
             assert vars(other).keys() == names < vars(original).keys()
             assert parts_of(other) is not None
     assert torch.equal(pickle.loads(pickle.dumps(tensor)).qdata, tensor.qdata)
+
+
+@pytest.mark.parametrize("missing", ["gate_up_proj.qdata", "down_proj.scale", "down_bias"])
+def test_a_file_without_one_of_its_tensors_is_refused(missing: str, tmp_path: Any) -> None:
+    """Also without a bias, which other weights do not have."""
+    path = tmp_path / "layer.safetensors"
+    make_weights(bias=True).save(path)
+    with safetensors.safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    tensors = load_file(path)
+    del tensors[missing]
+    save_file(tensors, path, metadata=header)
+    with pytest.raises(ValueError, match=rf"MoEWeights.load: state — .*without \['{missing}'\]"):
+        MoEWeights.load(path)

@@ -188,10 +188,10 @@ def _stated_config(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
         if file.is_file():
             return dict(json.loads(file.read_text("utf-8")))
         options = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
-        found, _ = cls.config_class.get_config_dict(place, **options)
+        config_dict, _ = cls.config_class.get_config_dict(place, **options)
+        return dict(config_dict)
     except (OSError, TypeError, ValueError):
         return {}
-    return found
 
 
 def _quantization(stated: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _quantization(stated: Mapping[str, Any]) -> dict[str, Any]:
     for part in (stated, text if isinstance(text, Mapping) else {}):
         found = part.get("quantization_config")
         if found is not None:
-            return found if isinstance(found, dict) else dict(found.to_dict())
+            return dict(found if isinstance(found, dict) else found.to_dict())
     return {}
 
 
