@@ -329,7 +329,9 @@ def _write_side_files(plan: QuantizePlan, manifest: dict[str, Any]) -> None:
         plan.destination / INDEX_FILE,
         {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
     )
-    stated: dict[str, Any] = {"quantization_config": quantization_config(_unconverted(plan), plan.rule)}
+    stated: dict[str, Any] = {
+        "quantization_config": quantization_config(_unconverted(plan), plan.rule)
+    }
     stated |= implementation_entry(plan.config.get("model_type"))
     write_json(plan.destination / CONFIG_FILE, plan.config | stated)
 
