@@ -144,19 +144,5 @@ def __getattr__(name: str) -> Any:
     return value
 
 
-# Imported at first use: they take torch's compiler, which costs as much as torch itself.
-_LAZY = {"convert": "integrations.models.convert", "integrations": "", "training": ""}
-"""Module of each name; empty where the name is a module."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"{__name__}.{_LAZY[name] or name}")
-    value = getattr(module, name) if _LAZY[name] else module
-    globals()[name] = value
-    return value
-
-
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])

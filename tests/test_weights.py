@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from safetensors.torch import load_file, save_file
 
 import mxpert
 import mxpert.weights as weights_module
@@ -458,13 +459,13 @@ def test_two_threads_may_save_one_file(tmp_path: Path, monkeypatch: pytest.Monke
     path, both = tmp_path / "layer.safetensors", threading.Barrier(2)
     first, second = make_weights(), make_weights(bias=True)
     first.save(path)
-    save_file = safetensors.torch.save_file
+    save = safetensors.torch.save_file
 
     def together(tensors: Any, partial: Path, header: Any) -> None:
         both.wait(30)
         assert Path(partial).stat().st_size == 0  # nobody else writes there
         both.wait(30)
-        save_file(tensors, partial, header)
+        save(tensors, partial, header)
         both.wait(30)
         assert MoEWeights.load(path).num_experts == E
 
@@ -475,3 +476,17 @@ def test_two_threads_may_save_one_file(tmp_path: Path, monkeypatch: pytest.Monke
     found = MoEWeights.load(path)
     assert torch.equal(found.down_proj.qdata, first.down_proj.qdata)
     assert [file.name for file in tmp_path.iterdir()] == ["layer.safetensors"]
+
+
+@pytest.mark.parametrize("missing", ["gate_up_proj.qdata", "down_proj.scale", "down_bias"])
+def test_a_file_without_one_of_its_tensors_is_refused(missing: str, tmp_path: Any) -> None:
+    """Also without a bias, which other weights do not have."""
+    path = tmp_path / "layer.safetensors"
+    make_weights(bias=True).save(path)
+    with safetensors.safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    tensors = load_file(path)
+    del tensors[missing]
+    save_file(tensors, path, metadata=header)
+    with pytest.raises(ValueError, match=rf"MoEWeights.load: state — .*without \['{missing}'\]"):
+        MoEWeights.load(path)

@@ -200,7 +200,7 @@ def _quantization(stated: Mapping[str, Any]) -> dict[str, Any]:
     for part in (stated, text if isinstance(text, Mapping) else {}):
         found = part.get("quantization_config")
         if found is not None:
-            return found if isinstance(found, dict) else dict(found.to_dict())
+            return dict(found if isinstance(found, dict) else found.to_dict())
     return {}
 
 

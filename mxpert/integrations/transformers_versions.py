@@ -8,7 +8,7 @@ import warnings
 
 from ..errors import UnsupportedError, message
 
-OLDEST, NEWEST_TESTED, LIMIT = (5, 7), (5, 23), (6, 0)
+OLDEST, NEWEST_TESTED, LIMIT = (5, 7), (5, 24), (6, 0)
 """pyproject.toml has the same bounds. Releases between NEWEST_TESTED and LIMIT get a warning."""
 
 _OP = "mxpert.integrations.transformers"

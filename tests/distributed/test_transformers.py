@@ -21,6 +21,7 @@ SCENARIOS = (
     "mxfp4_checkpoints_are_read_in_part",
     "bf16_checkpoints_are_read_in_part",
     "bf16_checkpoints_load_as_they_convert",
+    "missing_tensors_of_experts_are_named",
     "other_checkpoints_are_loaded_as_a_whole",
     "weights_that_are_not_finite_are_refused",
     "states_are_local_and_load_whole",

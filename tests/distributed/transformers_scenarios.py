@@ -29,6 +29,7 @@ from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
 from mxpert.integrations.models.convert import mx_experts, restore
 from mxpert.testing.numerics import is_exact, relative_l2, requantisation_error
 from mxpert.training import MXFP8Recipe, full_state_dict, local_expert_parameters
+from support.incomplete import copy_without
 from support.memory import peak_bytes
 
 transformers.utils.logging.set_verbosity_error()
@@ -173,11 +174,18 @@ def training_frees_foreign_experts_layer_by_layer() -> None:
 
 
 @contextmanager
-def checkpoint_of(model: Any) -> Iterator[Path]:
-    """A folder that all ranks read; Transformers lets the first rank alone write one."""
+def checkpoint_of(model: Any, without: str | None = None) -> Iterator[Path]:
+    """A folder that all ranks read; Transformers lets the first rank alone write one.
+
+    Args:
+        without: a tensor that is not in it.
+    """
     with TemporaryDirectory() as folder:
         if dist.get_rank() == 0:
-            model.save_pretrained(folder)
+            whole = folder if without is None else f"{folder}/whole"
+            model.save_pretrained(whole)
+            if without is not None:
+                folder = str(copy_without(Path(whole), Path(folder, "incomplete"), without))
         paths = [folder]
         dist.broadcast_object_list(paths)
         yield Path(paths[0])
@@ -310,6 +318,19 @@ def bf16_checkpoints_load_as_they_convert() -> None:
                 **options,
             )
             check_same(direct, local)
+
+
+def missing_tensors_of_experts_are_named() -> None:
+    """On every rank, from MXFP4 (read in part) and from bf16 (which is then loaded as a whole)."""
+    ep, dense = parallel(), build("gpt_oss", dtype=torch.bfloat16)
+    for model, kinds in (
+        (converted(dense, None), ("gate_up_proj_blocks", "down_proj_scales", "down_proj_bias")),
+        (dense, ("gate_up_proj", "down_proj_bias")),
+    ):
+        for kind in kinds:
+            name = f"model.layers.1.mlp.experts.{kind}"
+            with checkpoint_of(model, without=name) as path, pytest.raises(ValueError, match=name):
+                load(path, ep)
 
 
 def other_checkpoints_are_loaded_as_a_whole() -> None:

@@ -133,7 +133,7 @@ def test_something_else_than_a_model() -> None:
 def test_unconverted_experts_say_what_to_do() -> None:
     model = transformers.AutoModelForCausalLM.from_config(
         config_of("qwen3_moe"), experts_implementation="mxpert"
-    )
+    ).eval()
     with pytest.raises(UnsupportedError, match=r"mxpert\.convert\(model\)"):
         model(torch.arange(4)[None])
     converted = convert(model, progress=False)

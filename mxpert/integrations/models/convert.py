@@ -91,15 +91,7 @@ def convert(
     activation_format = parse_activation_format(activation_format, op)
     rule = None if scale_rule is None else ScaleRule.parse(scale_rule, op, "scale_rule")
     _check_arguments(model, rule, recipe, expert_parallel)
-    target = None if device is None else require_device(device, op)
-    require(
-        target is None or target.type != "meta",
-        op,
-        "device",
-        need="a device that holds data",
-        got="'meta'",
-        remedy="name the device that shall run the model",
-    )
+    target = None if device is None else _data_device(device, op)
     if recipe is not None:
         for dense in _dense_experts(model, activation_format, recipe, expert_parallel):
             dense.replace_by(TrainableExperts(dense, recipe, expert_parallel))
@@ -109,6 +101,15 @@ def convert(
     if expert_parallel is not None:
         forbid_saving(model)
     return model if target is None else model.to(device=target)
+
+
+def _data_device(device: torch.device | str, op: str) -> torch.device:
+    """A device of this machine that holds data."""
+    target = require_device(device, op)
+    remedy = "name the device that shall run the model"
+    need = "a device that holds data"
+    require(target.type != "meta", op, "device", need=need, got=repr(str(target)), remedy=remedy)
+    return target
 
 
 def _convert_layers(
