@@ -68,7 +68,7 @@ MOST_STACK = (
     if TRITON_RELEASE >= (3, 9)
     else {}
 )
-"""Bytes of stack, as measured, where not 0: of MXFP8 activations with 32 rows in the second case."""
+"""Bytes of stack, as measured, where not 0; the second is of MXFP8 activations and 32 rows."""
 
 ONLY_ONCE = {"sm_80", "sm_120"}
 """Chips that kernels without matrix instructions are compiled for; the others make the same PTX."""
