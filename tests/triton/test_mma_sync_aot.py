@@ -33,7 +33,7 @@ from mxpert.problem import (
 )
 from mxpert.testing.ahead_of_time import compile_kernel
 from mxpert.testing.problems import MODEL_SHAPES
-from support.aot import CompiledKernel, compile_for
+from support.aot import TRITON_RELEASE, CompiledKernel, compile_for
 from support.devices import DEVICES, MMA_SYNC
 from support.grouped_launches import FORMATS, GEMMS, launch_dual, launch_gemm, launch_wgrad
 from support.launches import RecordedLaunch, recorded_launches
@@ -63,6 +63,13 @@ PARTS: dict[str, dict[str, set[Any]]] = {
 }
 """The cases of a chip without `--all-targets`. Together the chips have each case once."""
 
+MOST_STACK = (
+    {("_routing_plan_scatter_kernel", "sm_120"): 8, ("_moe_down_kernel", "sm_80"): 8}
+    if TRITON_RELEASE >= (3, 9)
+    else {}
+)
+"""Bytes of stack, as measured, where not 0; the second is of MXFP8 activations and 32 rows."""
+
 ONLY_ONCE = {"sm_80", "sm_120"}
 """Chips that kernels without matrix instructions are compiled for; the others make the same PTX."""
 
@@ -88,7 +95,9 @@ def compiled(launch: RecordedLaunch, target: str) -> CompiledKernel:
     """Compile a launch; check spills, shared memory and the instructions."""
     kernel = compile_for(launch.kernel, launch.arguments, target=target)
     metrics = kernel.metrics
-    assert metrics.spills == metrics.scratch == 0, (kernel.name, metrics)
+    stack = MOST_STACK.get((kernel.name, target), 0)  # a load and a store for each 4 bytes
+    assert metrics.spills <= stack // 4, (kernel.name, metrics)
+    assert metrics.scratch <= stack, (kernel.name, metrics)
     assert metrics.shared_memory <= DEVICES[target].shared_memory
     assert re.search(FORBIDDEN[target], kernel.asm["ptx"]) is None, kernel.name
     return kernel
