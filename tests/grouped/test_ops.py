@@ -197,7 +197,7 @@ ERRORS = [
     (dual, (X[:33],), {}, "x.shape[-2] — need a multiple of 32, got 33; pad with zeros, or pass"),
     (dual, (X, "mxfp4"), {"group_offsets": OFFSETS}, "format — need mxfp8"),
     (dual, (X, "fp8"), {"group_offsets": OFFSETS}, "format — need one of"),
-    (dual, (X,), {"group_offsets": OFFSETS, "scale_rule": "rceil"}, "scale_rule — need"),
+    (dual, (X,), {"group_offsets": OFFSETS, "scale_rule": "up"}, "scale_rule — need"),
     (dual, (W,), {"group_offsets": OFFSETS}, "group_offsets — need None for weights"),
     (dual, (X,), {"group_offsets": OFFSETS.float()}, "group_offsets.dtype — need int32 or int64"),
     (dual, (X,), {"group_offsets": OFFSETS[:1]}, "group_offsets.shape — need [G + 1], one group"),

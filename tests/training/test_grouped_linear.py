@@ -393,8 +393,8 @@ def test_bad_recipe_raises(options: dict[str, str]) -> None:
 
 
 def test_bad_scale_rule_raises() -> None:
-    with pytest.raises(TypeError, match="MXFP8Recipe: scale_rule"):
-        MXFP8Recipe(scale_rule="rceil")
+    with pytest.raises(ValueError, match="MXFP8Recipe: scale_rule — need a ScaleRule"):
+        MXFP8Recipe(scale_rule="up")
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])

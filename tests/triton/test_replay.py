@@ -348,13 +348,18 @@ def test_one_tensor_twice_says_nothing_about_two(launches: Launches, replays: li
     assert {layer.expert_map.data_ptr(), own.data_ptr()} <= set(flat(launches))
 
 
-def test_results_carry_no_gradient_and_the_mode_is_kept() -> None:
+def test_a_backward_pass_is_refused_and_the_mode_is_kept() -> None:
+    """In recorded calls as in the first one."""
     layer = Layer(4)
     layer.x.requires_grad_()
     for enabled in (True, False, True):
         with torch.set_grad_enabled(enabled):
             for _ in range(3):
-                assert not layer.fused().requires_grad
+                y = layer.fused()
+                assert y.requires_grad is enabled
+                if enabled:
+                    with pytest.raises(mxpert.UnsupportedError, match="fused_moe: backward"):
+                        y.sum().backward()
             assert torch.is_grad_enabled() is enabled
 
 
@@ -371,7 +376,7 @@ WRONG: dict[str, Callable[[Layer], Any]] = {
     "top-k-bool": lambda layer: mxpert.route_topk(layer.logits, True),
     "top-k-list": lambda layer: mxpert.route_topk(layer.logits, [2]),
     "normalize-int": lambda layer: layer.topk(normalize=1),
-    "scoring-name": lambda layer: layer.topk(scoring="softmax"),
+    "scoring-name": lambda layer: layer.topk(scoring="tanh"),
     "logits-double": lambda layer: mxpert.route_topk(layer.logits.double(), 2),
     "logits-sparse": lambda layer: mxpert.route_topk(layer.logits.to_sparse(), 2),
     "logits-list": lambda layer: mxpert.route_topk(layer.logits.tolist(), 2),
@@ -386,7 +391,7 @@ WRONG: dict[str, Callable[[Layer], Any]] = {
     "axis-float": lambda layer: mxpert.quantize(layer.x, "mxfp8", axis=-1.0),
     "format-list": lambda layer: mxpert.quantize(layer.x, ["mxfp8"]),
     "format-unknown": lambda layer: mxpert.quantize(layer.x, "mxfp9"),
-    "rule-name": lambda layer: mxpert.quantize(layer.x, "mxfp8", scale_rule="rceil"),
+    "rule-name": lambda layer: mxpert.quantize(layer.x, "mxfp8", scale_rule="up"),
     "weight-on-input-int": lambda layer: layer.fused(apply_router_weight_on_input=0),
     "x-float": lambda layer: mxpert.fused_moe(
         layer.x.float(), layer.weights, layer.routing, layer.ids, activation=SHAPE.activation
@@ -405,7 +410,7 @@ WRONG: dict[str, Callable[[Layer], Any]] = {
         layer.x.to("meta"), layer.weights, layer.routing, layer.ids, activation=SHAPE.activation
     ),
     "activation-name": lambda layer: mxpert.fused_moe(
-        layer.x, layer.weights, layer.routing, layer.ids, activation="silu"
+        layer.x, layer.weights, layer.routing, layer.ids, activation="gelu"
     ),
 }
 
