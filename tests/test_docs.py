@@ -160,7 +160,7 @@ def test_readme_says_for_whom_then_shows_it_and_ends_with_limits() -> None:
         "```python",
         "## Install",
         "pip install 'torch==2.11.*' .",
-        "## Which GPU",
+        "## Which GPU, which model",
         "<!-- measured speed-ups: begin -->",
         "benchmarks/results/nvidia-h200/moe.json",
         "## Limits",
