@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import fuzz_values
 import torch
-from special_cases import CASES, EXACT_OF_ROUTED, Case
+from special_case import Case
+from special_cases import CASES, EXACT_OF_ROUTED
 
 from mxpert import Combine, MXTensor, RoutingPlan, ScaleRule, ScaleSpan, SwiGLU
 
