@@ -123,12 +123,11 @@ class PreparedExperts(torch.nn.Module):
                 )
             )
         self._refuse_exchanged_buffers()
-        hidden_size = self.weights.hidden_size
-        if x.dim() != 2 and (x.dim() == 0 or x.shape[-1] != hidden_size):
-            raise ValueError(
-                message(type(self).__name__, "x.shape", f"[..., {hidden_size}]", list(x.shape))
-            )
-        rows = x if x.dim() == 2 else x.reshape(-1, hidden_size)
+        width = self.weights.hidden_size
+        if x.dim() != 2 and x.shape[-1:] != (width,):
+            need = f"[..., {width}]"
+            raise ValueError(message(type(self).__name__, "x.shape", need, list(x.shape)))
+        rows = x if x.dim() == 2 else x.reshape(-1, width)
         if rows.stride(-1) != 1:  # the kernels read rows whose values are adjacent
             rows = rows.contiguous()
         out = fused_moe(
@@ -149,22 +148,17 @@ class PreparedExperts(torch.nn.Module):
 
     def _refuse_exchanged_buffers(self) -> None:
         """Raise for buffers that were assigned, or that `functional_call` exchanged."""
-        held, gate_up, down = self._buffers, self.weights.gate_up_proj, self.weights.down_proj
-        if torch.compiler.is_compiling() or (
-            held.get("gate_up_proj_qdata") is gate_up.qdata
-            and held.get("gate_up_proj_scale") is gate_up.scale
-            and held.get("down_proj_qdata") is down.qdata
-            and held.get("down_proj_scale") is down.scale
-        ):
-            return
-        raise UnsupportedError(
-            message(
-                type(self).__name__,
-                "buffers",
-                "the prepared weights, whose layout only the kernels know",
-                "other tensors: they were assigned, or passed to functional_call",
-                "load_state_dict takes the published tensors",
-            )
+        gate_up, down = self.weights.gate_up_proj, self.weights.down_proj
+        parts = gate_up.qdata, gate_up.scale, down.qdata, down.scale
+        require(
+            torch.compiler.is_compiling()
+            or [*map(id, parts)] == [*map(id, self._buffers.values())],
+            type(self).__name__,
+            "buffers",
+            need="the prepared weights, whose layout only the kernels know",
+            got="other tensors: they were assigned, or passed to functional_call",
+            remedy="load_state_dict takes the published tensors",
+            error=UnsupportedError,
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> PreparedExperts:
@@ -372,8 +366,7 @@ class MoE(torch.nn.Module):
             raise ValueError(message("MoE", "x.shape", f"[..., {hidden_size}]", list(x.shape)))
         rows = x.reshape(-1, hidden_size).contiguous()  # the router rounds alike for any strides
         options, correction = self.routing, self._buffers["correction_bias"]
-        # The choice of experts has no gradient, and autocast would choose others.
-        with torch.no_grad(), isolated(rows.device.type):
+        with torch.no_grad(), isolated(rows.device.type):  # autocast would choose other experts
             logits = self.router(_as(rows, self.router.weight.dtype))
         topk_weights, topk_ids = route_topk(
             logits,

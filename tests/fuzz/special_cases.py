@@ -3,54 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from fuzz_arguments import ACTIVATIONS, FLOATS, MXFP8_NAMES, NAMES, groups, moe_weights, randn
+from special_case import WIDE, Arguments, Case, Results, act, wide
+from special_grouped import GROUPED
 
 import mxpert
 from mxpert import Combine, MoEWeights, MXTensor, ScaleRule, ScaleSpan, Scoring, formats
 from mxpert.backends.reference.grouped import pad_groups
-from mxpert.ops import rows
 from mxpert.problem import Activation
 from mxpert.routing import TOKEN_MASK
-from mxpert.training import MXFP8Recipe, grouped_linear, grouped_mm
-from mxpert.training.activation import gated_activation
 
-Arguments = dict[str, Any]
-Results = list[torch.Tensor | None]
-WIDE = torch.float64
 RULES, SPANS = list(ScaleRule), list(ScaleSpan)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One function.
-
-    Args:
-        name: for reports.
-        arguments: makes right ones, on the CPU; sizes grow with the second argument.
-        call: the results, as tensors of floats.
-        exact: the results by definition in float64; None where there is no bound.
-        spoilt: names of the arguments that get special values.
-        rows: the argument whose rows decide the result's rows of the same numbers.
-        on_gpu: whether the function has kernels.
-    """
-
-    name: str
-    arguments: Callable[[random.Random, int], Arguments]
-    call: Callable[[Arguments], Results]
-    exact: Callable[[Arguments], Results]
-    spoilt: tuple[str, ...]
-    rows: str | None = None
-    on_gpu: bool = True
-
-
-def wide(value: torch.Tensor | MXTensor) -> torch.Tensor:
-    """Values in float64."""
-    return value.dequantize(WIDE) if isinstance(value, MXTensor) else value.detach().double()
 
 
 # --- quantisation -------------------------------------------------------------------------------
@@ -102,18 +68,6 @@ def _exact_dual(a: Arguments) -> Results:
 
 
 # --- layers -------------------------------------------------------------------------------------
-
-
-def act(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The activations by their formulas."""
-    p = {name: float(getattr(activation, name)) for name in activation.__dataclass_fields__}
-    if activation.name == mxpert.SiTUv2().name:
-        bounded = p["beta"] * torch.tanh(gate / p["beta"]) / (1 + torch.exp(-gate))
-        return bounded * p["beta_up"] * torch.tanh(up / p["beta_up"])
-    if "limit" in p:
-        gate, up = gate.clamp(max=p["limit"]), up.clamp(-p["limit"], p["limit"])
-    swish = gate / (1 + torch.exp(-p.get("alpha", 1.0) * gate))
-    return swish * (up + 1 if "alpha" in p else up)
 
 
 def _layer(rng: random.Random, size: int) -> Arguments:
@@ -248,142 +202,6 @@ def _exact_down(a: Arguments) -> Results:
     return [y]
 
 
-# --- grouped GEMMs and training -----------------------------------------------------------------
-
-
-def _bounds(offsets: torch.Tensor) -> list[tuple[int, slice]]:
-    ends = offsets.tolist()
-    return [(g, slice(ends[g], ends[g + 1])) for g in range(len(ends) - 1)]
-
-
-def _gemm(rng: random.Random, size: int) -> Arguments:
-    total, offsets = groups(rng)
-    a, b = randn(rng, total, 64 * size), randn(rng, len(offsets) - 1, 32 * size, 64 * size)
-    kind = rng.choice(("bf16", "block", "row"))
-    if kind == "bf16":
-        left, right = a.bfloat16(), b.bfloat16()
-    elif kind == "block":
-        left, right = (mxpert.quantize(x, rng.choice(MXFP8_NAMES)) for x in (a, b))
-    else:
-        _spoil_floats(rng, a), _spoil_floats(rng, b)
-        left, right = (mxpert.quantize_dual(x, scale_span=ScaleSpan.ROW)[0] for x in (_whole(a), b))
-        left = replace(left, qdata=left.qdata[:total], scale=left.scale[:total])
-    return dict(a=left, b=right, group_offsets=offsets, out_dtype=rng.choice(FLOATS))
-
-
-def _whole(a: torch.Tensor) -> torch.Tensor:
-    """Rows padded to a multiple of 32."""
-    return torch.nn.functional.pad(a, (0, 0, 0, -len(a) % 32))
-
-
-def _spoil_floats(rng: random.Random, x: torch.Tensor) -> None:
-    if x.numel() and rng.random() < 0.5:
-        x.view(-1)[rng.randrange(x.numel())] = rng.choice((torch.nan, torch.inf, -torch.inf, 3e38))
-
-
-def _exact_gemm(a: Arguments) -> Results:
-    left, right = wide(a["a"]), wide(a["b"])
-    out = torch.zeros(left.shape[0], right.shape[1], dtype=WIDE)
-    for g, part in _bounds(a["group_offsets"]):
-        out[part] = left[part] @ right[g].T
-    return [out]
-
-
-def _linear(rng: random.Random, size: int) -> Arguments:
-    total, offsets = groups(rng)
-    count, width = len(offsets) - 1, 64 * size
-    return dict(
-        x=randn(rng, total, 32 * size, dtype=(dtype := rng.choice(FLOATS))),
-        weight=randn(rng, count, width, 32 * size),
-        grad=randn(rng, total, width, dtype=dtype),
-        group_offsets=offsets,
-        bias=randn(rng, count, width) if rng.random() < 0.5 else None,
-        recipe=rng.choice(
-            (
-                MXFP8Recipe(),
-                MXFP8Recipe.hybrid(),
-                MXFP8Recipe(enabled=False),
-                MXFP8Recipe(scale_span=ScaleSpan.ROW),
-                MXFP8Recipe(high_precision_wgrad=True),
-            )
-        ),
-    )
-
-
-def _with_gradients(
-    function: Callable[..., torch.Tensor], a: Arguments, names: tuple[str, ...]
-) -> Results:
-    leaves = {name: a[name].detach().requires_grad_() for name in names if a[name] is not None}
-    others = {name: value for name, value in a.items() if name != "grad"}
-    y = function(**(others | leaves))
-    y.backward(a["grad"])
-    return [y.detach(), *(leaf.grad for leaf in leaves.values())]
-
-
-def _exact_linear(a: Arguments) -> Results:
-    x, weight, grad, bias = a["x"].double(), a["weight"].double(), a["grad"].double(), a["bias"]
-    y, dx = (torch.zeros_like(each) for each in (grad, x))
-    dweight = torch.zeros_like(weight)
-    dbias = torch.zeros(weight.shape[:2], dtype=WIDE)
-    for g, part in _bounds(a["group_offsets"]):
-        y[part] = x[part] @ weight[g].T + (0 if bias is None else bias[g].double())
-        dx[part], dweight[g] = grad[part] @ weight[g], grad[part].T @ x[part]
-        dbias[g] = grad[part].sum(0)
-    return [y, dx, dweight, *([] if bias is None else [dbias])]
-
-
-def _outer(rng: random.Random, size: int) -> Arguments:
-    total, offsets = groups(rng)
-    dtype, offs = rng.choice(FLOATS), offsets[1:].int()
-    return dict(
-        a=randn(rng, 32 * size, total, dtype=dtype),
-        b=randn(rng, total, 64 * size, dtype=dtype),
-        grad=randn(rng, len(offs), 32 * size, 64 * size, dtype=dtype),
-        offs=offs,
-        recipe=rng.choice((MXFP8Recipe(), MXFP8Recipe(enabled=False), MXFP8Recipe.hybrid())),
-    )
-
-
-def _exact_outer(a: Arguments) -> Results:
-    left, right, grad = (a[name].double() for name in ("a", "b", "grad"))
-    out, da, db = (torch.zeros_like(each) for each in (grad, left, right))
-    for g, part in _bounds(torch.nn.functional.pad(a["offs"], (1, 0))):
-        out[g] = left[:, part] @ right[part]
-        da[:, part], db[part] = grad[g] @ right[part].T, left[:, part].T @ grad[g]
-    return [out, da, db]
-
-
-def _activated(rng: random.Random, size: int) -> Arguments:
-    dtype = rng.choice(FLOATS)
-    return dict(
-        gate_up=randn(rng, 3, 8 * size, dtype=dtype),
-        grad=randn(rng, 3, 4 * size, dtype=dtype),
-        activation=rng.choice(ACTIVATIONS),
-    )
-
-
-def _exact_activated(a: Arguments) -> Results:
-    """The derivatives come from autograd, which gives 0 beyond a limit."""
-    gate_up = a["gate_up"].double().requires_grad_()
-    y = act(a["activation"], *gate_up.chunk(2, dim=-1))
-    return [y.detach(), None]
-
-
-def _combined(rng: random.Random, size: int) -> Arguments:
-    return dict(
-        rows=randn(rng, 6, 5 * size, dtype=rng.choice(FLOATS)),
-        row_ids=torch.tensor([[0, 1], [5, 7], [3, 2]]),
-        weights=randn(rng, 3, 2),
-        out_dtype=rng.choice(FLOATS),
-    )
-
-
-def _exact_combined(a: Arguments) -> Results:
-    padded = torch.nn.functional.pad(a["rows"].double(), (0, 0, 0, 2))
-    factors = a["weights"].double().masked_fill(a["row_ids"] > 5, 1)
-    return [(padded[a["row_ids"]] * factors[..., None]).sum(1)]
-
-
 # --- routing and modules ------------------------------------------------------------------------
 
 
@@ -483,35 +301,7 @@ CASES = (
     Case("fused_moe", _layer, _run_layer, _exact_layer, ("x", "weights", "topk_weights"), "x"),
     Case("moe_gate_up", _stages, _run_gate_up, _exact_gate_up, ("x", "weights")),
     Case("moe_down", _second, _run_down, _exact_down, ("h", "weights")),
-    Case("grouped_gemm", _gemm, lambda a: [mxpert.grouped_gemm(**a)], _exact_gemm, ("a", "b"), "a"),
-    Case(
-        "grouped_linear",
-        _linear,
-        lambda a: _with_gradients(grouped_linear, a, ("x", "weight", "bias")),
-        _exact_linear,
-        ("x", "weight", "bias", "grad"),
-    ),
-    Case(
-        "grouped_mm",
-        _outer,
-        lambda a: _with_gradients(grouped_mm, a, ("a", "b")),
-        _exact_outer,
-        ("a", "b", "grad"),
-    ),
-    Case(
-        "gated_activation",
-        _activated,
-        lambda a: _with_gradients(gated_activation, a, ("gate_up",)),
-        _exact_activated,
-        ("gate_up",),
-    ),
-    Case(
-        "combine_rows",
-        _combined,
-        lambda a: [rows.combine_rows(**a)],
-        _exact_combined,
-        ("rows", "weights"),
-    ),
+    *GROUPED,
     Case("route_topk", _routed, _run_routed, lambda a: [], ("logits", "correction_bias"), "logits"),
     Case("MoE", _moe, _run_moe, _exact_moe, ("x", "router_weight")),
 )

@@ -18,16 +18,14 @@ import special
 
 from support.poison import nan_filled_scratch
 
-PARTS = 5
-
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("part", range(PARTS))
-def test_special_values_never_become_finite(part: int, device: torch.device) -> None:
-    """1,000 cases each; widths of 32, 64 and 128."""
+@pytest.mark.parametrize("size", [1, 4])
+def test_special_values_never_become_finite(size: int, device: torch.device) -> None:
+    """2,500 cases each; widths from 32 and from 128 on."""
     with nan_filled_scratch():
-        report = special.run(1000, seed=10_000 * (part + 1), device=device, size=1 << part % 3)
+        report = special.run(2500, seed=10_000 * size, device=device, size=size)
     print(f"special values: {report.cases} cases, {report.lost} of them not finite in float64")
     assert not report.wrong, "\n".join(map(str, report.wrong.items()))
     assert set(report.by_name) == {case.name for case in special.CASES if case.on_gpu}
-    assert report.lost > 200
+    assert report.lost > 500
