@@ -47,7 +47,8 @@ class Call:
     def word(self) -> int:
         """The call as an int64 of at least 2^62, so that it never fits 32 bits."""
         options, names = self.options, {name: values for name, _, values in _FIELDS}
-        given = {"the call": self.op, "max_tokens": self.bound, "scale_rule": self.scale_rule.name}
+        given: dict[str, str | int] = {"the call": self.op, "max_tokens": self.bound}
+        given["scale_rule"] = self.scale_rule.name
         if options is not None:
             given["activation_format"] = options.activation_format
             given["combine"] = options.combine.name

@@ -111,7 +111,7 @@ def pack_hopper(
     num_rows = t.shape[1]
     if out is None:
         out = _empty_hopper(t)
-    assert out.reference is not None  # of this layout
+    assert out.reference is not None  # for the type checker
     tables = _sign_tables(t.device)
     order = slice(None) if rows is None else rows
     for part in _expert_parts(t):  # a few at a time: temporaries stay small beside the weights

@@ -77,6 +77,7 @@ def requantize_(
             bias = bias.detach().to(weights.device, torch.float32).contiguous()
         biases.append(bias)
     order = gate_up_order or weights.source_order or weights.gate_up_order
+<<<<<<< HEAD
     new = MoEWeights(
         gate_up_proj=_quantized(gate_up_proj, scale_rule),
         down_proj=_quantized(down_proj, scale_rule),
@@ -84,6 +85,10 @@ def requantize_(
         down_bias=biases[1],
         gate_up_order=order,
     )
+=======
+    gate_up, down = (_quantized(each, scale_rule) for each in (gate_up_proj, down_proj))
+    new = MoEWeights(gate_up, down, biases[0], biases[1], gate_up_order=order)
+>>>>>>> trust
     replace_(weights, new, op)
 
 
@@ -108,7 +113,7 @@ def replace_(weights: MoEWeights, new: MoEWeights, op: str) -> None:
         op: what messages start with.
     """
     layout, assigned = weights.layout, new.gate_up_order
-    assert assigned is not None  # checked by MoEWeights
+    assert assigned is not None  # for the type checker
     if layout is Layout.ROW_MAJOR:
         need = weights.gate_up_order
         require(assigned is need, op, "gate_up_order", need=need, got=assigned)
@@ -141,7 +146,7 @@ def replace_(weights: MoEWeights, new: MoEWeights, op: str) -> None:
 def _require_foldable(certificates: tuple[FoldCertificate, FoldCertificate], op: str) -> None:
     """Raise a ValueError that names the experts whose rows span more than 15 binades."""
     outside = sum(each.blocks_outside for each in certificates)
-    assert isinstance(outside, torch.Tensor)
+    assert isinstance(outside, torch.Tensor)  # for the type checker
     experts = outside.nonzero().flatten().tolist()
     require(
         all(hopper_can_hold(each) for each in certificates),

@@ -36,7 +36,7 @@ class MarkedWeight:
         """
         weight = self._weight
         if hasattr(weight, "__fsdp_param__"):
-            weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined, operator]
+            weight.main_grad = weight.get_main_grad()  # type: ignore[attr-defined]
         main_grad: torch.Tensor | None = getattr(weight, "main_grad", None)
         if main_grad is not None and getattr(weight, "overwrite_main_grad", False):
             main_grad.zero_()

@@ -47,7 +47,6 @@ SORTS = (PlanConfig(0, 32, 1), PlanConfig(2, 16, 1), None)
 """A sort that waits: one launch, and two launches. None: dispatch waits, and nothing is sorted."""
 DELAY_S = 0.03
 ONE_EPOCH = 1 << TAG_BITS.value
-RCEIL, FLOOR = mxpert.ScaleRule.RCEIL, mxpert.ScaleRule.FLOOR
 
 
 def rank() -> int:
@@ -383,72 +382,9 @@ def a_loss_reaches_every_rank() -> None:
                 received, _ = send(exchange, tokens, case.max_tokens, waits=True)
                 theirs = torch.arange(case.size * case.max_tokens) // case.max_tokens != rank()
                 assert (received.topk_ids[theirs] == -1).all()
-                _combine_is_nan(exchange, case, received)
+                combine_is_nan(exchange, case, received)
             with pytest.raises(PeerLostError, match=f"rank {last}"):
                 exchange.check()
-        dist.barrier()
-
-
-def other_calls_are_named() -> None:
-    """Ranks with other slots or another rule: NaN at once, and every rank says in what they differ.
-
-    With as many slots as CTAs take, one rank waits for flags that the other one never sets.
-    """
-    size = dist.get_world_size()
-    for views, rules, said in (
-        ((4, 1), (RCEIL, RCEIL), "max_tokens 4 on rank 0, 1 on rank 1"),
-        ((4, 4), (RCEIL, FLOOR), "scale_rule RCEIL on rank 0, FLOOR on rank 1"),
-    ):
-        case = Case(size, hidden_size=4096)
-        exchange = make(case)
-        bound, rule = views[rank() % 2], rules[rank() % 2]
-        tokens = random_tokens(replace(case, max_tokens=1), rank(), 3, 1)
-        received = exchange.dispatch(
-            tokens.x,
-            tokens.weights,
-            tokens.ids,
-            bound=bound,
-            scale_rule=rule,
-            out_dtype=torch.float32,
-        )
-        assert (received.topk_ids == -1).all()
-        out = torch.zeros(1, case.hidden_size)
-        exchange.combine(torch.ones(size * bound, case.hidden_size), received, out)
-        assert out.isnan().all()
-        with pytest.raises(ValueError, match=f"calls — need the same call .*{said}"):
-            exchange.check()
-        dist.barrier()
-
-
-def an_impatient_rank_overwrites_nothing() -> None:
-    """Rank 0 gives up on rank 1, which is late and may still read what rank 0 stored before."""
-    case = Case(dist.get_world_size(), wire_format="bf16")
-    with small_schedules():
-        exchange = make(case)
-        assert run(exchange, case, 1) == 0
-        ids = exchange._sections["ids"]
-        dist.barrier()
-        if rank() == 0:
-            limit_wait(exchange, 0.2)
-            for epoch in (1, 2, 3):
-                tokens = random_tokens(case, 0, 3 + epoch, case.max_tokens)
-                received, _ = send(exchange, tokens, case.max_tokens, waits=True)
-                assert (received.topk_ids == -1).all()
-                ids.fill_(5)  # a rank that is late writes its own
-                assert (received.topk_ids == -1).all()
-                if epoch == 1:
-                    dist.barrier()  # stored before the loss; the others look at their memory now
-                    dist.barrier()
-                _combine_is_nan(exchange, case, received)
-            dist.barrier()
-        else:
-            dist.barrier()
-            held = {name: part.clone() for name, part in exchange._sections.items()}
-            dist.barrier()
-            dist.barrier()
-            for name, part in exchange._sections.items():
-                same = torch.equal(part.view(torch.uint8), held[name].view(torch.uint8))
-                assert same == (name not in ("arrived", "returned")), name
         dist.barrier()
 
 
@@ -468,13 +404,13 @@ def two_streams_are_seen() -> None:
         exchange._is_dispatched = False
         received, _ = send(exchange, tokens, case.max_tokens)
         assert int(exchange._words[0]) == TWO_STREAMS.value
-        _combine_is_nan(exchange, case, received)
+        combine_is_nan(exchange, case, received)
         with pytest.raises(ValueError, match="stream — need calls on one stream"):
             exchange.check()
         dist.barrier()
 
 
-def _combine_is_nan(exchange: SymmetricExchange, case: Case, received: DispatchedTokens) -> None:
+def combine_is_nan(exchange: SymmetricExchange, case: Case, received: DispatchedTokens) -> None:
     out = torch.zeros(4, case.hidden_size)
     exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
     assert out.isnan().all()
@@ -486,7 +422,7 @@ def combine_without_a_wait_is_seen() -> None:
         exchange = make(case)
         tokens = random_tokens(case, rank(), 3, 4)
         received, _ = send(exchange, tokens, case.max_tokens)
-        _combine_is_nan(exchange, case, received)
+        combine_is_nan(exchange, case, received)
         assert int(exchange._words[0]) == NO_WAIT.value
         with pytest.raises(ValueError, match="combine without a wait"):
             exchange.check()

@@ -37,8 +37,8 @@ TWO = (
     "layer_equals_one_rank",
     "placements_and_few_experts",
     "killed_rank_is_named",
-    "other_calls_are_named",
-    "an_impatient_rank_overwrites_nothing",
+    "interpreted.exchange_differences.other_calls_are_named",
+    "interpreted.exchange_differences.an_impatient_rank_overwrites_nothing",
 )
 FOUR = ("many_epochs_are_exact", "a_loss_reaches_every_rank", "killed_rank_is_named")
 

@@ -38,8 +38,8 @@ SGLANG = FOLDER / "sglang"
 """The environment of SGLang: that of vLLM, and SGLANG_WITH. Its wheels ask for CUDA's packages."""
 
 HERE = "tests/serving/"
-SGLANG_LAYERS = [f"{HERE}test_sglang_{part}.py" for part in ("layers", "start")]
-LAYERS = [f"{HERE}test_vllm_{part}.py" for part in ("configs", "layers", "start")]
+SGLANG_LAYERS = [f"{HERE}test_sglang_{part}.py" for part in ("layers", "update", "start")]
+LAYERS = [f"{HERE}test_vllm_{part}.py" for part in ("configs", "layers", "reload", "start")]
 SERVES = f"{HERE}test_vllm_serves.py"
 PIP_SECONDS = 480
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -57,7 +57,7 @@ class Loads:
             given = signature.bind(*args, **kwargs).arguments
             parameter = next(iter(given.values()), None)
             called = method()
-            assert called is not None  # its layer calls it
+            assert called is not None  # for the type checker: its layer calls it
             answer = called(*args, **kwargs)
             # An engine may count what a loader copies on "meta", and some return what they did.
             if not getattr(parameter, "is_meta", False):
@@ -65,7 +65,7 @@ class Loads:
                 self._seen.setdefault(name, set()).add(part)
             return answer
 
-        del weight_loader.__wrapped__  # type: ignore[attr-defined]
+        del weight_loader.__wrapped__
         weight_loader.__signature__ = signature  # type: ignore[attr-defined]
         return weight_loader
 

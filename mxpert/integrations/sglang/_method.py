@@ -142,7 +142,7 @@ class ServedMethod(FusedMoEMethodBase):
 
         def weight_loader(param: Any, loaded_weight: Any, *args: Any, **kwargs: Any) -> Any:
             layer = of_layer()
-            assert layer is not None  # its model calls this
+            assert layer is not None  # for the type checker: its model calls this
             with self._lock:
                 if not self._is_open:
                     self._open(layer)
@@ -200,7 +200,7 @@ class ServedMethod(FusedMoEMethodBase):
 
     def share(self, layer: Any) -> Share:
         """What this rank holds of the layer."""
-        assert self.info is not None  # loaded before anyone trains it
+        assert self.info is not None  # for the type checker: it is loaded
         weights, rank = self.info.layer.weights, getattr(layer, "moe_tp_rank", 0)
         experts, first = _experts(layer, self.runner.config), rank * weights.intermediate_size
         return Share(weights, experts, first, self.columns, rank == 0)

@@ -252,6 +252,19 @@ def _store_call(addresses, calls_offset, peers, call, alive):
 
 
 @triton.jit
+def _begin(state, tag, KIND: tl.constexpr):
+    """Count this call; return its epoch with the tag, whether to store tokens, words[DECIDED]."""
+    pid = tl.program_id(0)
+    epoch = ((tl.load(state + EPOCHS + pid) >> TAG_BITS) + 1 << TAG_BITS) | tag
+    alive = tl.load(state + SEND_OFF) == 0
+    decided = load_volatile(state + DECIDED, None, None, KIND)
+    if pid == 0:  # nobody waits for it here
+        tl.atomic_add(state + RUNNING, 1, sem="relaxed", scope="gpu")
+        note_loss(state + RETURN_OFF, decided)
+    return epoch, alive, decided
+
+
+@triton.jit
 def _end(state, epoch):
     """Store the copies of the epoch. Note a second stream if another call runs, too."""
     copy = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, MAX_CTAS)
@@ -372,15 +385,9 @@ def _exchange_dispatch_kernel(
         awaited = load_awaited(arrivals)
         if USE_PDL:
             grid_dependency_wait()
-    pid, num_ctas = tl.program_id(0), tl.num_programs(0)
-    epoch = ((tl.load(state + EPOCHS + pid) >> TAG_BITS) + 1 << TAG_BITS) | tag
-    alive = tl.load(state + SEND_OFF) == 0
-    decided = load_volatile(state + DECIDED, None, None, KIND)
+    epoch, alive, decided = _begin(state, tag, KIND)
     if arrivals is not None:
         seen = load_words(state, KIND)
-    if pid == 0:  # nobody waits for it here
-        tl.atomic_add(state + RUNNING, 1, sem="relaxed", scope="gpu")
-        note_loss(state + RETURN_OFF, decided)
     peers = Peers(table, rank, num_ranks)
     sections = Sections(rows_offset, scales_offset, ids_offset, weights_offset, rank * bound)
     routing = Routing(topk_ids, topk_weights, owners, local_ids, top_k, num_experts)
@@ -394,7 +401,7 @@ def _exchange_dispatch_kernel(
     set_flags(addresses, flags_offset, rank, num_ranks, flag, KIND)
     _end(state, epoch)
     if arrivals is not None:
-        if pid == num_ctas - 1:
+        if tl.program_id(0) == tl.num_programs(0) - 1:
             wait_alone(awaited, word_of(seen, DECIDED), epoch, KIND)
         if USE_PDL:
             launch_dependents()
