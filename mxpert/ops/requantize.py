@@ -77,18 +77,8 @@ def requantize_(
             bias = bias.detach().to(weights.device, torch.float32).contiguous()
         biases.append(bias)
     order = gate_up_order or weights.source_order or weights.gate_up_order
-<<<<<<< HEAD
-    new = MoEWeights(
-        gate_up_proj=_quantized(gate_up_proj, scale_rule),
-        down_proj=_quantized(down_proj, scale_rule),
-        gate_up_bias=biases[0],
-        down_bias=biases[1],
-        gate_up_order=order,
-    )
-=======
     gate_up, down = (_quantized(each, scale_rule) for each in (gate_up_proj, down_proj))
     new = MoEWeights(gate_up, down, biases[0], biases[1], gate_up_order=order)
->>>>>>> trust
     replace_(weights, new, op)
 
 
