@@ -177,8 +177,10 @@ class Outsider:
         (self.user / "ten.py").write_text(block[1], encoding="utf-8")
         return self.run(self.bin / "python", "ten.py").splitlines()[0]
 
+    def doctor(self) -> str:
+        return self.run(self.bin / "mxpert", "doctor").splitlines()[0].strip()
+
     def demo(self) -> str:
-        self.run(self.bin / "mxpert", "doctor")
         out = self.run(self.bin / "mxpert", "demo", "--tokens", "1", "--output", "report")
         return next((line for line in out.splitlines() if "checks passed" in line), "")
 
@@ -232,7 +234,8 @@ class Outsider:
             ("the pins of make demo", self.pins),
             ("install the wheel", self.install),
             ("the README's ten lines", self.ten_lines),
-            ("mxpert doctor and demo", self.demo),
+            ("mxpert doctor", self.doctor),
+            ("mxpert demo", self.demo),
             ("the Transformers one-liner", self.one_liner),
             ("type checkers, wheel", self.types_of_wheel),
             ("make demo in a clone", self.make_demo),
