@@ -137,7 +137,8 @@ class MXQuantizer(HfQuantizer):
             prepared = experts.prepared(request.activation_format, tensors)
             experts.source.replace_by(prepared.eval())
         mark_quantized(model, [each.source for each in stored.values()], request.scale_rule)
-        model.quantization_method = "mxfp4"
+        self.quantization_config = model.config.quantization_config
+        model.quantization_method = self.quantization_config.quant_method
         if ranks is not None:
             forbid_saving(model)
         _cast(model, self._dtypes)

@@ -85,6 +85,14 @@ def _load(
     unconverted = _take_mxfp4_options(kwargs)
     activation_format = IMPLEMENTATIONS[asked]
     if quantization.get("quant_method") == _MXFP4:
+        require(
+            kwargs.get("quantization_config") is None,
+            _OP,
+            "quantization_config",
+            need="none, or a Mxfp4Config, for a checkpoint in MXFP4",
+            got=type(kwargs.get("quantization_config")).__name__,
+            remedy="leave it out",
+        )
         where = f"the checkpoint's {CONFIG_FILE}"
         owner = {**stated, "quantization_config": quantization}
         kwargs["quantization_config"] = LoadRequest(

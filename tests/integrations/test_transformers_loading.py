@@ -335,6 +335,22 @@ def test_the_saved_config_is_of_transformers_kind(saved) -> None:
         assert read == found.to_dict() | {"mxpert": found.mxpert}
 
 
+def test_options_of_other_quantisers_are_refused_for_mxfp4(saved) -> None:
+    _, _, out = saved["mixtral"]
+    plain = load(out, quantization_config=transformers.Mxfp4Config())
+    assert_exact(logits(plain), logits(saved["mixtral"][0]), "logits")
+    with pytest.raises(ValueError, match=r"quantization_config — need none, .*got FineGrainedFP8"):
+        load(out, quantization_config=transformers.FineGrainedFP8Config())
+
+
+def test_loaded_models_can_be_copied_and_pickled(saved, tmp_path) -> None:
+    model = load(saved["gpt_oss"][2])
+    torch.save(model, tmp_path / "model.pt")
+    for again in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert_exact(logits(again), logits(model), "logits")
+        assert again.config.quantization_config.mxpert == model.config.quantization_config.mxpert
+
+
 LEFT = "model.layers.1.mlp.experts"
 
 

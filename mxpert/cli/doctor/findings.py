@@ -22,7 +22,7 @@ MINIMUM_VERSIONS = {"torch": "2.11", "triton": "3.6", "numpy": "1.26", "safetens
 """As in pyproject.toml; a test compares the two."""
 TESTED_UP_TO = {"torch": "2.15", "triton": "3.9"}
 """Newest release series that the kernels were compiled with; pyproject.toml admits no later one."""
-OPTIONAL = {"transformers": "5", "matplotlib": "3.8"}
+OPTIONAL = {"transformers": "5.7", "matplotlib": "3.8"}
 MINIMUM_PYTHON = (3, 11)
 BESIDE = ("accelerate", "vllm", "sglang")
 """Packages that mxpert works with and does not need; their versions belong into a report."""
