@@ -106,7 +106,8 @@ class PreparedExperts(torch.nn.Module):
                     self.no_gradient,
                 )
             )
-        self._refuse_exchanged_buffers()
+        if not torch.compiler.is_compiling():
+            self._refuse_exchanged_buffers()
         width = self.weights.hidden_size
         if x.dim() != 2 and x.shape[-1:] != (width,):
             need = f"[..., {width}]"
@@ -124,8 +125,7 @@ class PreparedExperts(torch.nn.Module):
             out_dtype=x.dtype,
             expert_parallel=self.expert_parallel,
         )
-        if x.dim() != 2:
-            out = out.view(x.shape)
+        out = out if x.dim() == 2 else out.view(x.shape)
         if needs_grad and not torch.compiler.is_compiling():
             result: torch.Tensor = _WithoutBackward.apply(
                 out, x, type(self).__name__, self.no_gradient
@@ -136,10 +136,9 @@ class PreparedExperts(torch.nn.Module):
     def _refuse_exchanged_buffers(self) -> None:
         """Raise for buffers that were assigned, or that `functional_call` exchanged."""
         gate_up, down = self.weights.gate_up_proj, self.weights.down_proj
-        parts = gate_up.qdata, gate_up.scale, down.qdata, down.scale
+        own = [*map(id, (gate_up.qdata, gate_up.scale, down.qdata, down.scale))]
         require(
-            torch.compiler.is_compiling()
-            or [*map(id, parts)] == [*map(id, self._buffers.values())],
+            own == [*map(id, self._buffers.values())],
             type(self).__name__,
             "buffers",
             need="the prepared weights, whose layout only the kernels know",
