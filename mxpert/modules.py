@@ -122,7 +122,8 @@ class PreparedExperts(torch.nn.Module):
                     self.no_gradient,
                 )
             )
-        self._refuse_exchanged_buffers()
+        if not torch.compiler.is_compiling():
+            self._refuse_exchanged_buffers()
         width = self.weights.hidden_size
         if x.dim() != 2 and x.shape[-1:] != (width,):
             need = f"[..., {width}]"
@@ -149,10 +150,9 @@ class PreparedExperts(torch.nn.Module):
     def _refuse_exchanged_buffers(self) -> None:
         """Raise for buffers that were assigned, or that `functional_call` exchanged."""
         gate_up, down = self.weights.gate_up_proj, self.weights.down_proj
-        parts = gate_up.qdata, gate_up.scale, down.qdata, down.scale
+        own = [*map(id, (gate_up.qdata, gate_up.scale, down.qdata, down.scale))]
         require(
-            torch.compiler.is_compiling()
-            or [*map(id, parts)] == [*map(id, self._buffers.values())],
+            own == [*map(id, self._buffers.values())],
             type(self).__name__,
             "buffers",
             need="the prepared weights, whose layout only the kernels know",
