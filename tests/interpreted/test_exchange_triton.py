@@ -39,6 +39,7 @@ TWO = (
     "killed_rank_is_named",
     "interpreted.exchange_differences.other_calls_are_named",
     "interpreted.exchange_differences.an_impatient_rank_overwrites_nothing",
+    "interpreted.exchange_differences.a_forgotten_loss_is_seen",
 )
 FOUR = ("many_epochs_are_exact", "a_loss_reaches_every_rank", "killed_rank_is_named")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("vllm", reason="needs vLLM: make test-serving")
 from vllm.platforms import current_platform
@@ -111,7 +113,7 @@ class Engines:
         """The answer of an engine, with what it logged as "log"."""
         begin = self.log.stat().st_size
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({**request, "model": str(self.checkpoint)}) + "\n")
+        self.process.stdin.write(json.dumps({"model": str(self.checkpoint), **request}) + "\n")
         self.process.stdin.flush()
         deadline = time.monotonic() + START_SECONDS
         while True:
@@ -189,6 +191,22 @@ def test_a_wrong_option_is_refused_before_the_engine(engines: Engines) -> None:
     answer = engines.ask(format="bf16")
     assert "mxpert for vLLM: --additional-config 'mxpert' — need one of 'a16w4'" in answer["error"]
     assert "Initializing a V1 LLM engine" not in answer["log"]
+
+
+def test_a_checkpoint_without_a_tensor_is_refused(
+    engines: Engines, checkpoint: Path, tmp_path: Path
+) -> None:
+    lacking, name = tmp_path / "lacking", "model.layers.1.mlp.experts.down_proj_scales"
+    shutil.copytree(checkpoint, lacking)
+    index = json.loads((lacking / "model.safetensors.index.json").read_text())
+    path = lacking / index["weight_map"].pop(name)
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors, path, {"format": "pt"})
+    (lacking / "model.safetensors.index.json").write_text(json.dumps(index))
+    answer = engines.ask(format="a16w4", model=str(lacking))
+    assert "need all tensors of the experts of model.layers.1.mlp.experts" in answer["error"]
+    assert "w2_weight_scale" in answer["error"]
 
 
 def test_without_the_option_vllm_refuses_as_ever(engines: Engines) -> None:
