@@ -84,6 +84,7 @@ class SymmetricExchange:
             "owners": spec.placement.owners[spec.rank].to(device),
             "local_ids": spec.placement.local_ids[spec.rank].to(device),
         }
+        self._no_id = torch.full((1,), -1, dtype=torch.int32, device=device)
         self._buffers: dict[int, _Buffers] = {}
         self._layers: dict[tuple[KernelSpec, int, torch.dtype], Launchable] = {}
         self._is_dispatched = False
@@ -146,8 +147,8 @@ class SymmetricExchange:
         self._is_dispatched = True
         received = buffers.received
         if waits:
-            ids, lost = received["topk_ids"], host.is_lost(self._words)
-            torch.where(lost, torch.full_like(lost, -1, dtype=ids.dtype), ids, out=buffers.own_ids)
+            lost = host.is_lost(self._words)
+            torch.where(lost, self._no_id, received["topk_ids"], out=buffers.own_ids)
             received = {**received, "topk_ids": buffers.own_ids}
         return rebuild(
             DispatchedTokens, **received, num_tokens=num_tokens, out_dtype=out_dtype, state=bound
