@@ -98,7 +98,9 @@ def test_one_pass_equals_quantise_then_rebase(
         quantize_blocks(x, a_format, -1, rule), plan, options, scatter
     )
     assert_exact(scale, expected_scale, "scale")
-    assert_exact(codes, expected_codes, "codes")
+    lost = scale.isnan()  # whatever their codes are
+    assert_exact(lost, x.isinf().any(1)[source_rows(plan, scatter)], "rows with an infinity")
+    assert_exact(codes[~lost], expected_codes[~lost], "codes")
 
 
 @pytest.mark.parametrize("num_tokens", TOKENS)
