@@ -102,7 +102,7 @@ CORRECTIONS: dict[str, Correction] = {
 
 
 _KEEPS_UPPER = re.compile(
-    r"v_(pk|cmp|cmpx|bitop3|mad|fma|med3|min3|max3|cvt_scalef32|cvt_f32|pack)_"
+    r"v_(pk|cmp|cmpx|bitop3|mad|fma|med3|min3|max3|div_fixup|cvt_scalef32|cvt_f32|pack)_"
 )
 """16 bits in the name, but no result of 16 bits, or one that leaves the upper half."""
 

@@ -243,23 +243,31 @@ def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
     A quotient beyond 2**128 is infinite. The manual's pseudocode tests the denominator's exponent
     for 255 instead, which leaves NaN from Newton's steps.
     """
+    powers = exponent(numerator) - exponent(denominator)
+    within = np.select([powers < -150, powers > 128], [F32(0), F32(np.inf)], np.abs(quotient))
+    return _special_quotients(within, denominator, numerator, QUIET_NAN)
+
+
+def div_fixup_half(quotient: Array, denominator: Array, numerator: Array) -> Array:
+    """The same for float16, whose quotients need no steps that leave the range."""
+    nan = np.array(0xFE00, U16).view(F16)
+    return _special_quotients(np.abs(quotient), denominator, numerator, nan)
+
+
+def _special_quotients(magnitude: Array, denominator: Array, numerator: Array, nan: Array) -> Array:
+    """The quotient's sign, and what zeros, infinities and NaN make of it."""
     negative = np.signbit(denominator) ^ np.signbit(numerator)
     size_d, size_n = np.abs(denominator), np.abs(numerator)
     no_number = ((size_d == 0) & (size_n == 0)) | (np.isinf(size_d) & np.isinf(size_n))
-    powers = exponent(numerator) - exponent(denominator)
     infinite, zero = (size_d == 0) | np.isinf(size_n), np.isinf(size_d) | (size_n == 0)
-    magnitude = np.select(
-        [infinite, zero | (powers < -150), powers > 128],
-        [F32(np.inf), F32(0), F32(np.inf)],
-        np.abs(quotient),
-    )
-    signed = np.where(negative, -magnitude, magnitude)
+    result = np.select([infinite, zero], [magnitude.dtype.type(np.inf), 0], magnitude)
+    signed = np.where(negative, -result, result)
     special = np.select(
         [np.isnan(numerator), np.isnan(denominator), no_number],
-        [numerator, denominator, QUIET_NAN],
+        [numerator, denominator, nan],
         signed,
     )
-    return special.astype(F32)
+    return special.astype(magnitude.dtype)
 
 
 # -- element formats -------------------------------------------------------------------------------

@@ -82,8 +82,13 @@ def _bitop3(bits: int) -> Binder:
     return bind
 
 
-def _fma_half(decoding: Decoding) -> Run:
-    """v_fma_f16: OPSEL picks the half of each source, and the half that is written."""
+def _half_result(compute: Callable[..., Array]) -> Binder:
+    """v_fma_f16, v_div_fixup_f16: the half that is not written stays."""
+    return lambda decoding: _bind_half(decoding, compute)
+
+
+def _bind_half(decoding: Decoding, compute: Callable[..., Array]) -> Run:
+    """OPSEL picks the half of each source, and the half that is written."""
     register, select = decoding.destination(), decoding.integers("op_sel", (0, 0, 0, 0))
     halves = [_half(decoding, 1 + k, select[k]) for k in range(3)]
     sources = [
@@ -95,7 +100,7 @@ def _fma_half(decoding: Decoding) -> Run:
 
     def run(machine: Any) -> None:
         state = machine.state
-        value = limit(numerics.fma_half(*[read(state) for read in sources])).view(U16).astype(U32)
+        value = limit(compute(*[read(state) for read in sources])).view(U16).astype(U32)
         state.write_vector(register, (old(state) & keep) | value << shift)
 
     return run
@@ -297,7 +302,8 @@ chapter(
         "v_fma_f64": lanes("f64", "f64 f64 f64", numerics.fma_double),
         "v_ldexp_f64": lanes("f64", "f64 i32", np.ldexp),
         # -- float16
-        "v_fma_f16": unsaturated(_fma_half),
+        "v_fma_f16": unsaturated(_half_result(numerics.fma_half)),
+        "v_div_fixup_f16": _half_result(numerics.div_fixup_half),
         # -- integers
         "v_mad_legacy_u16": lanes("u16", "u16 u16 u16", lambda a, b, c: a * b + c),
         "v_mad_legacy_i16": lanes("i16", "i16 i16 i16", lambda a, b, c: a * b + c),
