@@ -1,10 +1,14 @@
-"""float16 and float64: selected halves, sources of mixed types, constants."""
+"""float16 and float64: halves, mixed types, constants; and kernels."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
+import triton
+import triton.language as tl
 
+from mxpert.testing import gfx950
 from mxpert.testing.gfx950.instructions import UnknownInstructionError
 from support.gfx950.pseudocode import PSEUDOCODE, Lane, Value, same
 from support.gfx950.single import Single
@@ -13,6 +17,10 @@ from support.gfx950.values import FUNCTIONS, make
 LANES = 64
 PLACES = (32, 36, 40)
 """Registers of the sources."""
+
+
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def test_double_constants() -> None:
@@ -85,3 +93,46 @@ def test_mixed_precision(name: str, halves: tuple[int, ...], clamp: str) -> None
             continue
         assert same("f16", got >> 16 * place & 0xFFFF, int(want.view(np.uint16))), lane
         assert got >> 16 - 16 * place & 0xFFFF == old >> 16 - 16 * place & 0xFFFF
+
+
+@triton.jit
+def _arithmetic_kernel(out_ptr, x_ptr, y_ptr, BLOCK: tl.constexpr):
+    """Arithmetic, comparison, rounding, conversion. Grid: (1,)."""
+    place = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place)
+    y = tl.load(y_ptr + place)
+    smaller = tl.minimum(x, y)
+    total = tl.where(x > y, tl.floor((x * y).to(tl.float32)).to(x.dtype), x + smaller)
+    tl.store(out_ptr + place, tl.fma(x, y, total))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+def test_kernels_of_other_widths(dtype: torch.dtype) -> None:
+    """Numbers are small, so that each step is exact."""
+    x, y = (torch.randint(-16, 17, (256,), generator=draw(k)).to(dtype) / 4 for k in range(2))
+    arguments = {"out_ptr": torch.zeros_like(x), "x_ptr": x, "y_ptr": y, "BLOCK": 256}
+    compiled = gfx950.compile_kernel(_arithmetic_kernel, arguments)
+    report = gfx950.run(compiled, (1,), arguments)
+    width = str(dtype).removeprefix("torch.float")
+    assert any(name.endswith(f"_f{width}") for name in report.counts)
+    want = x * y + torch.where(x > y, (x * y).floor(), x + torch.minimum(x, y))
+    assert torch.equal(arguments["out_ptr"], want)
+
+
+@triton.jit
+def _dot_kernel(out_ptr, a_ptr, b_ptr, K: tl.constexpr):
+    """A product of 32 x K by K x 32 bytes. Grid: (1,)."""
+    row, depth = tl.arange(0, 32), tl.arange(0, K)
+    a = tl.load(a_ptr + row[:, None] * K + depth[None, :])
+    b = tl.load(b_ptr + depth[:, None] * 32 + row[None, :])
+    tl.store(out_ptr + row[:, None] * 32 + row[None, :], tl.dot(a, b))
+
+
+def test_matrices_of_int8() -> None:
+    a = torch.randint(-128, 128, (32, 128), dtype=torch.int8, generator=draw(0))
+    b = torch.randint(-128, 128, (128, 32), dtype=torch.int8, generator=draw(1))
+    out = torch.zeros(32, 32, dtype=torch.int32)
+    arguments = {"out_ptr": out, "a_ptr": a, "b_ptr": b, "K": 128}
+    report = gfx950.run(gfx950.compile_kernel(_dot_kernel, arguments), (1,), arguments)
+    assert any(name.startswith("v_mfma_i32") for name in report.counts)
+    assert torch.equal(out, a.int() @ b.int())
