@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ import torch
 import mxpert
 from mxpert import Combine, GateUpOrder, MoEWeights, RoutingPlan, ScaleRule
 from mxpert.backends.cdna4 import KERNELS
-from mxpert.backends.cdna4.moe.config import require_valid
+from mxpert.backends.cdna4.moe.config import prefill_config, require_valid
 from mxpert.formats.layouts import pack_cdna4, unpack_cdna4
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.problem import (
@@ -25,7 +26,7 @@ from mxpert.problem import (
     SiLU,
 )
 from mxpert.routing import TOKEN_MASK
-from mxpert.testing.gfx950 import MI355X, emulate
+from mxpert.testing.gfx950 import MI355X, Emulation, emulate
 from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
 from support.exact import exact_moe_problem
@@ -256,6 +257,49 @@ def test_activations_that_are_views_are_read() -> None:
         with emulate():
             actual = layer(replace(inputs, x=view), prepared(inputs.weights), case, "cdna4", None)
         assert_exact(actual, expected, f"{offset} {gap}", ignore_zero_sign=True)
+
+
+def spread(near: MXTensor, places: torch.Tensor, emulation: Emulation) -> MXTensor:
+    """Prepared weights whose experts stand at `places` of a tensor that is else untouched zeros."""
+    count, parts = int(places[-1]) + 1, []
+    for name, part in (("codes", near.qdata), ("scales", near.scale)):
+        memory = mmap.mmap(-1, count * part[0].numel())
+        far = torch.frombuffer(memory, dtype=torch.uint8).view(count, *part.shape[1:])
+        far[places] = part
+        # Memory that others share is read access by access, and never copied as a whole.
+        emulation.reach(name, far, shared=True)
+        parts.append(far)
+    shape = (count, *near.shape[1:])
+    return MXTensor(*parts, near.format, -1, near.layout, logical_shape=shape)
+
+
+@pytest.mark.parametrize(
+    "unit, config", [(16, FOUR_WAVES), (64, prefill_config(64))], ids=["decode", "prefill"]
+)
+def test_weights_beyond_2_gib(unit: int, config: Cdna4GemmConfig) -> None:
+    """Both stages give the same bits when experts stand far apart: the last one beyond 2 GiB."""
+    inputs = exact_moe_problem(replace(SMALL, has_bias=False), 20)
+    plan, near = plan_of(inputs, unit), prepared(inputs.weights)
+    places = torch.tensor([0, 60_000, 180_000])
+    experts = plan.block_expert_ids
+    moved = torch.where(experts < 0, -1, places[experts.clamp(0).long()]).int()
+    far_plan = replace(plan, block_expert_ids=moved, num_experts=int(places[-1]) + 1)
+    rows, results = valid_rows(plan), []
+    # The checks keep a state of each word of memory that is shared.
+    with emulate(checks=False) as emulation, mxpert.override(backend="cdna4", config=config):
+        parts = [spread(part, places, emulation) for part in (near.gate_up_proj, near.down_proj)]
+        assert all(part.qdata[-1:].data_ptr() - part.qdata.data_ptr() > 1 << 31 for part in parts)
+        far = replace(near, gate_up_proj=parts[0], down_proj=parts[1])
+        for weights, blocks in ((near, plan), (far, far_plan)):
+            options = {"activation_format": "mxfp4"}
+            h = mxpert.moe_gate_up(
+                inputs.x, weights, blocks, activation=inputs.activation, **options
+            )
+            y = mxpert.moe_down(h, weights, blocks, combine=Combine.FLAT, **options)
+            results.append((take(h, rows), y[rows]))
+    for name, ours, expected in zip(("gate_up", "down"), *results[::-1], strict=True):
+        assert expected.abs().max() > 0
+        assert_exact(ours, expected, name)
 
 
 # --- choice -------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ are empty, and rows outside the groups are NaN.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -125,6 +127,51 @@ def test_gemm_is_exact(
         actual = mxpert.grouped_gemm(a, b, offsets, out_dtype=torch.float32)
     assert "_grouped_gemm_cdna4_kernel" in emulation.kernels
     assert_exact(actual, expected.float(), "grouped_gemm", ignore_zero_sign=True)
+
+
+@pytest.mark.parametrize("n", [130, 257])
+def test_matrices_that_end_within_a_word_of_scales(n: int) -> None:
+    """Scales of each matrix of b begin at a word of four rows, which its N does not fill."""
+    a, b, offsets = gemm_operands("ragged", "e4m3", n, 160)
+    expected = reference(mxpert.grouped_gemm, a, b, offsets)
+    weight = empty_operand(torch.empty(0), tuple(b.shape), b.format)
+    weight.qdata.copy_(b.qdata)
+    weight.scale.copy_(b.scale)
+    for name, operand in (("copied", b), ("in place", weight)):
+        with emulate(), mxpert.override(backend="cdna4", config=LOW):
+            actual = mxpert.grouped_gemm(a, operand, offsets, out_dtype=torch.float32)
+        assert_exact(actual, expected.float(), name, ignore_zero_sign=True)
+
+
+def sparse(shape: torch.Size, pitch: int) -> torch.Tensor:
+    """Rows of zeros, `pitch` bytes each; untouched pages take no memory."""
+    rows = mmap.mmap(-1, math.prod(shape[:-1]) * pitch)
+    return torch.frombuffer(rows, dtype=torch.uint8).view(*shape[:-1], pitch)
+
+
+@pytest.mark.parametrize("config", [HIGH, LOW], ids=["high", "low"])
+def test_operands_beyond_2_gib(config: Any) -> None:
+    """The last group's rows and matrix begin more than 2 GiB after the first."""
+    offsets, pitch = torch.tensor([0, 1, 1, 288, 300]), (1 << 23) - 128
+    near = [
+        mxpert.quantize(scaled(*shape, 160, seed=k), "mxfp8_e4m3")
+        for k, shape in enumerate([(300,), (4, 96)])
+    ]
+    expected = reference(mxpert.grouped_gemm, *near, offsets)
+    far, memories = [], []
+    # The checks keep a state of each word of memory that is shared.
+    with emulate(checks=False) as emulation, mxpert.override(backend="cdna4", config=config):
+        for name, each in zip("ab", near, strict=True):
+            memory = sparse(each.shape, pitch)
+            codes = memory[..., : each.shape[-1]]
+            assert codes[-1].data_ptr() - codes.data_ptr() > 1 << 31
+            codes.copy_(each.qdata)
+            # Memory that others share is read access by access, and never copied as a whole.
+            emulation.reach(name, memory, shared=True)
+            memories.append(memory)
+            far.append(MXTensor.unchecked(codes, each.scale, each.format))
+        actual = mxpert.grouped_gemm(*far, offsets, out_dtype=torch.float32)
+    assert_exact(actual, expected.float(), "far operands", ignore_zero_sign=True)
 
 
 @pytest.mark.parametrize(

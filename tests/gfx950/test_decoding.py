@@ -122,6 +122,18 @@ v_subb_co_u32_e64 v23, s[24:25], v1, v3, s[24:25]
 v_subrev_f32_e32 v8, s7, v12
 v_trunc_f32_e32 v8, v1
 v_writelane_b32 v194, s19, 0
+v_add_f64 v[0:1], -v[2:3], 1.0
+v_cmp_class_f64_e64 s[0:1], v[2:3], s26
+v_cvt_i32_f64_e32 v17, v[6:7]
+v_fma_f16 v8, v1, -v2, v3 op_sel:[1,0,0,1]
+v_fma_f64 v[20:21], -v[8:9], |v[12:13]|, 1.0
+v_fma_mix_f32 v1, -v2, |v3|, v4 op_sel:[1,0,0] op_sel_hi:[1,0,1]
+v_fma_mixhi_f16 v1, v2, s8, -|v4| op_sel_hi:[1,0,0]
+v_fmac_f64_e32 v[0:1], 0xc1f00000, v[4:5]
+v_ldexp_f64 v[8:9], v[8:9], v17
+v_mfma_i32_16x16x64_i8 a[0:3], v[4:7], v[8:11], a[0:3]
+v_pk_fma_f16 v0, v1, v2, v3 op_sel:[0,1,0] op_sel_hi:[1,0,1] neg_lo:[0,0,1] neg_hi:[0,0,1]
+v_rsq_f16_e32 v2, v2
 """
 """Instructions of other kernels and of rarer modifiers, as compilers emit them.
 
@@ -132,6 +144,7 @@ NO_PSEUDOCODE = {
     *("global_load_lds_dword", "global_load_lds_dwordx4", "s_barrier", "s_endpgm"),
     *("buffer_wbl2", "buffer_inv", "s_memrealtime"),
     *("v_accvgpr_mov_b32", "v_accvgpr_read_b32", "v_accvgpr_write_b32"),
+    *("v_fma_mix_f32", "v_fma_mixlo_f16", "v_fma_mixhi_f16"),
     *("v_mfma_scale_f32_16x16x128_f8f6f4", "v_mfma_scale_f32_32x32x64_f8f6f4"),
 }
 """Mnemonics of kernels that the manual describes in prose alone: their tests hold plain loops.

@@ -72,10 +72,12 @@ def source_bits(single: Single, shape: Shape, place: int, wave: int, lane: int, 
         )
         bits = read(0) | (read(1) << 32 if shape.wide[place] else 0)
     else:
-        return {"1.0": 0x3F800000}.get(text) or int(text, 0) & 0xFFFFFFFF
+        one = {15: 0x3C00, 31: 0x3F800000, 63: 0x3FF << 52}[shape.signs[place]]
+        return one if text == "1.0" else int(text, 0) & 0xFFFFFFFF
+    sign = 1 << shape.signs[place]
     if "|" in text:
-        bits &= 0x7FFFFFFF
-    return bits ^ 0x80000000 if text.startswith("-") else bits
+        bits &= ~sign
+    return bits ^ sign if text.startswith("-") else bits
 
 
 def check_vector(
@@ -84,7 +86,7 @@ def check_vector(
     """Compare all lanes of an instruction with the pseudocode."""
     text = corrected(name)
     shape = Shape(text)
-    before = Single(single.waves, single.seed)
+    before = Single(single.waves, single.seed, single.edges)
     before.set_exec([int(x) for x in single.state.read_scalar64(126)])
     before.state.mode[:] = single.state.mode
     instruction = listing(name, shape, sources) + suffix
@@ -171,8 +173,11 @@ def check_lane(
         got |= int(single.state.vector[DESTINATION + 1, wave, lane]) << 32
     want = written(result, shape)
     if "clamp" in suffix:
-        number = np.array(want, np.uint32).view(np.float32)
-        want = int(np.clip(np.nan_to_num(number, nan=0.0), 0, 1).astype(np.float32).view(np.uint32))
+        kind = {"f16": np.float16, "f32": np.float32, "f64": np.float64}[shape.float]
+        upper, bits = want >> 8 * kind().itemsize, f"u{kind().itemsize}"
+        number = np.array(want - (upper << 8 * kind().itemsize), bits).view(kind)
+        want = int(np.clip(np.nan_to_num(number, nan=0.0), 0, 1).astype(kind).view(bits))
+        want |= upper << 8 * kind().itemsize
     assert same(shape.float, got, want), f"{where}: {got:#x}, not {want:#x}"
 
 
@@ -187,6 +192,15 @@ def written(result: dict[str, Any], shape: Shape) -> int:
     return int(result["D0"].bits) & ((1 << (64 if shape.wide_result else 32)) - 1)
 
 
+def edges_of(name: str) -> str:
+    """The type whose special values registers hold, see `Single`."""
+    found = re.search(r"_(f16|f64)", name)
+    return found[1] if found else ""
+
+
+_CLAMPED = re.compile(r"v_(?!cmp|cvt_pk|pack|frexp_exp|cvt_[iu]).*_(f16|f32|f64)|v_cvt_f\d\d_.*")
+
+
 def variants(name: str) -> list[tuple[list[str], str]]:
     """Sources and output modifiers to try after all-vector sources."""
     shape = Shape(corrected(name))
@@ -196,18 +210,19 @@ def variants(name: str) -> list[tuple[list[str], str]]:
         scalar = list(vectors)
         if not (shape.reads_mask or name == "v_div_fmas_f32"):  # one scalar register at most
             scalar[0] = f"s[{_PLACES[0]}:{_PLACES[0] + 1}]" if shape.wide[0] else f"s{_PLACES[0]}"
-        if len(scalar) > 1 and not any(shape.wide):
-            scalar[-1] = "1.0" if shape.float == "f32" else "-5"
+        if len(scalar) > 1 and (shape.float == "f64" or not any(shape.wide)):
+            is_float = re.search(rf"S{len(scalar) - 1}\.f", corrected(name))
+            scalar[-1] = "1.0" if shape.float and is_float else "-5"
         elif len(scalar) > 1 and shape.wide[len(scalar) - 1]:
             scalar[-1] = "0"
         found.append((scalar, ""))
-    if "f32" in name and not shape.literal and re.search(r"S0\.f32", corrected(name)):
-        floats = [k for k in range(shape.sources) if re.search(rf"S{k}\.f32", corrected(name))]
+    if not shape.literal and re.search(r"S0\.f(16|32|64)", corrected(name)):
+        floats = [k for k in range(shape.sources) if re.search(rf"S{k}\.f", corrected(name))]
         signed = list(vectors)
         patterns = ("-{}",) * 3 if shape.carries else ("-{}", "|{}|", "-|{}|")
         for k, pattern in zip(floats, patterns, strict=False):
             signed[k] = pattern.format(vectors[k])
-        clamps = " clamp" if shape.float == "f32" and not shape.carries else ""
+        clamps = " clamp" if _CLAMPED.fullmatch(name) and not shape.carries else ""
         found.append((signed, clamps))
     return found
 
@@ -219,11 +234,12 @@ _OPSEL = re.compile(r"v_pk_|v_cvt_scalef32|v_bitop3")
 @pytest.mark.parametrize("name", [name for name in VECTOR if not _OPSEL.match(name)])
 def test_vector(name: str) -> None:
     shape = Shape(corrected(name))
-    single = Single(2, seed=1)
+    edges = edges_of(name)
+    single = Single(2, seed=1, edges=edges)
     single.set_exec([(1 << 64) - 1, PARTIAL])
     check_vector(name, [vector_source(shape, k) for k in range(shape.sources)], single)
     for number, (sources, suffix) in enumerate(variants(name)):
-        check_vector(name, sources, Single(1, seed=2 + number), suffix=suffix, step=3)
+        check_vector(name, sources, Single(1, 2 + number, edges), suffix=suffix, step=3)
 
 
 # -- selections: conversions of small floats, packed math, truth tables ----------------------------
@@ -274,21 +290,22 @@ def _packed_source(name: str, values: Single, place: int, lane: int, part: int, 
     register = _PLACES[place]
     if "f32" in name:
         return int(values.state.vector[register + part, 0, lane]) ^ neg << 31
-    return int(values.state.vector[register, 0, lane]) >> 16 * part & 0xFFFF
+    return int(values.state.vector[register, 0, lane]) >> 16 * part & 0xFFFF ^ neg << 15
 
 
 @pytest.mark.parametrize("name", [n for n in VECTOR if n.startswith("v_pk_") and "mov" not in n])
 def test_packed(name: str) -> None:
     width = 32 if "f32" in name else 16
     count = 3 if "fma" in name else 2
-    modifiers = [
+    kind = re.search(r"_([uibf])(16|32)$", name)[1]
+    modifiers: list[dict[str, tuple[int, ...]]] = [
         {},
         {"op_sel": (1, 0, 1), "op_sel_hi": (0, 1, 0)},
         {"op_sel_hi": (0, 0, 1)},
-        {"neg_lo": (1, 0, 1), "neg_hi": (0, 1, 1)} if width == 32 else {"op_sel": (0, 1, 0)},
+        {"neg_lo": (1, 0, 1), "neg_hi": (0, 1, 1)} if kind == "f" else {"op_sel": (0, 1, 0)},
     ]
     for number, given in enumerate(modifiers):
-        single, before = Single(1, seed=number), Single(1, seed=number)
+        single, before = (Single(1, seed=number, edges=edges_of(name)) for _ in range(2))
         registers = "v[{0}:{1}]" if width == 32 else "v{0}"
         operands = [registers.format(r, r + 1) for r in (DESTINATION, *_PLACES[:count])]
         suffix = "".join(
@@ -304,6 +321,7 @@ def test_packed(name: str) -> None:
                 for k in range(count)
             ]
             variables: dict[str, Any] = {"D0": Value("b", 64, 0)}
+            variables["WAVE_MODE"] = {"IEEE": Value("u", 1, 1)}
             variables |= {f"S{k}": Value("b", 64, bits) for k, bits in enumerate(sources)}
             run = Lane(variables)
             run.run(PSEUDOCODE[name])
@@ -311,7 +329,8 @@ def test_packed(name: str) -> None:
             if width == 32:
                 got |= int(single.state.vector[DESTINATION + 1, 0, lane]) << 32
             want = run.variables["D0"].bits
-            assert same("f32" if width == 32 else "", got, want), (name, suffix, lane)
+            kinds = {"f": f"f{width}"}
+            assert same(kinds.get(kind, ""), got, want), (name, suffix, lane)
 
 
 @pytest.mark.parametrize("selection", [(0, 0), (1, 0), (0, 1), (1, 1)])

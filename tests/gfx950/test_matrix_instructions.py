@@ -22,6 +22,8 @@ MIXED = sorted(n for n in TABLE if n.startswith("v_mfma") and "f8f6f4" in n)
 
 def decode(code: int, element: str) -> float:
     """A code's value from the definition of its format: sign, exponent with bias, fraction."""
+    if element == "i8":
+        return float(code - (code >> 7 << 8))
     exponent_bits, fraction_bits, bias = {
         "f32": (8, 23, 127),
         "bf16": (8, 7, 127),
@@ -42,7 +44,7 @@ def decode(code: int, element: str) -> float:
     return sign * math.ldexp(scaled, max(exponent, 1) - bias - fraction_bits)
 
 
-BITS = {"f32": 32, "bf16": 16, "f16": 16, "fp8": 8, "bf8": 8, "fp4": 4}
+BITS = {"f32": 32, "bf16": 16, "f16": 16, "i8": 8, "fp8": 8, "bf8": 8, "fp4": 4}
 
 
 def element_of(
@@ -86,6 +88,12 @@ def total(products: list[tuple[float, ...]], addend: float) -> float:
     return float(np.float32(float(exact)))
 
 
+def total_of_integers(products: list[tuple[float, ...]], addend: int) -> int:
+    """The sum as int32, which wraps around."""
+    exact = sum(int(first) * int(second) for first, second in products) + addend
+    return (exact + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
 def prepare(rows: int, elements: list[str], seed: int, *, special: bool = False) -> Single:
     """Operands whose products and partial sums are exact in float64, and some NaN if `special`."""
     single = Single(1, seed=seed)
@@ -104,12 +112,14 @@ def prepare(rows: int, elements: list[str], seed: int, *, special: bool = False)
                 vector[first : first + 16] = halves[..., 0] | halves[..., 1] << np.uint32(16)
         else:
             codes = generator.integers(0, 256, (*shape, 4)).astype(np.uint8)
-            if element != "fp4" and not special:  # no NaN, no infinity
+            if element not in ("fp4", "i8") and not special:  # no NaN, no infinity
                 codes = codes & np.uint8(0xBF) | np.uint8(0x20)
                 codes[generator.random(codes.shape) < 0.2] &= np.uint8(0x83)  # zeros, denormals
             vector[first : first + 16] = codes.view(np.uint32)[..., 0]
     sums = generator.integers(-1024, 1024, (16, 1, LANES)).astype(np.float32) / 4
     vector[C : C + 16] = sums.view(np.uint32)
+    if elements[0] == "i8":  # near the ends of the range, where sums wrap around
+        vector[C : C + 16] = sums.astype(np.int32).view(np.uint32) + np.uint32(1 << 31)
     vector[40 + 8 : 40 + 10] = (
         generator.integers(120, 135, (2, 1, LANES, 4)).astype(np.uint8).view(np.uint32)[..., 0]
     )
@@ -144,6 +154,11 @@ def compare(
                     factors.append(scale_of(single, 49, rows, column, k, scaled[1]))
                 products.append(tuple(factors))
             register, lane = place_in_result(rows, row, column)
+            if elements[0] == "i8":
+                whole = int(old[C + register, 0, lane].view(np.int32))
+                got_whole = int(single.state.vector[D + register, 0, lane].view(np.int32))
+                assert got_whole == total_of_integers(products, whole), (row, column)
+                continue
             addend = float(old[C + register, 0, lane].view(np.float32))
             np.testing.assert_equal(
                 float(got[register, lane]), total(products, addend), str((row, column))

@@ -226,6 +226,11 @@ def packed_vector(word: Word) -> tuple[Instruction, int]:
         "neg_lo": (word.field(63, 61), 0),
         "neg_hi": (word.field(10, 8), 0),
     }
+    signs = [(False, False)] * count
+    if entry.name.startswith("v_fma_mix"):  # the fields of negation are neg and abs of each source
+        negate, absolute = (bits(fields.pop(name)[0], count) for name in ("neg_lo", "neg_hi"))
+        fields["op_sel_hi"] = high, 0
+        signs = [(bool(n), bool(a)) for n, a in zip(negate, absolute, strict=True)]
     modifiers: Modifiers = {
         name: bits(value, count)
         for name, (value, default) in fields.items()
@@ -233,7 +238,10 @@ def packed_vector(word: Word) -> tuple[Instruction, int]:
     }
     modifiers |= flags(word, {"clamp": 15})
     numbers = word.field(40, 32), word.field(49, 41), word.field(58, 50)
-    sources = [source(*each) for each in zip(numbers, entry.sizes[1:], strict=False)]
+    sources = [
+        source(number, size, neg=neg, absolute=absolute)
+        for number, size, (neg, absolute) in zip(numbers, entry.sizes[1:], signs, strict=False)
+    ]
     return made(entry.name, [vector(word.field(7, 0), entry.sizes[0]), *sources], modifiers), 8
 
 

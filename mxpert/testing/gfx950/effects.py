@@ -15,7 +15,9 @@ _M0 = frozenset((SCALARS + M0,))
 _TRANSCENDENTAL = re.compile(r"v_(exp|log|rcp|rcp_iflag|rsq|sqrt|sin|cos)_f(16|32)")
 _TWO_RESULTS = re.compile(r"v_(\w+_co_u32|div_scale_\w+|mad_u64_u32|mad_i64_i32)")
 _SWAPS = re.compile(r"v_(swap_b32|permlane(16|32)_swap_b32)")
-_ACCUMULATES = re.compile(r"v_(fmac|mac|pk_fmac|dot\w*c)_\w+|v_writelane_b32|s_(addk|mulk)_i32")
+_ACCUMULATES = re.compile(
+    r"v_(fmac|mac|pk_fmac|dot\w*c)_\w+|v_fma_mix(lo|hi)_f16|v_writelane_b32|s_(addk|mulk)_i32"
+)
 _NO_RESULT = re.compile(
     r"s_(cmp|cmpk|bitcmp\d|setreg|barrier|nop|branch|cbranch|endpgm|waitcnt|sleep|setprio)\w*"
     r"|(global|buffer|flat|scratch)_store_\w+|ds_write\w*|buffer_(wbl2|inv)|v_nop"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -107,7 +108,8 @@ class GlobalMemory:
 
     def load(self) -> None:
         """Copy all buffers in."""
-        self.bytes = np.zeros(self._size, np.uint8)
+        # NumPy asks for huge pages; in these, memory that is never touched takes no space.
+        self.bytes = np.frombuffer(mmap.mmap(-1, self._size), np.uint8)
         for region in self.regions:
             if not region.shared:
                 self.bytes[region.start : region.end] = region.source

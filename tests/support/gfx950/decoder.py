@@ -190,12 +190,16 @@ def _packed(inst: Any, name: str) -> tuple[list[str], dict[str, Any]]:
         "neg_lo": (inst.neg, 0),
         "neg_hi": (inst.neg_hi, 0),
     }
+    operands = [_register(getattr(inst, field).offset, None) for field in _sources(inst)]
+    if "_mix" in name:  # their fields are neg and abs
+        fields = {"op_sel": (inst.opsel, 0), "op_sel_hi": (high, 0)}
+        signs = inst.neg, inst.neg_hi
+        operands = [_signed(text, place, *signs) for place, text in enumerate(operands)]
     modifiers = {
         key: _bits(value, count)
         for key, (value, default) in fields.items()
         if _bits(value, count) != _bits(default, count)
     }
-    operands = [_register(getattr(inst, field).offset, None) for field in _sources(inst)]
     return [_register(inst.vdst.offset, None), *operands], modifiers
 
 
@@ -327,6 +331,7 @@ _ENCODINGS = (
 def from_binary(inst: Any) -> Text:
     """A decoded instruction as a listing would show it."""
     name = re.sub(r"_e(32|64)$", "", inst.op_name.lower())
+    name = name.replace("v_mad_mix", "v_fma_mix")  # LLVM's name: one rounding on gfx950
     kind = type(inst).__name__
     describe = next(function for prefix, function in _ENCODINGS if kind.startswith(prefix))
     if name.startswith("v_accvgpr"):

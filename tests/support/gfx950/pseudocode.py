@@ -22,8 +22,11 @@ PSEUDOCODE: dict[str, str] = {}
 for _operation, _text in PCODE.items():
     _name = re.sub(r"_e(32|64)$", "", _operation.name.lower())
     # A zero with a sign stands for its bits: v_max_f32 tells +0.0 from -0.0.
-    _text = re.sub(r"64'F\((S\d)\.f32\) == \+0\.0", r"\1.u32 == 0U", _text)
-    _text = re.sub(r"64'F\((S\d)\.f32\) == -0\.0", r"\1.u32 == 0x80000000U", _text)
+    for _width, _suffix in ((16, "U"), (32, "U"), (64, "ULL")):
+        _float = rf"S(\d)\.f{_width}" if _width == 64 else rf"64'F\(S(\d)\.f{_width}\)"
+        for _zero, _bits in ((r"\+0\.0", 0), (r"-0\.0", 1 << (_width - 1))):
+            _same = rf"S\1.u{_width} == {_bits:#x}{_suffix}"
+            _text = re.sub(f"{_float} == {_zero}", _same, _text)
     PSEUDOCODE.setdefault(_name, _text)
 
 
@@ -219,7 +222,8 @@ class Lane:
             variables = {f"S{k}": value for k, value in enumerate(values)}
             inner = Lane({**self.variables, **variables, "D0": Value("b", 64, 0)})
             inner.run(PSEUDOCODE[name])
-            return Value(values[0].kind, 32, inner.variables["D0"].bits & 0xFFFFFFFF)
+            width = values[0].width
+            return Value(values[0].kind, width, inner.variables["D0"].bits & ((1 << width) - 1))
         small = re.fullmatch(r"\w+_to_(fp8|bf8|fp4)_scale", name)
         if small:
             return to_small(small[1], self.variables)(*values)
@@ -243,11 +247,17 @@ def _converted(value: Value, kind: str, width: int) -> Value:
     return Value(kind, width, value.bits & ((1 << width) - 1))
 
 
+_FRACTION = {16: 10, 32: 23, 64: 52}
+"""Bits of a float's fraction."""
+
+
 def _converted_nan(value: Value, width: int) -> Value:
-    sign, fraction = value.bits >> (value.width - 1), value.bits
-    if width == 64:
-        return Value("f", 64, sign << 63 | 0x7FF << 52 | (fraction & 0x7FFFFF) << 29)
-    return Value("f", 32, sign << 31 | 0xFF << 23 | fraction >> 29 & 0x7FFFFF)
+    old, new = _FRACTION[value.width], _FRACTION[width]
+    fraction = (value.bits & (1 << old) - 1) << 52 - old >> 52 - new
+    exponent = (1 << width - 1 - new) - 1
+    return Value(
+        "f", width, value.bits >> value.width - 1 << width - 1 | exponent << new | fraction
+    )
 
 
 _COMPARISONS = {

@@ -53,6 +53,7 @@ def encode_float(number: float, width: int) -> int:
     if math.isnan(number):
         return {16: 0x7E00, 32: 0x7FC00000, 64: 0x7FF8 << 48}[width]
     code, integer = {16: ("e", "H"), 32: ("f", "I"), 64: ("d", "Q")}[width]
+    number = float(number)
     try:
         return int(struct.unpack("<" + integer, struct.pack("<" + code, number))[0])
     except OverflowError:
@@ -64,9 +65,12 @@ def same(kind: str, got: int, want: int) -> bool:
     """Equal bits; NaN equals NaN in results of a float type."""
     if got == want:
         return True
-    width, exponent = {"f32": (32, 0x7F800000), "bf16": (16, 0x7F80), "f16": (16, 0x7C00)}.get(
-        kind, (0, 0)
-    )
+    width, exponent = {
+        "f64": (64, 0x7FF << 52),
+        "f32": (32, 0x7F800000),
+        "bf16": (16, 0x7F80),
+        "f16": (16, 0x7C00),
+    }.get(kind, (0, 0))
     if not width:
         return False
     for place in range(0, 64, width):
@@ -81,8 +85,12 @@ DENORMAL = object()
 """What a value equals that is denormal (``S1.f32 == DENORM.f32``)."""
 
 
+_FIELDS = {16: (5, 10), 32: (8, 23), 64: (11, 52)}
+"""Bits of the exponent and of the fraction."""
+
+
 def is_denormal(value: Value) -> bool:
-    exponent, fraction = {32: (8, 23), 64: (11, 52)}[value.width]
+    exponent, fraction = _FIELDS[value.width]
     return (
         value.bits >> fraction & ((1 << exponent) - 1) == 0
         and value.bits & ((1 << fraction) - 1) != 0
@@ -93,7 +101,8 @@ def is_denormal(value: Value) -> bool:
 
 
 def _exponent(x: Value) -> Value:
-    return Value("i", 32, x.bits >> 23 & 255)
+    exponent, fraction = _FIELDS[x.width]
+    return Value("i", 32, x.bits >> fraction & (1 << exponent) - 1)
 
 
 def power(base: float, exponent: float) -> float:
@@ -106,33 +115,49 @@ def power(base: float, exponent: float) -> float:
 def _fma(a: Value, b: Value, c: Value, power: Value | None = None) -> Value:
     """a * b + c, times 2**power, with one rounding."""
     x, y, z = a.number, b.number, c.number
+    if math.isfinite(x) and math.isfinite(y) and math.isinf(z):
+        return make("f", a.width, z)
     if not all(map(math.isfinite, (x, y, z))):
-        return make("f", 32, x * y + z)
+        return make("f", a.width, x * y + z)
     exact = Fraction(x) * Fraction(y) + Fraction(z)
     if exact == 0:
-        return make("f", 32, x * y + z)
-    return make("f", 32, _round(exact * Fraction(2) ** (power.number if power else 0)))
+        return make("f", a.width, x * y + z)
+    return make(
+        "f", a.width, _round(exact * Fraction(2) ** (power.number if power else 0), a.width)
+    )
 
 
-def _round(exact: Fraction) -> float:
-    """A fraction as float32, nearest even."""
+def _round(exact: Fraction, width: int) -> float:
+    """A fraction as a float of that width, nearest even."""
+    exponent_bits, fraction_bits = _FIELDS[width]
+    bias = (1 << exponent_bits - 1) - 1
     size = abs(exact)
     estimate = size.numerator.bit_length() - size.denominator.bit_length()
-    exponent = max(estimate if size >= Fraction(2) ** estimate else estimate - 1, -126)
-    steps = round(size / Fraction(2) ** (exponent - 23))  # round() is half to even
-    result = steps * 2.0 ** (exponent - 23) if exponent < 200 else math.inf
+    exponent = max(estimate if size >= Fraction(2) ** estimate else estimate - 1, 1 - bias)
+    steps = round(size / Fraction(2) ** (exponent - fraction_bits))  # round() is half to even
+    result = math.inf if exponent > bias else steps * 2.0 ** (exponent - fraction_bits)
     return math.copysign(result, 1 if exact > 0 else -1)
 
 
 def _ldexp(x: Value, power: Value) -> Value:
     try:
-        return make("f", 32, math.ldexp(x.number, max(power.number, -1000)))
+        return make("f", x.width, math.ldexp(x.number, power.number))
     except OverflowError:
-        return make("f", 32, math.copysign(math.inf, x.number))
+        return make("f", x.width, math.copysign(math.inf, x.number))
 
 
 def _log(x: float) -> float:
     return -math.inf if x == 0 else math.nan if x < 0 else math.log2(x)
+
+
+def _rsqrt(x: float) -> float:
+    if x == 0:
+        return math.copysign(math.inf, x)
+    return 1 / math.sqrt(x) if x > 0 else math.nan
+
+
+def _frexp(x: Value) -> tuple[float, int]:
+    return math.frexp(x.number) if math.isfinite(x.number) else (x.number, 0)
 
 
 def _integer(low: int, high: int, kind: str) -> Any:
@@ -231,15 +256,29 @@ FUNCTIONS: dict[str, Any] = {
     "f32_to_bf16": lambda x: Value("bf", 16, bf16(x.number)),
     "f32_to_f16": lambda x: make("f", 16, x.number),
     "f16_to_f32": lambda x: make("f", 32, x.number),
+    "f32_to_f64": lambda x: make("f", 64, x.number),
+    "f64_to_f32": lambda x: make("f", 32, x.number),
+    "i32_to_f64": lambda x: make("f", 64, x.number),
+    "u32_to_f64": lambda x: make("f", 64, x.number),
+    "f64_to_i32": _integer(-(1 << 31), (1 << 31) - 1, "i"),
+    "f64_to_u32": _integer(0, (1 << 32) - 1, "u"),
+    "frexp_exponent": lambda x: make("i", 32, _frexp(x)[1]),
     "f32_to_i32": _integer(-(1 << 31), (1 << 31) - 1, "i"),
     "f32_to_u32": _integer(0, (1 << 32) - 1, "u"),
     "ceil": _guarded(lambda x: math.copysign(math.ceil(x), x)),
     "floor": _guarded(lambda x: math.copysign(math.floor(x), x)),
     "trunc": _guarded(lambda x: math.copysign(math.trunc(x), x)),
+    "mantissa": _unary(lambda x: math.frexp(x)[0]),
+    "rsqrt": _unary(_rsqrt),
     "fract": _unary(lambda x: x - math.floor(x) if math.isfinite(x) else math.nan),
     "isEven": lambda x: make("u", 1, math.isfinite(x.number) and x.number % 2 == 0),
     "flush": _flush,
     "fma": _fma,
+    "f16_to_i16": _integer(-(1 << 15), (1 << 15) - 1, "i"),
+    "f16_to_u16": _integer(0, (1 << 16) - 1, "u"),
+    "i16_to_f16": lambda x: make("f", 16, x.number),
+    "u16_to_f16": lambda x: make("f", 16, x.number),
+    "rint": _guarded(lambda x: math.copysign(round(x), x)),
     "i32_to_f32": lambda x: make("f", 32, x.number),
     "u32_to_f32": lambda x: make("f", 32, x.number),
     "isNAN": lambda x: make("u", 1, _is_nan(x)),
@@ -248,7 +287,7 @@ FUNCTIONS: dict[str, Any] = {
     "fma_scaled": _fma,
     "ldexp": _ldexp,
     "log2": _unary(lambda x: _log(x) if not math.isinf(x) or x < 0 else x),
-    "pow": lambda x, y: make("f", 32, power(x.number, y.number)),
+    "pow": lambda x, y: make("f", y.width, power(x.number, y.number)),
     "sign": lambda x: Value("u", 1, x.bits >> (x.width - 1)),
     "signext": lambda x: make("i", 64, replace(x, kind="i").number),
     "signext_from_bit": lambda x, n: make(

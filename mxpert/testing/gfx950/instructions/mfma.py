@@ -17,7 +17,7 @@ import numpy as np
 from ..program import Operand
 from ..state import LANES, WaveState
 from . import numerics
-from .numerics import F32, F64, U16, U32, Array
+from .numerics import F32, F64, I8, I32, I64, U16, U32, Array
 from .operands import words
 from .table import Binder, Decoding, Run, chapter
 
@@ -30,7 +30,7 @@ _BLOCK = 32
 _PAIRS = numerics.E2M1.values[np.arange(256)[:, None] >> np.array([0, 4]) & 15].view(np.complex128)
 """The two e2m1 values of each byte, float64, as one item to look up."""
 
-_SHAPE = re.compile(r"v_mfma_(?:scale_)?f32_(\d+)x(\d+)x(\d+)_")
+_SHAPE = re.compile(r"v_mfma_(?:scale_)?[fi]32_(\d+)x(\d+)x(\d+)_")
 
 
 def _registers(operand: Operand) -> Callable[[WaveState], Array]:
@@ -47,6 +47,7 @@ def _registers(operand: Operand) -> Callable[[WaveState], Array]:
 _VALUES: dict[str, Callable[[Array], Array]] = {
     "f32": lambda x: x.view(F32).astype(F64),
     "f16": lambda x: x.view(np.float16).astype(F64),
+    "i8": lambda x: x.view(I8).astype(F64),
     "bf16": lambda x: (x.view(U16).astype(U32) << U32(16)).view(F32).astype(F64),
     "fp8": lambda x: numerics.E4M3.values.take(x.view(np.uint8)),
     "bf8": lambda x: numerics.E5M2.values.take(x.view(np.uint8)),
@@ -64,7 +65,7 @@ def _matrix(
     operand = decoding.operand(place, "v")
     groups = LANES // rows
     convert, read = _VALUES[element], _registers(operand)
-    bits = {"f32": 32, "f16": 16, "bf16": 16, "fp8": 8, "bf8": 8, "fp4": 4}[element]
+    bits = {"f32": 32, "f16": 16, "bf16": 16, "i8": 8, "fp8": 8, "bf8": 8, "fp4": 4}[element]
     if operand.count * 32 < depth // groups * bits:
         raise decoding.unknown(f"{depth // groups * bits // 32} registers of {element}", operand)
 
@@ -108,7 +109,14 @@ def _accumulate(decoding: Decoding, rows: int, first: Matrix, second: Matrix) ->
     target, addend = decoding.destination(), decoding.operand(3, "vc")
     if decoding.operands[0].count != count or (addend.kind == "v" and addend.count != count):
         raise decoding.unknown(f"{count} registers of C and D", decoding.operands[0])
-    constant = np.array(addend.index & 0xFFFFFFFF, U32).view(F32)
+    whole = "_i32_" in decoding.name  # integers wrap around
+    kind = I32 if whole else F32
+    if whole and addend.kind == "c" and addend.count == 0:
+        raise decoding.unknown("no inline float as int32", addend)
+    constant = np.array(addend.index & 0xFFFFFFFF, U32).view(kind)
+
+    def rounded(sums: Array) -> Array:
+        return sums.astype(I64).astype(I32) if whole else sums.astype(F32)
 
     def run(machine: Any) -> None:
         state = machine.state
@@ -117,16 +125,16 @@ def _accumulate(decoding: Decoding, rows: int, first: Matrix, second: Matrix) ->
         product = product.transpose(1, 3, 0, 2, 4).reshape(count, state.count, LANES)
         if addend.kind == "v":
             registers = state.vector[addend.index : addend.index + count, state.selected]
-            product += registers.view(F32)
+            product += registers.view(kind)
         else:
             product += constant
-        state.vector[target : target + count, state.selected] = product.astype(F32).view(U32)
+        state.vector[target : target + count, state.selected] = rounded(product).view(U32)
 
     return run
 
 
 def _plain(decoding: Decoding) -> Run:
-    """v_mfma_f32_MxNxK_a_b: element types in the name, a lane's k consecutive."""
+    """v_mfma_f32_MxNxK_a_b, v_mfma_i32_MxNxK_i8: types in the name, a lane's k consecutive."""
     rows, depth = _shape(decoding)
     elements = decoding.name.rsplit("x", 1)[1].split("_")[1:3]
     first, second = (
@@ -182,6 +190,9 @@ _ENTRIES: dict[str, Binder] = {
     f"v_mfma_f32_{shape}_{elements}": _plain
     for elements, shapes in _SHAPES_OF.items()
     for shape in shapes
+}
+_ENTRIES |= {
+    f"v_mfma_i32_{shape}_i8": _plain for shape in ("16x16x32", "16x16x64", "32x32x16", "32x32x32")
 }
 _ENTRIES |= {
     f"v_mfma_{scale}f32_{shape}_f8f6f4": _mixed

@@ -10,7 +10,9 @@ the pseudocode of chapter 12; OCP MX 1.0 for the element formats.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,13 @@ U8, I8 = np.uint8, np.int8
 Array = npt.NDArray[Any]
 
 _BITS = np.array([octet.bit_count() for octet in range(256)], U8)
+
+QUIET: dict[Any, tuple[Any, Any]] = {
+    F16: (U16, U16(1 << 9)),
+    F32: (U32, U32(1 << 22)),
+    F64: (U64, U64(1 << 51)),
+}
+"""Type of a float's bits, and the bit that makes a NaN quiet."""
 
 SMALLEST_NORMAL = F32(2.0**-126)
 QUIET_NAN = np.array(0xFFC00000, U32).view(F32)
@@ -55,6 +64,54 @@ def _fma_odd(a: Array, b: Array, c: Array) -> Array:
 def fma(a: Array, b: Array, c: Array) -> Array:
     """Compute a * b + c with one rounding, float32."""
     return _fma_odd(a, b, c).astype(F32)
+
+
+def fma_half(a: Array, b: Array, c: Array) -> Array:
+    """Compute a * b + c with one rounding, float16."""
+    return _fma_odd(a, b, c).astype(F16)
+
+
+def _fma_one(a: float, b: float, c: float) -> float:
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return a * b + c
+    if not math.isfinite(c):
+        return c
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if not exact:
+        return a * b + c  # the sign of zero
+    try:
+        return float(exact)
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
+
+
+_FMA: Any = np.frompyfunc(_fma_one, 3, 1)
+
+
+def fma_double(a: Array, b: Array, c: Array) -> Array:
+    """Compute a * b + c with one rounding, float64."""
+    return np.asarray(_FMA(a, b, c), F64)
+
+
+def exponent_of(x: Array) -> Array:
+    """v_frexp_exp: e of m * 2**e with m in 0.5…1, int32; 0 of zero, infinity and NaN."""
+    return np.where(np.isfinite(x), np.frexp(x)[1], 0).astype(I32)
+
+
+def mantissa_of(x: Array) -> Array:
+    """v_frexp_mant: m of m * 2**e with m in 0.5…1; zero, infinity and NaN stay."""
+    return np.where(np.isfinite(x), np.frexp(x)[0], x)
+
+
+def half(function: Any) -> Any:
+    """A float16 function, correctly rounded. Hardware errs by up to 1 ulp; denormals count."""
+    return lambda x: np.asarray(function(x.astype(F64))).astype(F16)
+
+
+def leading_zeros(x: Array) -> Array:
+    """Zeros above the highest set bit of uint32 values; all ones where no bit is set."""
+    length = np.frexp(x.astype(F64))[1]  # bits of the number
+    return np.where(x == 0, U32(0xFFFFFFFF), (32 - length).astype(U32))
 
 
 def exponent(x: Array) -> Array:
@@ -91,14 +148,14 @@ def transcendental(function: Any) -> Any:
 
 
 def minimum(a: Array, b: Array) -> Array:
-    """v_min_f32: the operand that is no NaN; -0 is below +0."""
+    """v_min_f16, _f32, _f64: the operand that is no NaN; -0 is below +0."""
     both_zero = (a == 0) & (b == 0)
     lower = np.where(both_zero, np.where(np.signbit(a), a, b), np.fmin(a, b))
     return _signalled(a, b, lower)
 
 
 def maximum(a: Array, b: Array) -> Array:
-    """v_max_f32: the operand that is no NaN; +0 is above -0."""
+    """v_max_f16, _f32, _f64: the operand that is no NaN; +0 is above -0."""
     both_zero = (a == 0) & (b == 0)
     upper = np.where(both_zero, np.where(np.signbit(a), b, a), np.fmax(a, b))
     return _signalled(a, b, upper)
@@ -108,10 +165,11 @@ def _signalled(a: Array, b: Array, result: Array) -> Array:
     """The result, but a signalling NaN becomes a quiet one: MODE has IEEE set."""
     if not (np.isnan(a).any() or np.isnan(b).any()):
         return result
+    words, bit = QUIET[a.dtype.type]
     for x in (b, a):
-        bits = x.view(U32)
-        quiet = bits | U32(0x400000)
-        result = np.where(np.isnan(x) & (bits != quiet), quiet.view(F32), result)
+        bits = x.view(words)
+        quiet = bits | bit
+        result = np.where(np.isnan(x) & (bits != quiet), quiet.view(a.dtype), result)
     return result
 
 
@@ -124,8 +182,8 @@ def median(a: Array, b: Array, c: Array) -> Array:
 
 
 def to_integer(x: Array, low: int, high: int) -> Array:
-    """float32 truncated to an int64 within [low, high]; NaN is 0."""
-    return np.clip(np.trunc(np.where(np.isnan(x), F32(0), x).astype(F64)), low, high).astype(I64)
+    """Floats truncated to an int64 within [low, high]; NaN is 0."""
+    return np.clip(np.trunc(np.where(np.isnan(x), 0, x).astype(F64)), low, high).astype(I64)
 
 
 # -- division: v_div_scale_f32, v_div_fmas_f32, v_div_fixup_f32 ------------------------------------
@@ -185,23 +243,31 @@ def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
     A quotient beyond 2**128 is infinite. The manual's pseudocode tests the denominator's exponent
     for 255 instead, which leaves NaN from Newton's steps.
     """
+    powers = exponent(numerator) - exponent(denominator)
+    within = np.select([powers < -150, powers > 128], [F32(0), F32(np.inf)], np.abs(quotient))
+    return _special_quotients(within, denominator, numerator, QUIET_NAN)
+
+
+def div_fixup_half(quotient: Array, denominator: Array, numerator: Array) -> Array:
+    """The same for float16, whose quotients need no steps that leave the range."""
+    nan = np.array(0xFE00, U16).view(F16)
+    return _special_quotients(np.abs(quotient), denominator, numerator, nan)
+
+
+def _special_quotients(magnitude: Array, denominator: Array, numerator: Array, nan: Array) -> Array:
+    """The quotient's sign, and what zeros, infinities and NaN make of it."""
     negative = np.signbit(denominator) ^ np.signbit(numerator)
     size_d, size_n = np.abs(denominator), np.abs(numerator)
     no_number = ((size_d == 0) & (size_n == 0)) | (np.isinf(size_d) & np.isinf(size_n))
-    powers = exponent(numerator) - exponent(denominator)
     infinite, zero = (size_d == 0) | np.isinf(size_n), np.isinf(size_d) | (size_n == 0)
-    magnitude = np.select(
-        [infinite, zero | (powers < -150), powers > 128],
-        [F32(np.inf), F32(0), F32(np.inf)],
-        np.abs(quotient),
-    )
-    signed = np.where(negative, -magnitude, magnitude)
+    result = np.select([infinite, zero], [magnitude.dtype.type(np.inf), 0], magnitude)
+    signed = np.where(negative, -result, result)
     special = np.select(
         [np.isnan(numerator), np.isnan(denominator), no_number],
-        [numerator, denominator, QUIET_NAN],
+        [numerator, denominator, nan],
         signed,
     )
-    return special.astype(F32)
+    return special.astype(magnitude.dtype)
 
 
 # -- element formats -------------------------------------------------------------------------------

@@ -6,13 +6,14 @@ Source: AMD Instinct CDNA4 ISA, chapter 6 (vector ALU: operands, SDWA, DPP).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from ..program import Operand
 from ..state import LANES, Lanes, WaveState
-from .numerics import F16, F32, I16, I32, I64, U16, U32, U64, Array
+from .numerics import F16, F32, F64, I16, I32, I64, U16, U32, U64, Array
 from .table import Decoding
 
 Reader = Callable[[WaveState], Array]
@@ -20,11 +21,11 @@ Reader = Callable[[WaveState], Array]
 
 LANE = np.arange(LANES)
 
-WIDE = frozenset(("u64", "i64"))
+WIDE = frozenset(("u64", "i64", "f64"))
 """Types of two registers."""
 HALF = frozenset(("u16", "i16", "f16"))
 """Types in the low half of a register."""
-_FLOATS = frozenset(("f32", "f16", "b32"))
+_FLOATS = frozenset(("f64", "f32", "f16", "b32"))
 """Types that source modifiers apply to; "b32" are 32 bits that may be a float."""
 
 
@@ -46,7 +47,7 @@ def typed(decoding: Decoding, operand: Operand, kind: str, raw: Reader | None = 
     """Reads an operand as the pseudocode's type `kind`, source modifiers applied.
 
     Args:
-        kind: u32, i32, f32, b32, u24, i24, u16, i16, f16, u64, i64, or "mask" for one bit a lane.
+        kind: u32, i32, f32, b32, u24, i24, u16, i16, f16, u64, i64, f64, or "mask": a bit a lane.
         raw: reads the dword instead of the register, after SDWA or DPP have moved it.
     """
     if (operand.neg or operand.absolute) and kind not in _FLOATS:
@@ -56,9 +57,11 @@ def typed(decoding: Decoding, operand: Operand, kind: str, raw: Reader | None = 
             raise decoding.unknown("a pair of scalar registers as mask", operand)
         return lambda state: state.read_mask(operand.index)
     if kind in WIDE:
+        if kind == "f64" and operand.kind == "c":
+            operand = _double(decoding, operand)
         return _wide(operand, kind)
     if operand.kind == "c" and operand.count == 0 and kind in HALF:
-        raise decoding.unknown(f"no inline float as {kind}", operand)
+        operand = replace(operand, index=_inline_half(operand.index), count=1)
     read = _signed(raw or words(operand), operand, 0x8000 if kind in HALF else 0x80000000)
     convert = _CONVERSIONS[kind]
     return read if convert is None else lambda state: convert(read(state))
@@ -66,7 +69,7 @@ def typed(decoding: Decoding, operand: Operand, kind: str, raw: Reader | None = 
 
 def _signed(read: Reader, operand: Operand, sign: int) -> Reader:
     """Applies the source modifiers abs, then neg, to the sign bit."""
-    bit = U32(sign)
+    bit = U64(sign) if sign >> 32 else U32(sign)
     if operand.absolute and operand.neg:
         return lambda state: read(state) | bit
     if operand.absolute:
@@ -97,15 +100,34 @@ _INVERSE_TAU = 0x3E22F983, 0x3FC45F306DC9C882
 """The inline constant 1 / (2 pi) as a float32 and as a float64."""
 
 
+def _inline_half(single: int) -> int:
+    """Bits of an inline float where 16 bits are read, from those of the float32."""
+    return int(np.array(single, U32).view(F32).astype(F16).view(U16))
+
+
+def _double(decoding: Decoding, operand: Operand) -> Operand:
+    """A constant where float64 is read: a literal is the upper dword."""
+    if operand.count == 0 or operand.index == 0:
+        return operand
+    if operand.index <= _LAST_INLINE:
+        raise decoding.unknown("no inline integer as float64", operand)
+    return replace(operand, index=operand.index << 32)
+
+
+_LAST_INLINE = 64
+"""The largest integer of inline constants."""
+
+
 def _inline_double(single: int) -> int:
     """Bits of an inline float where 64 bits are read, from those of the float32."""
     if single == _INVERSE_TAU[0]:
         return _INVERSE_TAU[1]
-    return int(np.array(single, U32).view(F32).astype(np.float64).view(U64))
+    return int(np.array(single, U32).view(F32).astype(F64).view(U64))
 
 
 def _wide(operand: Operand, kind: str) -> Reader:
     """Reads 64 bits. A 32-bit literal is sign-extended if the type is signed; a float is double."""
+    convert = _WIDE_TYPES[kind]
     if operand.kind == "c":
         value = operand.index
         if operand.count == 0:
@@ -113,15 +135,18 @@ def _wide(operand: Operand, kind: str) -> Reader:
         elif kind == "i64" and value > 0x7FFFFFFF:
             value -= 1 << 32
         constant = np.array([[value & 0xFFFFFFFFFFFFFFFF]], U64)
-        constant = constant.view(I64) if kind == "i64" else constant
-        return lambda state: constant
+        signed = _signed(lambda state: constant, operand, 1 << 63)
+        return lambda state: signed(state).view(convert)
     low, high = words(operand, 0), words(operand, 1)
 
     def read(state: WaveState) -> Array:
-        value = low(state).astype(U64) | high(state).astype(U64) << U64(32)
-        return value.view(I64) if kind == "i64" else value
+        return low(state).astype(U64) | high(state).astype(U64) << U64(32)
 
-    return read
+    signed = _signed(read, operand, 1 << 63)
+    return lambda state: signed(state).view(convert)
+
+
+_WIDE_TYPES = {"u64": U64, "i64": I64, "f64": F64}
 
 
 # -- SDWA ------------------------------------------------------------------------------------------

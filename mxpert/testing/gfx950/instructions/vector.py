@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..state import LANES, Lanes, WaveState
-from .numerics import F32, I64, U16, U32, U64, Array
+from .numerics import I64, U16, U32, U64, Array
 from .operands import HALF, WIDE, Reader, dpp, sdwa_destination, sdwa_source, typed, words
 from .table import Binder, Decoding, Run
 
@@ -178,7 +178,7 @@ def _clamped(
     """
     if not decoding.take("clamp", False):
         return compute
-    if result == "f32":
+    if result in ("f64", "f32", "f16"):
         # DX10_CLAMP is set: NaN becomes 0.
         return lambda *values: clamp(np.asarray(compute(*values)))
     if saturates and result in _RANGES:
@@ -206,5 +206,6 @@ def unsaturated(binder: Binder) -> Binder:
 
 
 def clamp(x: Array) -> Array:
-    """float32 values within 0…1, NaN as 0."""
-    return np.clip(np.where(np.isnan(x), F32(0), x), F32(0), F32(1))
+    """Values within 0…1, NaN as 0."""
+    zero, one = x.dtype.type(0), x.dtype.type(1)
+    return np.clip(np.where(np.isnan(x), zero, x), zero, one)

@@ -9,7 +9,7 @@ import numpy as np
 from . import numerics
 from .numerics import I64, U32, Array
 from .table import Binder, chapter
-from .vector import lanes
+from .vector import lanes, unsaturated
 
 
 def _shift(x: Array) -> Array:
@@ -52,6 +52,15 @@ chapter(
         "v_fmac_f32": lanes("f32", "f32 f32 f32", numerics.fma, accumulates=True),
         "v_fmamk_f32": lanes("f32", "f32 f32 f32", numerics.fma),
         "v_fmaak_f32": lanes("f32", "f32 f32 f32", numerics.fma),
+        # -- float16
+        "v_add_f16": unsaturated(lanes("f16", "f16 f16", _add)),
+        "v_sub_f16": unsaturated(lanes("f16", "f16 f16", _subtract)),
+        "v_subrev_f16": unsaturated(lanes("f16", "f16 f16", _subtract_reversed)),
+        "v_mul_f16": unsaturated(lanes("f16", "f16 f16", np.multiply)),
+        "v_min_f16": lanes("f16", "f16 f16", numerics.minimum),
+        "v_max_f16": lanes("f16", "f16 f16", numerics.maximum),
+        # -- float64
+        "v_fmac_f64": lanes("f64", "f64 f64 f64", numerics.fma_double, accumulates=True),
         # -- 32-bit integers
         "v_add_u32": lanes("u32", "u32 u32", _add, saturates=True),
         "v_sub_u32": lanes("u32", "u32 u32", _subtract, saturates=True),
@@ -122,12 +131,13 @@ _FLOATS: dict[str, Comparison] = {
 
 
 def _classify(x: Array, classes: Array) -> Array:
-    """v_cmp_class_f32: whether a value is in one of the classes whose bits are set."""
-    bits, negative = x.view(U32), np.signbit(x)
+    """v_cmp_class: whether a value is in one of the classes whose bits are set."""
+    unsigned, quiet = numerics.QUIET[x.dtype.type]
+    negative, denormal = np.signbit(x), np.abs(x) < np.finfo(x.dtype).tiny
     number = np.select(
-        [np.isnan(x), np.isinf(x), x == 0, numerics.is_denormal(x)],
+        [np.isnan(x), np.isinf(x), x == 0, denormal],
         [
-            (bits >> U32(22)) & U32(1),
+            (x.view(unsigned) & quiet != 0).astype(U32),
             np.where(negative, 2, 9),
             np.where(negative, 5, 6),
             np.where(negative, 4, 7),
@@ -142,10 +152,15 @@ chapter(
         f"v_cmp_{name}_{kind}": lanes("mask", f"{kind} {kind}", compare)
         for kinds, comparisons in (
             (("i16", "u16", "i32", "u32", "i64", "u64"), INTEGERS),
-            (("f32", "f16"), _FLOATS),
+            (("f64", "f32", "f16"), _FLOATS),
         )
         for kind in kinds
         for name, compare in comparisons.items()
     }
 )
-chapter({"v_cmp_class_f32": lanes("mask", "f32 u32", _classify)})
+chapter(
+    {
+        f"v_cmp_class_{kind}": lanes("mask", f"{kind} u32", _classify)
+        for kind in ("f64", "f32", "f16")
+    }
+)

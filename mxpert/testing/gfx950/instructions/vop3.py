@@ -10,10 +10,10 @@ import numpy as np
 from ..program import VCC
 from ..state import LANES
 from . import numerics
-from .numerics import F16, F32, F64, I32, I64, U32, U64, Array, SmallFloat
+from .numerics import F16, F32, F64, I32, I64, U16, U32, U64, Array, SmallFloat
 from .operands import LANE, scalar, typed, words
 from .table import Binder, Decoding, Run, chapter
-from .vector import FP16_OVFL, lanes, unsaturated, wide_writer
+from .vector import FP16_OVFL, clamp, lanes, unsaturated, wide_writer
 
 # -- integers --------------------------------------------------------------------------------------
 
@@ -80,6 +80,40 @@ def _bitop3(bits: int) -> Binder:
         return run
 
     return bind
+
+
+def _half_result(compute: Callable[..., Array]) -> Binder:
+    """v_fma_f16, v_div_fixup_f16: the half that is not written stays."""
+    return lambda decoding: _bind_half(decoding, compute)
+
+
+def _bind_half(decoding: Decoding, compute: Callable[..., Array]) -> Run:
+    """OPSEL picks the half of each source, and the half that is written."""
+    register, select = decoding.destination(), decoding.integers("op_sel", (0, 0, 0, 0))
+    halves = [_half(decoding, 1 + k, select[k]) for k in range(3)]
+    sources = [
+        typed(decoding, decoding.operand(1 + k), "f16", read) for k, read in enumerate(halves)
+    ]
+    old, shift = words(decoding.operands[0]), U32(16 * select[3])
+    keep = ~(U32(0xFFFF) << shift)
+    limit = clamp if decoding.take("clamp", False) else np.asarray
+
+    def run(machine: Any) -> None:
+        state = machine.state
+        value = limit(compute(*[read(state) for read in sources])).view(U16).astype(U32)
+        state.write_vector(register, (old(state) & keep) | value << shift)
+
+    return run
+
+
+def _half(decoding: Decoding, place: int, high: int) -> Any:
+    """Reads a source with the selected half lowest; None for the low one."""
+    if not high:
+        return None
+    if decoding.operands[place].kind == "c":
+        raise decoding.unknown("the low half of a constant", "the high half")
+    read = words(decoding.operands[place])
+    return lambda state: read(state) >> U32(16)
 
 
 def _permute_bytes(a: Array, b: Array, selector: Array) -> Array:
@@ -256,9 +290,23 @@ chapter(
             lanes("u32", "f32 f32", lambda a, b: numerics.to_f16(a) | numerics.to_f16(b) << U32(16))
         ),
         "v_pack_b32_f16": lanes(
-            "u32", "u16 u16", lambda a, b: a.astype(U32) | b.astype(U32) << U32(16)
+            "u32",
+            "f16 f16",
+            lambda a, b: a.view(U16).astype(U32) | b.view(U16).astype(U32) << U32(16),
         ),
+        # -- float64
+        "v_add_f64": lanes("f64", "f64 f64", np.add),
+        "v_mul_f64": lanes("f64", "f64 f64", np.multiply),
+        "v_min_f64": lanes("f64", "f64 f64", numerics.minimum),
+        "v_max_f64": lanes("f64", "f64 f64", numerics.maximum),
+        "v_fma_f64": lanes("f64", "f64 f64 f64", numerics.fma_double),
+        "v_ldexp_f64": lanes("f64", "f64 i32", np.ldexp),
+        # -- float16
+        "v_fma_f16": unsaturated(_half_result(numerics.fma_half)),
+        "v_div_fixup_f16": _half_result(numerics.div_fixup_half),
         # -- integers
+        "v_mad_legacy_u16": lanes("u16", "u16 u16 u16", lambda a, b, c: a * b + c),
+        "v_mad_legacy_i16": lanes("i16", "i16 i16 i16", lambda a, b, c: a * b + c),
         "v_add3_u32": lanes("u32", "u32 u32 u32", lambda a, b, c: a + b + c),
         "v_lshl_add_u32": lanes("u32", "u32 u32 u32", lambda a, b, c: (a << _shift(b)) + c),
         "v_add_lshl_u32": lanes("u32", "u32 u32 u32", lambda a, b, c: (a + b) << _shift(c)),

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from . import numerics
-from .numerics import F32, I16, U16, U32, Array
-from .operands import Reader, words
+from .numerics import F16, F32, I16, U16, U32, Array
+from .operands import Reader, typed, words
 from .table import Binder, Decoding, Run, chapter
+from .vector import clamp, unsaturated
 
 Convert = Callable[[Array], Array]
 
@@ -34,18 +35,19 @@ def _selected(decoding: Decoding, place: int, part: int, wide: bool) -> Reader:
 
 
 def _packed(kind: str, sources: int, compute: Callable[..., Array]) -> Binder:
-    """An entry for two results of type `kind`: f32, u16 or i16."""
+    """An entry for two results of type `kind`: f32, f16, u16 or i16."""
     wide = kind == "f32"
-    dtype = {"f32": F32, "u16": U16, "i16": I16}[kind]
+    dtype = {"f32": F32, "f16": F16, "u16": U16, "i16": I16}[kind]
 
     def source(decoding: Decoding, place: int, part: int, negate: int) -> Reader:
         read = _selected(decoding, place, part, wide)
         if wide:
             sign = U32(negate << 31)
             return lambda state: (read(state) ^ sign).view(F32)
-        if negate:
+        if negate and kind != "f16":
             raise decoding.unknown("no negation of integers", decoding.name)
-        return lambda state: read(state).astype(U16).view(dtype)
+        half_sign = U16(negate << 15)
+        return lambda state: (read(state).astype(U16) ^ half_sign).view(dtype)
 
     def bind(decoding: Decoding) -> Run:
         register = decoding.destination()
@@ -94,12 +96,65 @@ def _move(decoding: Decoding) -> Run:
     return run
 
 
+def _mixed(decoding: Decoding, place: int, part: int, is_half: int) -> Reader:
+    """A source of v_fma_mix as float32: a float32, or the half of a register that `part` picks."""
+    operand = decoding.operand(place)
+    if not is_half and part:
+        raise decoding.unknown("op_sel of float16 sources alone", operand)
+    read = words(operand)
+    if is_half and operand.kind == "c":
+        raise decoding.unknown("a register as float16", operand)
+    if is_half and part:
+        dword = read
+        read = lambda state: dword(state) >> U32(16)  # noqa: E731
+    value = typed(decoding, operand, "f16" if is_half else "f32", read)
+    return (lambda state: value(state).astype(F32)) if is_half else value
+
+
+def _fma_mix(half: int | None) -> Binder:
+    """v_fma_mix_f32, and v_fma_mixlo_f16, v_fma_mixhi_f16, which write one `half`.
+
+    ``op_sel_hi`` says which sources are float16, ``op_sel`` which half. The sum is rounded to
+    float32, then to float16: LLVM selects these instructions for both roundings.
+    """
+
+    def bind(decoding: Decoding) -> Run:
+        register, zeros = decoding.destination(), (0, 0, 0)
+        part = decoding.integers("op_sel", zeros)
+        is_half = decoding.integers("op_sel_hi", zeros)
+        sources = [_mixed(decoding, 1 + k, part[k], is_half[k]) for k in range(3)]
+        limit = clamp if decoding.take("clamp", False) else np.asarray
+        old, shift = words(decoding.operands[0]), U32(16 * (half or 0))
+        keep = ~(U32(0xFFFF) << shift)
+
+        def run(machine: Any) -> None:
+            state = machine.state
+            value = numerics.fma(*[read(state) for read in sources])
+            if half is None:
+                state.write_vector(register, limit(value).view(U32))
+            else:
+                bits = limit(value.astype(F16)).view(U16).astype(U32)
+                state.write_vector(register, (old(state) & keep) | bits << shift)
+
+        return run
+
+    return bind
+
+
 chapter(
     {
+        "v_fma_mix_f32": _fma_mix(None),
+        "v_fma_mixlo_f16": unsaturated(_fma_mix(0)),
+        "v_fma_mixhi_f16": unsaturated(_fma_mix(1)),
         "v_pk_mov_b32": _move,
         "v_pk_add_f32": _packed("f32", 2, np.add),
         "v_pk_mul_f32": _packed("f32", 2, np.multiply),
         "v_pk_fma_f32": _packed("f32", 3, numerics.fma),
+        "v_pk_add_f16": unsaturated(_packed("f16", 2, np.add)),
+        "v_pk_mul_f16": unsaturated(_packed("f16", 2, np.multiply)),
+        "v_pk_fma_f16": unsaturated(_packed("f16", 3, numerics.fma_half)),
+        "v_pk_min_f16": _packed("f16", 2, numerics.minimum),
+        "v_pk_max_f16": _packed("f16", 2, numerics.maximum),
         "v_pk_add_u16": _packed("u16", 2, np.add),
         "v_pk_sub_u16": _packed("u16", 2, np.subtract),
         "v_pk_mul_lo_u16": _packed("u16", 2, np.multiply),
