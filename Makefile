@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-newest test-serving test-outsider lint docs clean
+.PHONY: help demo test test-fast test-newest test-serving test-transformers test-outsider lint docs clean
 
 # The first Python >= 3.11; one that already has torch lends it to the environment.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python3.14; do \
@@ -78,9 +78,12 @@ test-newest: $(NEWEST)/.installed  ## compile every kernel on the newest support
 test-serving:  ## a tiny gpt-oss through vLLM on a CPU, layers of SGLang; environment of its own (4 GB)
 	@$(PYTHON) tests/serving/run.py $(PYTEST_ARGS) </dev/null
 
+test-transformers: $(VENV)/.tested  ## tests of Transformers models on the oldest and the newest release, which the index has today
+	@$(BIN)/python tests/integrations/run_versions.py $(PYTEST_ARGS) </dev/null
+
 test-outsider:  ## the wheel as a user gets it: newest versions, ordinary index, outside of the checkout
 	@$(PYTHON) tests/outsider/run.py
 
 clean:  ## remove the environment, caches and reports
-	@rm -rf $(VENV) $(DOCS_VENV) $(NEWEST) .venv-serving build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	@rm -rf $(VENV) $(DOCS_VENV) $(NEWEST) .venv-serving .venv-transformers build dist reports .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
