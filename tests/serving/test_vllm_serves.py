@@ -188,7 +188,7 @@ def test_expert_parallel(engines: Engines, oracle: Oracle) -> None:
 
 
 def test_a_wrong_option_is_refused_before_the_engine(engines: Engines) -> None:
-    answer = engines.ask(format="bf16")
+    answer = engines.ask(format="w4a16")
     assert "mxpert for vLLM: --additional-config 'mxpert' — need one of 'a16w4'" in answer["error"]
     assert "Initializing a V1 LLM engine" not in answer["log"]
 
@@ -298,7 +298,7 @@ def test_a_server_answers(
 
 def test_a_wrong_option_ends_the_command_with_one_line(checkpoint: Path, port: int) -> None:
     done = subprocess.run(
-        command(checkpoint, port, '{"mxpert": "bf16"}'),
+        command(checkpoint, port, '{"mxpert": "w4a16"}'),
         capture_output=True,
         text=True,
         timeout=START_SECONDS,

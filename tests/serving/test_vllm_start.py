@@ -132,8 +132,8 @@ def test_batch_invariance_is_refused() -> None:
 
 
 def test_a_wrong_option_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a16w4.*'bf16'"):
-        vllm_checks("NewForCausalLM", vllm_config({"mxpert": "bf16"}))
+    with pytest.raises(ValueError, match=r"a16w4.*'w4a16'"):
+        vllm_checks("NewForCausalLM", vllm_config({"mxpert": "w4a16"}))
     with pytest.raises(ValueError, match="'mxprt'"):
         vllm_checks("NewForCausalLM", vllm_config({"mxprt": "a16w4"}))
 
@@ -162,7 +162,7 @@ def test_vllms_own_check_still_runs() -> None:
 
 
 def test_commands_end_with_the_line_alone() -> None:
-    wrong = vllm_config({"mxpert": "bf16"})
+    wrong = vllm_config({"mxpert": "w4a16"})
     with (
         mock.patch.object(sys, "argv", ["/somewhere/bin/vllm", "serve"]),
         pytest.raises(SystemExit) as ended,
