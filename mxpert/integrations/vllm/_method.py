@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization import mxfp4
 import mxpert
 
 from ...errors import UnsupportedError, message
-from ...formats.names import ActivationFormat
+from ...formats.names import SHORT_NAMES, ActivationFormat
 from ...formats.spec import MX_BLOCK_SIZE
 from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import columns_of_rank, prepare_layer
@@ -177,7 +177,7 @@ class ServedMethod(FusedMoEMethodBase):
         logger.info_once(
             "mxpert %s computes the MXFP4 experts: activations %s, experts chosen by %s",
             mxpert.__version__,
-            self.activation_format,
+            SHORT_NAMES[self.activation_format],
             "mxpert" if self.is_monolithic else "vLLM",
         )
         self._warm_up(layer, experts.layer)
