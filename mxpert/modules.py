@@ -27,7 +27,7 @@ from .problem import (
     parse_activation,
     parse_activation_format,
 )
-from .published import expert_weights_from, published_expert_tensors, published_shapes
+from .published import expert_weights_from, mismatch, published_expert_tensors, published_shapes
 from .weights import ORDERS, GateUpOrder, MoEWeights
 from .weights_state import PROJECTIONS
 
@@ -207,7 +207,7 @@ class PreparedExperts(torch.nn.Module):
         errors = [
             error
             for name, tensor in given.items()
-            if (error := _mismatch(prefix + name, tensor, wanted[name]))
+            if (error := mismatch(prefix + name, tensor, wanted[name]))
         ]
         error_msgs += errors
         if errors or not given:
@@ -486,19 +486,6 @@ def quantize_stacked(
             qdata[place, start : start + step] = quantized.qdata
             scale[place, start : start + step] = quantized.scale
     return MXTensor(qdata, scale, MXFP4)
-
-
-def _mismatch(name: str, tensor: object, shape: tuple[int, ...]) -> str:
-    """Torch's message for a tensor of the wrong size, or one for the wrong type; else nothing."""
-    if not isinstance(tensor, torch.Tensor):
-        return f"type mismatch for {name}: {type(tensor).__name__} is not a tensor."
-    if tuple(tensor.shape) != shape:
-        return (
-            f"size mismatch for {name}: copying a param with shape {tensor.shape} from "
-            f"checkpoint, the shape in current model is {torch.Size(shape)}."
-        )
-    fits = tensor.is_floating_point() if name.endswith("_bias") else tensor.dtype == torch.uint8
-    return "" if fits else f"dtype mismatch for {name}: {tensor.dtype} is not the published dtype."
 
 
 def _float32_kept(before: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:

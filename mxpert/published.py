@@ -138,3 +138,16 @@ def _interleaved(weights: MoEWeights) -> MoEWeights:
         gate_up_order=GateUpOrder.INTERLEAVED,
         fold_certificates=None,
     )
+
+
+def mismatch(name: str, tensor: object, shape: tuple[int, ...]) -> str:
+    """Torch's message for a tensor of the wrong size, or one for the wrong type; else nothing."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"type mismatch for {name}: {type(tensor).__name__} is not a tensor."
+    if tuple(tensor.shape) != shape:
+        return (
+            f"size mismatch for {name}: copying a param with shape {tensor.shape} from "
+            f"checkpoint, the shape in current model is {torch.Size(shape)}."
+        )
+    fits = tensor.is_floating_point() if name.endswith("_bias") else tensor.dtype == torch.uint8
+    return "" if fits else f"dtype mismatch for {name}: {tensor.dtype} is not the published dtype."

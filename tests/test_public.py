@@ -19,7 +19,7 @@ from mxpert.testing.problems import MoEShape, random_moe_problem
 LAYER = random_moe_problem(MoEShape(64, 32, 4, 2), 5)
 ROUTED = (LAYER.topk_weights, LAYER.topk_ids)
 GATE_UP, DOWN = torch.randn(4, 64, 64), torch.randn(4, 64, 32)
-HEAVY = ("rich", "transformers", "triton", "mxpert.integrations", "mxpert.training")
+HEAVY = ("rich", "transformers", "triton", "mxpert.integrations.models.convert", "mxpert.training")
 """What a layer does not need, and `import mxpert` does not import."""
 
 

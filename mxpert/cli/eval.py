@@ -94,13 +94,9 @@ def evaluate_checkpoint(
     names = parse_formats(formats, "eval", "--format")
     check_target(json_to, "eval")
     _check_files(text, plot)
-    try:
-        with quiet_imports():
-            importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        raise missing_package(str(error.name), "eval") from error
     folder = local_checkpoint(checkpoint, "eval")
     check_checkpoint(folder, "eval")
+    _require_transformers()
     target = require_device(
         device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu",
         "eval",
@@ -121,6 +117,15 @@ def evaluate_checkpoint(
     write_report(json_to, {**names_of, "environment": environment(target), **report.as_json()})
     if plot is not None:
         draw(plot, report, checkpoint.name)
+
+
+def _require_transformers() -> None:
+    """Refuse in one line where Transformers cannot be imported."""
+    try:
+        with quiet_imports():
+            importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise missing_package(str(error.name), "eval") from error
 
 
 def _check_files(text: Path, plot: Path | None) -> None:

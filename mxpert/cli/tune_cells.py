@@ -148,7 +148,7 @@ def invalid_row(row: TunedRow, target: Target) -> str | None:
     part of it for the row's routing unit.
     """
     shape = MoEShape(row.hidden_size, row.intermediate_size, row.num_experts, row.top_k)
-    activation_format = parse_activation_format(row.formats.partition("x")[0], "tune")
+    activation_format = parse_activation_format(row.formats.removesuffix("xmxfp4"), "tune")
     cell = Cell(row.place, shape, row.num_tokens, activation_format)
     try:
         choice = choose(cell, target, expected_layouts(target), row.backend)

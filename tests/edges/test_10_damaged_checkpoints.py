@@ -308,7 +308,7 @@ def test_a_full_disk_is_an_oserror_that_names_the_file(
         raise safetensors_files.SafetensorError("No space left on device (os error 28)")
 
     monkeypatch.setattr(safetensors_files, "save_file", full)
-    with pytest.raises(OSError, match=r"x\.safetensors: No space left"):
+    with pytest.raises(OSError, match=r"No space left .*x\.safetensors"):
         write_tensors(tmp_path / "x.safetensors", {})
     assert not list(tmp_path.iterdir())
 

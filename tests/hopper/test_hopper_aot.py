@@ -86,7 +86,7 @@ MOST_ROW_REGISTERS = 128
 """Registers per thread of the row kernels on bfloat16 with eight warps, so that two CTAs fit on an
 SM; in proportion more with fewer warps."""
 
-MOST_BINARIES = {"_moe_encode_rows_kernel": 10}
+MOST_BINARIES = {"_moe_encode_rows_kernel": 12}
 """Binaries per config and epilogue over all models, if not 1. The row kernel holds a row in
 registers: with few rows in one step of 512 to 8192 values (powers of two), with many in several."""
 

@@ -40,7 +40,12 @@ class Share:
 
 
 def served_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The layers of an engine's model that mxpert computes, by their names."""
+    """The layers of an engine's model that mxpert computes, by their names.
+
+    Example:
+        >>> served_layers(torch.nn.Linear(2, 2))
+        {}
+    """
     return {
         name: module
         for name, module in model.named_modules()
@@ -72,6 +77,13 @@ def requantize_layer_(
     Raises:
         TypeError, ValueError: a wrong type, dtype, shape or device, or weights that the prepared
             layout cannot hold; the layer is then as it was.
+
+    Example:
+        >>> dense = torch.zeros(2, 64, 32), torch.zeros(2, 32, 32)
+        >>> requantize_layer_(torch.nn.Linear(2, 2), *dense)
+        Traceback (most recent call last):
+        TypeError: requantize_layer_: layer — need a layer that mxpert serves, got Linear; take it \
+from served_layers(model)
     """
     op = "requantize_layer_"
     share_of = getattr(getattr(layer, "quant_method", None), "share", None)
