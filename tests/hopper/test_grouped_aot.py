@@ -43,6 +43,8 @@ registers at once. All other variants have none."""
 COPIES = {"UTMALDG.2D": 2}
 """TMA loads of a stage: one of each operand."""
 
+PROMOTED_SPILLS = {Op.GROUPED_GEMM: 73} if TRITON_RELEASE >= (3, 9) else {}
+"""As measured, where not 0: sums of more than 8192 values, of rows that may begin after the first."""
 MOST_DUAL_SPILLS = {("block", 0, torch.float16): 4} if TRITON_RELEASE >= (3, 9) else {}
 """Of dual quantisation, as measured, where not 0."""
 
@@ -233,13 +235,13 @@ def test_accumulation_spills_little(mode: str) -> None:
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
 @ops
 def test_long_sums_are_promoted(op: Op, out_dtype: torch.dtype) -> None:
-    """Sums of more than 8192 values are promoted to float32 every 256: more wgmma, no spills."""
+    """Sums of more than 8192 values are promoted to float32 every 256: more wgmma, few spills."""
     short = gemm(op, FORMATS["e4m3"], SPANS["row"], out_dtype)
     sizes = Sizes(k=8448) if op is Op.GROUPED_GEMM else Sizes(m=8448 * 8)
     long = gemm(op, FORMATS["e4m3"], SPANS["row"], out_dtype, sizes)
     assert short.binary != long.binary
     kernel = long.compile()
-    check_gemm(kernel, "E4M3.E4M3")
+    check_gemm(kernel, "E4M3.E4M3", spills=PROMOTED_SPILLS.get(op, 0))
     assert {int(name.split("x")[1]) for name in multiplications(kernel)} == {LAST_COLUMNS}
 
 
