@@ -44,7 +44,8 @@ COPIES = {"UTMALDG.2D": 2}
 """TMA loads of a stage: one of each operand."""
 
 PROMOTED_SPILLS = {Op.GROUPED_GEMM: 73} if TRITON_RELEASE >= (3, 9) else {}
-"""As measured, where not 0: sums of more than 8192 values, of rows that may begin after the first."""
+"""As measured, where not 0: sums of more than 8192 values."""
+
 MOST_DUAL_SPILLS = {("block", 0, torch.float16): 4} if TRITON_RELEASE >= (3, 9) else {}
 """Of dual quantisation, as measured, where not 0."""
 
