@@ -111,8 +111,7 @@ class PreparedExperts(torch.nn.Module):
             UnsupportedError: x requires a gradient and the module is in training mode. In
                 evaluation mode the error comes with the backward pass.
         """
-        needs_grad = torch.is_grad_enabled() and x.requires_grad
-        if needs_grad and self.training:
+        if self.training and x.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(
                 message(
                     type(self).__name__,
@@ -143,8 +142,6 @@ class PreparedExperts(torch.nn.Module):
         )
         if x.dim() != 2:
             out = out.view(x.shape)
-        if not needs_grad:
-            return out
         return without_backward(type(self).__name__, out, x, remedy=self.no_gradient)
 
     def _refuse_exchanged_buffers(self) -> None:
