@@ -90,9 +90,8 @@ STATES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
     "function mode": _WatchFunctions,
 }
 WITHOUT_GRADIENT = frozenset({"inference mode", "no grad"})
-MAKES_TENSORS = frozenset({"MoE", "RoutingPlan", "MXGroupedLinear", "MXMoE", "clip_grad_norm_"})
-"""Targets that make tensors in their call, as their callers do, in the default dtype (and torch's
-norm of no gradients)."""
+MAKES_TENSORS = frozenset({"MoE", "RoutingPlan", "MXGroupedLinear", "MXMoE"})
+"""Targets that make tensors in their call, as their callers do, in the default dtype."""
 
 
 @dataclass
