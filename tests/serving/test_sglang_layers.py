@@ -326,7 +326,7 @@ def test_kernels_are_compiled_once_for_layers_of_one_shape() -> None:
         built("silu", "mxpert_a8w4")
     assert len(calls) == 2
     (_, most), options = calls[0]
-    assert (most, options["activation_format"], options["top_k"]) == (64, "a8w4", TOP_K)
+    assert (most, options["activation_format"], options["top_k"]) == (64, "mxfp8", TOP_K)
 
 
 @pytest.mark.parametrize(

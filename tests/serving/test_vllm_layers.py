@@ -434,6 +434,6 @@ def test_kernels_are_compiled_once_for_layers_of_one_shape() -> None:
     assert len(calls) == 2
     weights, max_tokens, options = calls[0]
     assert max_tokens == 64
-    assert options["activation_format"] == "a8w4"
+    assert options["activation_format"] == "mxfp8"
     assert options["top_k"] == TOP_K
     assert weights.num_experts == EXPERTS

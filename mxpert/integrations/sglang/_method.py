@@ -25,7 +25,7 @@ from sglang.srt.utils import set_weight_attrs
 import mxpert
 
 from ...errors import UnsupportedError, message
-from ...formats.names import SHORT_NAMES, ActivationFormat
+from ...formats.names import SHORT_NAMES, ActivationFormat, parse_activation_format
 from ...formats.spec import MX_BLOCK_SIZE
 from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import columns_of_rank, prepare_layer
@@ -278,7 +278,7 @@ def method_of(config: Any, layer: Any, prefix: str) -> ServedMethod | None:
                 "quantise the checkpoint first: mxpert quantize",
             )
         )
-    activation_format = BACKENDS[get_moe_runner_backend().value]
+    activation_format = parse_activation_format(BACKENDS[get_moe_runner_backend().value], OP)
     text = "mxpert %s computes the MXFP4 experts: activations %s"
     _log_once(text, mxpert.__version__, SHORT_NAMES[activation_format])
     return ServedMethod(activation_format, prefix)

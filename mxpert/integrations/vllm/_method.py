@@ -18,7 +18,7 @@ from vllm.model_executor.layers.quantization import mxfp4
 import mxpert
 
 from ...errors import UnsupportedError, message
-from ...formats.names import SHORT_NAMES, ActivationFormat
+from ...formats.names import SHORT_NAMES, ActivationFormat, parse_activation_format
 from ...formats.spec import MX_BLOCK_SIZE
 from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import columns_of_rank, prepare_layer
@@ -51,7 +51,8 @@ class ServedMethod(FusedMoEMethodBase):
     ) -> None:
         FusedMoEMethodBase.__init__(self, moe)  # the in-tree method would choose a back end
         refuse_unsupported(moe, vllm_config)
-        self.activation_format, self.prefix = activation_format, prefix
+        self.activation_format = parse_activation_format(activation_format, OP)
+        self.prefix = prefix
         scheduled = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_tokens: int = scheduled * max(1, moe.moe_parallel_config.dp_size)
         self.gpt_oss = isinstance(self, mxfp4.GptOssMxfp4MoEMethod)
