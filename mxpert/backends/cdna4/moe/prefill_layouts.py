@@ -19,8 +19,6 @@ no data moves. The epilogue takes quadrants: up to 32 sorted rows of each wave t
 
 from __future__ import annotations
 
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -90,8 +88,8 @@ def rows_in_lds(BLOCK_M, FORMAT):
     128 bytes are half of the 64 banks. Rows r and r + 2 share banks, so the 16-byte chunk c of row
     r is stored at chunk c ^ (r / 2 % 8): sixteen rows of one chunk fill the banks once.
     """
-    chunks: Any = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
-    swizzled: Any = [[1, 0], [2, 16], [4, 32], [8, 64]]
+    chunks = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
+    swizzled = [[1, 0], [2, 16], [4, 32], [8, 64]]
     rows, waves = mfma_rows(FORMAT), warps_m(BLOCK_M, FORMAT)
     tiles = [rows * waves * bit for bit in _bits(wave_rows(BLOCK_M, FORMAT) // rows)]
     order = [bit for bit in _bits(rows) if bit == 16] + tiles + [rows * bit for bit in _bits(waves)]
@@ -104,7 +102,7 @@ def weights_in_lds(BLOCK_M, FORMAT):
 
     That is their order in memory.
     """
-    lane: Any = _along(0, [1, 2, 4, 8]) + _along(1, [1, 2, 4, 8]) + _along(0, [16, 32])
+    lane = _along(0, [1, 2, 4, 8]) + _along(1, [1, 2, 4, 8]) + _along(0, [16, 32])
     rows, waves = mfma_rows(FORMAT), warps_n(BLOCK_M, FORMAT)
     if rows == 32:  # MFMA (fragment), wave, unit, row
         fragments, units = [32 * waves * bit for bit in _bits(4)], [16]
@@ -123,7 +121,7 @@ def row_scales_in_lds(UNITS, FORMAT):
     4 · step + block. With 32 rows it has [MFMA][block / 2] and a block is 2 · step + block % 2.
     """
     rows = mfma_rows(FORMAT)
-    lane: Any = [[0, bit, 0] for bit in _bits(rows)] + [[0, 0, bit] for bit in _bits(128 // rows)]
+    lane = [[0, bit, 0] for bit in _bits(rows)] + [[0, 0, bit] for bit in _bits(128 // rows)]
     return gl.SharedLinearLayout(lane + [[bit, 0, 0] for bit in _bits(UNITS)])
 
 
@@ -136,10 +134,10 @@ def row_scale_dwords(BLOCK_M, FORMAT):
     """
     rows, waves = mfma_rows(FORMAT), warps_m(BLOCK_M, FORMAT)
     sharing = 64 // wave_rows(BLOCK_M, FORMAT)
-    lane: Any = [[0, 0, bit, 0] for bit in _bits(rows)] + [[0, 0, 0, b] for b in _bits(64 // rows)]
-    half: Any = [[0, bit, 0, 0] for bit in _bits(sharing)]
-    own: Any = [[bit, 0, 0, 0] for bit in _bits(waves // sharing)]
-    others: Any = [[0, 0, 0, 0] for _ in _bits(warps_n(BLOCK_M, FORMAT))]
+    lane = [[0, 0, bit, 0] for bit in _bits(rows)] + [[0, 0, 0, b] for b in _bits(64 // rows)]
+    half = [[0, bit, 0, 0] for bit in _bits(sharing)]
+    own = [[bit, 0, 0, 0] for bit in _bits(waves // sharing)]
+    others = [[0, 0, 0, 0] for _ in _bits(warps_n(BLOCK_M, FORMAT))]
     return gl.DistributedLinearLayout(
         reg_bases=[],
         lane_bases=lane,
@@ -152,10 +150,10 @@ def row_scale_dwords(BLOCK_M, FORMAT):
 @gluon.constexpr_function
 def weight_scales_in_lds(BLOCK_M, FORMAT):
     """[WARPS_N, units, 16, 8] dwords of the weights' scales of two steps: [step][block][row]."""
-    rows: Any = [[0, 0, bit, 0] for bit in (1, 2, 4, 8)]
-    blocks: Any = [[0, 0, 0, bit] for bit in (1, 2, 4)]
-    units: Any = [[0, bit, 0, 0] for bit in _bits(wave_units(BLOCK_M, FORMAT))]
-    waves: Any = [[bit, 0, 0, 0] for bit in _bits(warps_n(BLOCK_M, FORMAT))]
+    rows = [[0, 0, bit, 0] for bit in (1, 2, 4, 8)]
+    blocks = [[0, 0, 0, bit] for bit in (1, 2, 4)]
+    units = [[0, bit, 0, 0] for bit in _bits(wave_units(BLOCK_M, FORMAT))]
+    waves = [[bit, 0, 0, 0] for bit in _bits(warps_n(BLOCK_M, FORMAT))]
     return gl.SharedLinearLayout(rows + blocks + units + waves)
 
 
@@ -163,11 +161,11 @@ def weight_scales_in_lds(BLOCK_M, FORMAT):
 def weight_scale_dwords(BLOCK_M, FORMAT):
     """Registers of the weights' scales of a step, [WARPS_N, units, 16, 4] dwords."""
     wide = mfma_rows(FORMAT) == 32
-    rows: Any = [[0, 0, bit, 0] for bit in (1, 2, 4, 8)]
-    blocks: Any = [[0, 0, 0, 1], [0, 0, 0, 2]]
-    units: Any = [[0, bit, 0, 0] for bit in _bits(wave_units(BLOCK_M, FORMAT))]
-    own: Any = [[bit, 0, 0, 0] for bit in _bits(warps_n(BLOCK_M, FORMAT))]
-    others: Any = [[0, 0, 0, 0] for _ in _bits(warps_m(BLOCK_M, FORMAT))]
+    rows = [[0, 0, bit, 0] for bit in (1, 2, 4, 8)]
+    blocks = [[0, 0, 0, 1], [0, 0, 0, 2]]
+    units = [[0, bit, 0, 0] for bit in _bits(wave_units(BLOCK_M, FORMAT))]
+    own = [[bit, 0, 0, 0] for bit in _bits(warps_n(BLOCK_M, FORMAT))]
+    others = [[0, 0, 0, 0] for _ in _bits(warps_m(BLOCK_M, FORMAT))]
     return gl.DistributedLinearLayout(
         reg_bases=blocks[1:] if wide else units,
         lane_bases=rows + (units + blocks[:1] if wide else blocks),

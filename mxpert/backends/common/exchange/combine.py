@@ -5,7 +5,7 @@ The package's docstring has the protocol.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -36,11 +36,11 @@ COMBINE_SIZES = (
 class Share(NamedTuple):
     """Slots of a rank, ranks, and the tiles of ROWS slots and BLOCK columns that they have."""
 
-    rank: Any
-    num_ranks: Any
-    bound: Any
-    tiles: Any
-    width: Any
+    rank: tl.tensor
+    num_ranks: tl.tensor
+    bound: tl.tensor
+    tiles: tl.tensor
+    width: tl.tensor
 
 
 class Peers(NamedTuple):
@@ -49,16 +49,16 @@ class Peers(NamedTuple):
     alive: whether nothing is lost. Else a rank that is late may still sum what this one returned.
     """
 
-    table: Any
-    partials: Any
-    alive: Any
+    table: tl.tensor
+    partials: tl.tensor
+    alive: tl.tensor
 
 
 class Tile(NamedTuple):
     """A tile: slots [ROWS] of a rank, and columns [1, BLOCK]."""
 
-    slot: Any
-    columns: Any
+    slot: tl.tensor
+    columns: tl.tensor
 
 
 @triton.jit

@@ -5,7 +5,7 @@ The package's docstring has the protocol.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -42,55 +42,55 @@ DISPATCH_SIZES = (
 class Sections(NamedTuple):
     """Offsets in bytes of the sections of a rank's memory, and this rank's first slot there."""
 
-    rows: Any
-    scales: Any
-    ids: Any
-    weights: Any
-    first_slot: Any
+    rows: tl.tensor
+    scales: tl.tensor
+    ids: tl.tensor
+    weights: tl.tensor
+    first_slot: tl.tensor
 
 
 class Routing(NamedTuple):
     """Routing of this rank's tokens, and who owns each expert under which local id."""
 
-    topk_ids: Any
-    topk_weights: Any
-    owners: Any
-    local_ids: Any
-    top_k: Any
-    num_experts: Any
+    topk_ids: tl.tensor
+    topk_weights: tl.tensor
+    owners: tl.tensor
+    local_ids: tl.tensor
+    top_k: tl.tensor
+    num_experts: tl.tensor
 
 
 class Slots(NamedTuple):
     """Some tokens' slots, [ROWS, SLOTS]: index, mask, global expert or −1, weight."""
 
-    place: Any
-    mask: Any
-    expert: Any
-    weight: Any
+    place: tl.tensor
+    mask: tl.tensor
+    expert: tl.tensor
+    weight: tl.tensor
 
 
 class Loaded(NamedTuple):
     """What is loaded of a tile: slots, rows [ROWS, BLOCK], their scales [ROWS, BLOCK/32] or 0."""
 
-    slots: Any
-    rows: Any
-    scales: Any
+    slots: Slots
+    rows: tl.tensor
+    scales: tl.tensor | tl.constexpr
 
 
 class Routed(NamedTuple):
     """Slots [ROWS, SLOTS], and where they go: owning rank or −1, and the expert's id there."""
 
-    slots: Any
-    owner: Any
-    local_id: Any
+    slots: Slots
+    owner: tl.tensor
+    local_id: tl.tensor
 
 
 class Tokens(NamedTuple):
     """This rank's tokens: their number, the blocks of 32 columns of a row, and its tiles."""
 
-    count: Any
-    num_blocks: Any
-    tiles: Any
+    count: tl.tensor
+    num_blocks: tl.tensor
+    tiles: tl.tensor
 
 
 class Tile(NamedTuple):
@@ -99,20 +99,20 @@ class Tile(NamedTuple):
     is_first: whether it holds the first columns of its rows.
     """
 
-    token: Any
-    exists: Any
-    columns: Any
-    blocks: Any
-    num_blocks: Any
-    is_first: Any
+    token: tl.tensor
+    exists: tl.tensor
+    columns: tl.tensor
+    blocks: tl.tensor
+    num_blocks: tl.tensor
+    is_first: tl.tensor
 
 
 class Peers(NamedTuple):
     """Addresses of the ranks' memories, int64 [N], and this rank."""
 
-    table: Any
-    rank: Any
-    num_ranks: Any
+    table: tl.tensor
+    rank: tl.tensor
+    num_ranks: tl.tensor
 
 
 class Source(NamedTuple):
@@ -121,10 +121,10 @@ class Source(NamedTuple):
     `emax` is None if rows travel as they are; else they are quantised to MXFP8.
     """
 
-    x: Any
-    scale: Any
-    emax: Any
-    threshold: Any
+    x: tl.tensor
+    scale: tl.tensor | None
+    emax: tl.constexpr
+    threshold: tl.constexpr
 
 
 class Sending(NamedTuple):
@@ -133,12 +133,12 @@ class Sending(NamedTuple):
     alive: whether nothing is lost. Else a rank that is late may read what earlier calls stored.
     """
 
-    alive: Any
-    tokens: Any
-    routing: Any
-    peers: Any
-    sections: Any
-    destinations: Any
+    alive: tl.tensor
+    tokens: Tokens
+    routing: Routing
+    peers: Peers
+    sections: Sections
+    destinations: tl.tensor
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -161,11 +161,11 @@ def wait_for_flags(flags, target, num_ranks, num_ctas, timeout, KIND: tl.constex
 class Awaited(NamedTuple):
     """What never changes: the flags, the words, ranks, CTAs of a rank, and the time-out."""
 
-    flags: Any
-    state: Any
-    num_ranks: Any
-    num_ctas: Any
-    timeout: Any
+    flags: tl.tensor
+    state: tl.tensor
+    num_ranks: tl.tensor
+    num_ctas: tl.tensor
+    timeout: tl.tensor
 
 
 @triton.jit

@@ -6,7 +6,7 @@ number of splits therefore do not change its arithmetic. Tiles are [BLOCK_M rows
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,17 +19,17 @@ from .tiles import gate_up_row
 class GatedActivation(NamedTuple):
     """Name and parameters of an activation, as `gated_activation` takes them."""
 
-    name: Any
-    p0: Any
-    p1: Any
+    name: tl.constexpr
+    p0: tl.tensor
+    p1: tl.tensor
 
 
 class GateUpBias(NamedTuple):
     """Float32 biases [E, 2F] or None, the expert, and the rows between a gate and its up row."""
 
-    ptr: Any
-    expert: Any
-    group: Any
+    ptr: tl.tensor | None
+    expert: tl.tensor
+    group: tl.tensor | tl.constexpr
 
 
 class Output(NamedTuple):
@@ -39,11 +39,11 @@ class Output(NamedTuple):
     its scale rule (`scale_rule_constants`).
     """
 
-    ptr: Any
-    scale_ptr: Any
-    format: Any
-    emax: Any
-    threshold: Any
+    ptr: tl.tensor
+    scale_ptr: tl.tensor | None
+    format: tl.constexpr
+    emax: tl.constexpr
+    threshold: tl.constexpr
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,26 +15,26 @@ _TOKEN_MASK = tl.constexpr(TOKEN_MASK)
 class Rows(NamedTuple):
     """Sorted rows of a tile, int32 [BLOCK_M] each; `mask` is false for padding rows."""
 
-    index: Any
-    token: Any
-    mask: Any
+    index: tl.tensor
+    token: tl.tensor
+    mask: tl.tensor
 
 
 class Columns(NamedTuple):
     """Output columns of a tile: the first one, all of them [BLOCK_N], their mask, their total."""
 
-    first: Any
-    index: Any
-    mask: Any
-    total: Any
+    first: tl.tensor
+    index: tl.tensor
+    mask: tl.tensor
+    total: tl.tensor
 
 
 class Partials(NamedTuple):
     """Float32 scratch [split_k, num_rows, width] for the partial sums of split-K."""
 
-    ptr: Any
-    num_rows: Any
-    width: Any
+    ptr: tl.tensor
+    num_rows: tl.tensor
+    width: tl.tensor
 
 
 @triton.jit

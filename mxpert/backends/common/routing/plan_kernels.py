@@ -23,7 +23,7 @@ Shapes: R routed rows, P sorted rows, E local experts, B = NUM_BINS ≥ E a powe
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -59,20 +59,20 @@ PLAN_SIZES = (
 class RoutedIds(NamedTuple):
     """Experts of the routed rows: global ids [R], their map to local experts or None, sizes."""
 
-    topk_ids: Any
-    expert_map: Any
-    num_used: Any
-    num_experts: Any
-    num_local_experts: Any
+    topk_ids: tl.tensor
+    expert_map: tl.tensor | None
+    num_used: tl.tensor
+    num_experts: tl.tensor
+    num_local_experts: tl.tensor
 
 
 class SortedRows(NamedTuple):
     """Where sorted rows are stored, [P] each, and what is written there for padding."""
 
-    token_ids: Any
-    weights: Any
-    num_tokens: Any
-    top_k: Any
+    token_ids: tl.tensor
+    weights: tl.tensor
+    num_tokens: tl.tensor
+    top_k: tl.tensor
 
 
 @triton.jit

@@ -10,7 +10,7 @@ handled as one more group, whose programs store zeros. The output therefore need
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,12 +25,12 @@ class GroupTile(NamedTuple):
     Rows of no group are numbered without the gap between them: rows below `gap` are `shift` less.
     """
 
-    group: Any
-    first_row: Any
-    stop: Any
-    tile_n: Any
-    gap: Any
-    shift: Any
+    group: tl.tensor
+    first_row: tl.tensor
+    stop: tl.tensor
+    tile_n: tl.tensor
+    gap: tl.tensor
+    shift: tl.tensor
 
 
 @triton.jit
@@ -93,14 +93,14 @@ class Operand(NamedTuple):
     `rows`: the rows to multiply. Masked ones are not read and count as zeros.
     """
 
-    ptr: Any
-    scale_ptr: Any
-    rows: Any
-    mask: Any
-    stride_row: Any
-    stride_k: Any
-    scale_stride_row: Any
-    scale_stride_k: Any
+    ptr: tl.tensor
+    scale_ptr: tl.tensor | None
+    rows: tl.tensor
+    mask: tl.tensor
+    stride_row: tl.tensor | tl.constexpr
+    stride_k: tl.tensor | tl.constexpr
+    scale_stride_row: tl.tensor | tl.constexpr
+    scale_stride_k: tl.tensor | tl.constexpr
 
 
 @triton.jit

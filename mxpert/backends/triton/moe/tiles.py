@@ -9,7 +9,7 @@ Triton 3.6 transposes that product itself, and keeps the token loads asynchronou
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -25,12 +25,12 @@ class Activations(NamedTuple):
     None for bf16. `rows`: the rows to multiply; masked ones count as zeros.
     """
 
-    ptr: Any
-    scale_ptr: Any
-    stride: Any
-    scale_stride: Any
-    rows: Any
-    mask: Any
+    ptr: tl.tensor
+    scale_ptr: tl.tensor | None
+    stride: tl.tensor
+    scale_stride: tl.tensor
+    rows: tl.tensor
+    mask: tl.tensor
 
 
 class Weights(NamedTuple):
@@ -39,28 +39,28 @@ class Weights(NamedTuple):
     `ptr`: uint8 [E, N, K/2], two e2m1 codes a byte. `scale_ptr`: E8M0 scales [E, N, K/32].
     """
 
-    ptr: Any
-    scale_ptr: Any
-    stride_e: Any
-    stride_n: Any
-    scale_stride_e: Any
-    scale_stride_n: Any
+    ptr: tl.tensor
+    scale_ptr: tl.tensor
+    stride_e: tl.tensor
+    stride_n: tl.tensor
+    scale_stride_e: tl.tensor
+    scale_stride_n: tl.tensor
 
 
 class WeightRows(NamedTuple):
     """Rows of one expert's weights to multiply; masked ones count as zeros."""
 
-    expert: Any
-    rows: Any
-    mask: Any
+    expert: tl.tensor
+    rows: tl.tensor
+    mask: tl.tensor
 
 
 class KRange(NamedTuple):
     """Blocks of 32 along K: a program's first and end block, and the number of all blocks."""
 
-    first: Any
-    last: Any
-    total: Any
+    first: tl.tensor
+    last: tl.tensor
+    total: tl.tensor
 
 
 @triton.jit
