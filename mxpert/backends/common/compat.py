@@ -5,11 +5,15 @@ They have their newest names and abilities here.
 
 from __future__ import annotations
 
-from typing import Any, dataclass_transform, get_type_hints
+from typing import TYPE_CHECKING, dataclass_transform, get_type_hints
 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate, _unwrap_if_constexpr, base_value
+
+if TYPE_CHECKING:
+    from triton.experimental.gluon.language._semantic import GluonSemantic
+
 
 # Look for the new names first: Triton 3.9 keeps the old ones as functions that raise.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -27,8 +31,12 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 def buffer_load(
-    ptr: Any, offsets: Any, mask: Any = None, cache: Any = None, _semantic: Any = None
-) -> Any:
+    ptr: gl.tensor,
+    offsets: gl.tensor,
+    mask: gl.tensor | None = None,
+    cache: str | gl.constexpr | None = None,
+    _semantic: GluonSemantic = None,
+) -> gl.tensor:
     """Load from a scalar base address (AMD); masked elements are 0.
 
     Release 3.6 does not take a cache modifier that is a constexpr.
@@ -38,15 +46,15 @@ def buffer_load(
 
 
 def batched_mfma_scaled(
-    a: Any,
-    a_scale: Any,
-    a_format: Any,
-    b: Any,
-    b_scale: Any,
-    b_format: Any,
-    acc: Any,
-    _semantic: Any = None,
-) -> Any:
+    a: gl.tensor,
+    a_scale: gl.tensor,
+    a_format: str | gl.constexpr,
+    b: gl.tensor,
+    b_scale: gl.tensor,
+    b_format: str | gl.constexpr,
+    acc: gl.tensor,
+    _semantic: GluonSemantic = None,
+) -> gl.tensor:
     """``acc + (a * a_scale) @ (b * b_scale)`` for each matrix of a batch, by scaled MFMA (AMD).
 
     Release 3.6 compiles it too, but its `mfma_scaled` does not take scales of three dimensions.
@@ -74,7 +82,7 @@ batched_mfma_scaled.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 @dataclass_transform()
-def aggregate(cls: type) -> Any:
+def aggregate(cls: type) -> type:
     """Make a class of annotated fields a structure of values that jitted functions pass by name.
 
     This is Triton's decorator with the constructor of release 3.9: one argument a field, by
@@ -83,7 +91,9 @@ def aggregate(cls: type) -> Any:
     """
     fields = get_type_hints(cls)
 
-    def construct(self: Any, *args: Any, _semantic: Any = None, **kwargs: Any) -> None:
+    def construct(
+        self: object, *args: object, _semantic: GluonSemantic = None, **kwargs: object
+    ) -> None:
         given = dict(zip(fields, args, strict=False)) | kwargs
         if given.keys() != fields.keys() or len(args) + len(kwargs) != len(fields):
             raise TypeError(f"{cls.__name__} has the fields {list(fields)}, got {list(given)}")
@@ -98,4 +108,5 @@ def aggregate(cls: type) -> Any:
     construct.__triton_builtin__ = True  # type: ignore[attr-defined]
     cls.__annotations__ = fields  # releases before 3.9 do not resolve annotations given as text
     cls.__init__ = construct
-    return _aggregate(cls)
+    decorated: type = _aggregate(cls)
+    return decorated

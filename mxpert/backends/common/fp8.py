@@ -7,18 +7,21 @@ give the same codes and values as the instructions of later chips.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 from triton.runtime.interpreter import interpreter_builder
+
+if TYPE_CHECKING:
+    from triton.language.semantic import TritonSemantic
 
 _SIGN = tl.constexpr(0x80)
 _MAGNITUDE = tl.constexpr(0x7F)
 _FLOAT_INFINITY = tl.constexpr(0x7F800000)  # bits of a float32
 
 
-def has_fp8_instructions(_semantic: Any = None) -> Any:
+def has_fp8_instructions(_semantic: TritonSemantic | None = None) -> tl.constexpr:
     """Whether the target of this compilation converts float32 to FP8 in one rounding; constexpr.
 
     The interpreter passes no semantic.

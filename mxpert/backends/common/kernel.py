@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-from ...problem import Config, Op
+from ...problem import Config, Op, Problem
 
 
 class UntunedKernel:
@@ -14,8 +13,8 @@ class UntunedKernel:
     op: Op
     backend = "triton"
 
-    def configs(self, problem: Any) -> Iterable[Config]:
+    def configs(self, problem: Problem) -> Iterable[Config]:
         return (None,)
 
-    def heuristic(self, problem: Any) -> Config:
+    def heuristic(self, problem: Problem) -> Config:
         return None

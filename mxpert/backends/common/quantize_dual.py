@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.runtime.jit import JITFunction
 
 from ...formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleSpan
 from ...formats.tensor import MXTensor
@@ -28,7 +29,7 @@ class QuantizeDual(UntunedKernel):
     """
 
     op = Op.QUANTIZE_DUAL
-    kernel: Any
+    kernel: JITFunction
     tile: tuple[int, int]
 
     def constants(self, block_g: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...problem import Config, ReferenceConfig
+from ...problem import Config, Problem, ReferenceConfig
 from ..common.kernel import UntunedKernel
 
 
@@ -14,15 +14,15 @@ class ReferenceKernel(UntunedKernel):
 
     backend = "reference"
 
-    def unsupported(self, problem: Any) -> str | None:
+    def unsupported(self, problem: Any) -> str | None:  # Any: subclasses take their op's problem
         return None
 
 
 class ReferenceGemm(ReferenceKernel):
     """A kernel whose config names the accumulation type."""
 
-    def configs(self, problem: Any) -> Iterable[Config]:
+    def configs(self, problem: Problem) -> Iterable[Config]:
         return (ReferenceConfig(),)
 
-    def heuristic(self, problem: Any) -> Config:
+    def heuristic(self, problem: Problem) -> Config:
         return ReferenceConfig()

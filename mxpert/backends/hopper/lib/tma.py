@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
@@ -24,7 +23,7 @@ _GLUON_TYPES = {
 @functools.lru_cache
 def _tile(block: tuple[int, ...], dtype: torch.dtype, width: int | None) -> DescriptorSpec:
     """Spec with the widest shared-memory swizzle that fits the block."""
-    layout: Any = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])
     return DescriptorSpec(block, layout, width)
 
 

@@ -6,10 +6,10 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
+from triton.runtime.jit import JITFunction
 
 from ....formats.spans import FREE_BINADES, few_blocks
 from ....formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleSpan
@@ -270,12 +270,12 @@ def _table_launch(
 
 
 def _scales_launch(
-    kernel: Any,
+    kernel: JITFunction,
     row: _Copy,
     column: _Copy,
     segments: int,
     spans: frozenset[ScaleSpan],
-    **constants: Any,
+    **constants: int,
 ) -> Launch:
     """Launch of a kernel over the segments of scale rows of the copies with these spans.
 

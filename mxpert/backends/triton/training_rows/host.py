@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 import triton
+from triton.runtime.jit import JITFunction
 
 from ....problem import Config, Op, RowsProblem
 from ....runtime.launch import CACHED_LAUNCHES, Launch
@@ -122,7 +122,7 @@ class _CombineRowsBackward(_Rows):
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _activate(kernel: Any, problem: RowsProblem) -> Launch:
+def _activate(kernel: JITFunction, problem: RowsProblem) -> Launch:
     block_r, block_n = ACTIVATION_TILE
     grid = (triton.cdiv(problem.num_rows, block_r) * triton.cdiv(problem.width, block_n),)
     if problem.activation is None:
@@ -143,7 +143,7 @@ def _activate(kernel: Any, problem: RowsProblem) -> Launch:
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _combine(kernel: Any, num_programs: int, problem: RowsProblem) -> Launch:
+def _combine(kernel: JITFunction, num_programs: int, problem: RowsProblem) -> Launch:
     return Launch(
         kernel,
         (num_programs,),
