@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ...errors import message
@@ -15,7 +13,7 @@ _PACKED = "_packed"  # suffix of compressed-tensors' parameters
 
 
 def prepare_layer(
-    layer: Any,
+    layer: torch.nn.Module,
     order: GateUpOrder,
     previous: MoEWeights | None,
     *,
@@ -122,19 +120,19 @@ def count_unfolded(weights: MoEWeights) -> int:
     return int((gate_up + down > 0).sum())
 
 
-def _projection(layer: Any, name: str) -> MXTensor:
+def _projection(layer: torch.nn.Module, name: str) -> MXTensor:
     codes = getattr(layer, f"{name}_weight{_PACKED}", None)
     if codes is None:
         codes = getattr(layer, f"{name}_weight")
     return MXTensor(codes.data, getattr(layer, f"{name}_weight_scale").data, MXFP4)
 
 
-def _bias(layer: Any, name: str) -> torch.Tensor | None:
+def _bias(layer: torch.nn.Module, name: str) -> torch.Tensor | None:
     bias = getattr(layer, name, None)
     return None if bias is None else bias.data.float().contiguous()
 
 
-def _install(layer: Any, weights: MoEWeights, bias_suffix: str) -> None:
+def _install(layer: torch.nn.Module, weights: MoEWeights, bias_suffix: str) -> None:
     """Replace the layer's parameters; engines read the number of experts from their first size."""
     for name in ("w13_weight", "w2_weight"):
         if hasattr(layer, f"{name}{_PACKED}"):

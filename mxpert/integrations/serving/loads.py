@@ -6,7 +6,6 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 
@@ -47,13 +46,13 @@ class Loads:
             if loader is not None:
                 parameter.weight_loader = self._noting(name, loader)  # type: ignore[attr-defined]
 
-    def _noting(self, name: str, loader: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting(self, name: str, loader: Callable[..., object]) -> Callable[..., object]:
         signature = inspect.signature(loader)
         # The parameter must not keep its layer alive, as vLLM sees to for its own loaders.
         method = weakref.WeakMethod(loader) if inspect.ismethod(loader) else lambda: loader
 
         @functools.wraps(loader)
-        def weight_loader(*args: Any, **kwargs: Any) -> Any:
+        def weight_loader(*args: object, **kwargs: object) -> object:
             given = signature.bind(*args, **kwargs).arguments
             parameter = next(iter(given.values()), None)
             called = method()

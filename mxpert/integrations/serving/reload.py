@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from ...weights import MoEWeights
 from .layer_weights import poison
@@ -17,7 +16,7 @@ class Model:
     owner: the engine's configuration, which every layer of it shares.
     """
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: object) -> None:
         self._owner = owner  # keeps its id from being used again
         self._layers: weakref.WeakSet[MoEWeights] = weakref.WeakSet()
 
@@ -39,7 +38,7 @@ class Model:
 _models: weakref.WeakValueDictionary[int, Model] = weakref.WeakValueDictionary()
 
 
-def model_of(owner: Any) -> Model:
+def model_of(owner: object) -> Model:
     """The model of an engine; its layers keep it alive."""
     found = _models.get(id(owner))
     if found is None:

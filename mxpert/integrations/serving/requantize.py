@@ -9,7 +9,6 @@ In a worker of the engine, with the model that it serves (vLLM: ``llm.apply_mode
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -54,7 +53,7 @@ def served_layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def requantize_layer_(
-    layer: Any,
+    layer: torch.nn.Module,
     gate_up_proj: torch.Tensor,
     down_proj: torch.Tensor,
     *,

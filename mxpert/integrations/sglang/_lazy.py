@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import BACKENDS
 
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+    from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 
-def lazy_core(config: Any) -> Any:
+    from ._method import MxpertRunnerCore
+
+
+def lazy_core(config: MoeRunnerConfig) -> MxpertRunnerCore:
     """Return the runner core of a layer; SGLang's registry calls this with a MoeRunnerConfig."""
     from ._start import require_supported
 
@@ -17,13 +24,15 @@ def lazy_core(config: Any) -> Any:
     return MxpertRunnerCore(config)
 
 
-def lazy_config(in_tree: Any) -> type:
+def lazy_config(in_tree: Any) -> type:  # Any: mypy takes no other variable as a base class
     """Return SGLang's MXFP4 config with mxpert's method for the experts, if it was asked for."""
 
     class MxpertMxfp4Config(in_tree):
         """SGLang's own answers, except for experts under one of mxpert's backends."""
 
-        def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        def get_quant_method(
+            self, layer: torch.nn.Module, prefix: str
+        ) -> QuantizeMethodBase | None:
             from sglang.srt.layers.moe.utils import get_moe_runner_backend
 
             if get_moe_runner_backend().value in BACKENDS:

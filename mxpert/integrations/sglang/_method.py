@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.arg_groups.model_override_base import resolved_view
@@ -35,6 +36,13 @@ from ..serving.requantize import Share
 from . import BACKENDS, OP
 from ._refusals import activation_of, refuse_unsupported
 
+if TYPE_CHECKING:
+    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.moe.utils import MoeRunnerBackend
+    from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+    from sglang.srt.server_args import ServerArgs
+
 logger = logging.getLogger("sglang.srt.mxpert")  # SGLang shows the loggers below its own name
 
 _DEFAULT_TOKENS = 8192
@@ -51,7 +59,7 @@ class MxpertQuantInfo(MoeQuantInfo):
 class MxpertRunnerCore(DispatchMoeRunnerCore):
     """SGLang's runner core over `mxpert.fused_moe`, for standard dispatch."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: MoeRunnerConfig) -> None:
         super().__init__(config)
         method = getattr(config.layer, "quant_method", None)
         if not isinstance(method, ServedMethod):
@@ -66,12 +74,16 @@ class MxpertRunnerCore(DispatchMoeRunnerCore):
             )
 
     @property
-    def runner_backend(self) -> Any:
+    def runner_backend(self) -> MoeRunnerBackend:
         return get_moe_runner_backend()
 
     def run_from_dispatch(
-        self, dispatch_output: Any, quant_info: Any, runner_config: Any, hooks: Any = None
-    ) -> Any:
+        self,
+        dispatch_output: StandardDispatchOutput,
+        quant_info: MxpertQuantInfo,
+        runner_config: MoeRunnerConfig,
+        hooks: object = None,
+    ) -> StandardCombineInput:
         """Return the experts' weighted sum [T, H]; ids are local, −1 for foreign ones."""
         x, routing = dispatch_output.hidden_states, dispatch_output.topk_output
         y = quant_info.layer.run(
@@ -100,18 +112,18 @@ class ServedMethod(FusedMoEMethodBase):
         self.activation_format, self.prefix = activation_format, prefix
         self.info: MxpertQuantInfo | None = None
         self.loads, self.model = Loads(), model_of(get_server_args())
-        self._open: Callable[[Any], None] = lambda layer: None
+        self._open: Callable[[FusedMoE], None] = lambda layer: None
         self._lock, self._is_open = threading.Lock(), True
 
     def create_weights(
         self,
-        layer: Any,
+        layer: FusedMoE,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
         params_dtype: torch.dtype,
         with_bias: bool = False,
-        **attributes: Any,
+        **attributes: object,
     ) -> None:
         """Create the parameters that SGLang loads into."""
         config = layer.moe_runner_config
@@ -123,7 +135,7 @@ class ServedMethod(FusedMoEMethodBase):
         self.columns = columns_of_rank(share, columns, *ranks)
         sizes = {"w13": (2 * columns, hidden_size), "w2": (hidden_size, columns)}
 
-        def open_layer(layer: Any) -> None:
+        def open_layer(layer: FusedMoE) -> None:
             for name, tensor in _loadable(num_experts, sizes, with_bias, layer).items():
                 parameter = torch.nn.Parameter(tensor, requires_grad=False)
                 setattr(layer, name, parameter)
@@ -136,11 +148,13 @@ class ServedMethod(FusedMoEMethodBase):
         open_layer(layer)
         self._open = open_layer
 
-    def _opens(self, layer: Any, name: str) -> Callable[..., Any]:
+    def _opens(self, layer: FusedMoE, name: str) -> Callable[..., object]:
         """The loader of a prepared parameter: the first one called opens the layer for loading."""
         of_layer = weakref.ref(layer)
 
-        def weight_loader(param: Any, loaded_weight: Any, *args: Any, **kwargs: Any) -> Any:
+        def weight_loader(
+            param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: object, **kwargs: object
+        ) -> object:
             layer = of_layer()
             assert layer is not None  # for the type checker: its model calls this
             with self._lock:
@@ -152,28 +166,30 @@ class ServedMethod(FusedMoEMethodBase):
 
         return weight_loader
 
-    def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
+    def create_moe_runner(self, layer: FusedMoE, moe_runner_config: MoeRunnerConfig) -> None:
         self.runner = MoeRunner(get_moe_runner_backend(), moe_runner_config)
 
-    def restore_weights_before_loading(self, layer: Any) -> None:
+    def restore_weights_before_loading(self, layer: FusedMoE) -> None:
         """Forget an update that failed; the first loader that is called opens the layer."""
         self.loads.clear()
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: FusedMoE) -> None:
         """Prepare the weights, once after loading and again after each update of this layer."""
         if not self._is_open:
             return  # an update that left this layer out
         config = self.runner.config
         activation, order = activation_of(config)
-        options: dict[str, Any] = dict(op=OP, bias_suffix="_weight_bias", columns=self.columns)
+        prepare = functools.partial(
+            prepare_layer, layer, order, op=OP, bias_suffix="_weight_bias", columns=self.columns
+        )
         if self.info is None:
             self._require_loaded(layer, config)
-            weights = prepare_layer(layer, order, None, **options)
+            weights = prepare(None)
             self.model.add(weights)
         else:
             with self.model.reloading():
                 self._require_loaded(layer, config)
-                weights = prepare_layer(layer, order, self.info.layer.weights, **options)
+                weights = prepare(self.info.layer.weights)
         self._is_open = False
         for name, parameter in layer.named_parameters(recurse=False):
             parameter.weight_loader = self._opens(layer, name)
@@ -190,7 +206,7 @@ class ServedMethod(FusedMoEMethodBase):
             on_input=config.apply_router_weight_on_input,
         )
 
-    def _require_loaded(self, layer: Any, config: Any) -> None:
+    def _require_loaded(self, layer: FusedMoE, config: MoeRunnerConfig) -> None:
         """Raise a ValueError for tensors that the checkpoint lacks."""
         load_format = str(getattr(get_server_args(), "load_format", ""))
         if self.loads.is_empty and load_format not in FROM_CHECKPOINTS:
@@ -198,20 +214,22 @@ class ServedMethod(FusedMoEMethodBase):
         names = [name for name, _ in layer.named_parameters(recurse=False)]
         self.loads.require_all(OP, self.prefix, names, _experts(layer, config))
 
-    def share(self, layer: Any) -> Share:
+    def share(self, layer: FusedMoE) -> Share:
         """What this rank holds of the layer."""
         assert self.info is not None  # for the type checker: it is loaded
         weights, rank = self.info.layer.weights, getattr(layer, "moe_tp_rank", 0)
         experts, first = _experts(layer, self.runner.config), rank * weights.intermediate_size
         return Share(weights, experts, first, self.columns, rank == 0)
 
-    def apply(self, layer: Any, dispatch_output: Any) -> Any:
+    def apply(
+        self, layer: FusedMoE, dispatch_output: StandardDispatchOutput
+    ) -> StandardCombineInput:
         if not TopKOutputChecker.format_is_standard(dispatch_output.topk_output):
             raise UnsupportedError(message(OP, "top-k", "SGLang's standard output", "another"))
         return self.runner.run(dispatch_output, self.info)
 
 
-def _experts(layer: Any, config: Any) -> list[int]:
+def _experts(layer: FusedMoE, config: MoeRunnerConfig) -> list[int]:
     """Global ids of the experts that live here: routed ones, then shared ones that are fused."""
     shared = getattr(layer, "num_fused_shared_experts", 0)
     routed = config.num_local_experts - shared
@@ -220,7 +238,7 @@ def _experts(layer: Any, config: Any) -> list[int]:
 
 
 def _loadable(
-    num_experts: int, sizes: dict[str, tuple[int, int]], with_bias: bool, layer: Any
+    num_experts: int, sizes: dict[str, tuple[int, int]], with_bias: bool, layer: FusedMoE
 ) -> dict[str, torch.Tensor]:
     """Memory for SGLang's parameters; that of a prepared layer lies in its prepared tensors.
 
@@ -247,7 +265,7 @@ def _loadable(
     return made
 
 
-def max_tokens(server_args: Any) -> int:
+def max_tokens(server_args: ServerArgs) -> int:
     """The largest number of tokens of one forward pass, as far as SGLang limits it."""
     resolved = resolved_view(server_args)
     names = "chunked_prefill_size", "max_prefill_tokens"
@@ -257,7 +275,7 @@ def max_tokens(server_args: Any) -> int:
     return int(most) * math.prod(ranks)
 
 
-def method_of(config: Any, layer: Any, prefix: str) -> ServedMethod | None:
+def method_of(config: Mxfp4Config, layer: torch.nn.Module, prefix: str) -> ServedMethod | None:
     """Return mxpert's method for a layer of MXFP4 experts; None for every other layer.
 
     Args:
@@ -287,7 +305,7 @@ def method_of(config: Any, layer: Any, prefix: str) -> ServedMethod | None:
 _logged: set[tuple[object, ...]] = set()
 
 
-def _log_once(*arguments: Any) -> None:
+def _log_once(*arguments: object) -> None:
     if arguments not in _logged:
         _logged.add(arguments)
         logger.info(*arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,12 +16,16 @@ from ..serving.refusals import Refusal, refuse_first
 from . import OP
 from ._start import refused_options
 
+if TYPE_CHECKING:
+    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+    from sglang.srt.server_args import ServerArgs
+
 _OTHER = "choose another --moe-runner-backend"
 _SITU_BETA = 4.0
 """SGLang's own default of SiTU's first parameter."""
 
 
-def refuse_unsupported(config: Any, server_args: Any) -> None:
+def refuse_unsupported(config: MoeRunnerConfig, server_args: ServerArgs) -> None:
     """Raise UnsupportedError, in one line, for the first thing that mxpert does not serve.
 
     Args:
@@ -30,7 +34,7 @@ def refuse_unsupported(config: Any, server_args: Any) -> None:
     refuse_first(OP, chain(refused_options(server_args), _refused_layer(config)))
 
 
-def _refused_layer(config: Any) -> Iterator[Refusal]:
+def _refused_layer(config: MoeRunnerConfig) -> Iterator[Refusal]:
     if config.params_dtype is not torch.bfloat16:
         yield "--dtype", "bfloat16", config.params_dtype, "pass --dtype bfloat16"
     if config.no_combine or not config.is_gated:
@@ -43,13 +47,13 @@ def _refused_layer(config: Any) -> Iterator[Refusal]:
         yield "--tp-size", need, columns, f"{remedy} or --ep-size"
 
 
-def _is_interleaved(config: Any) -> bool:
+def _is_interleaved(config: MoeRunnerConfig) -> bool:
     """Whether gate and up rows alternate, as in gpt-oss."""
     is_swiglu: bool = config.activation == "silu" and config.gemm1_alpha is not None
     return is_swiglu and bool(config.gate_up_interleaved)
 
 
-def activation_of(config: Any) -> tuple[Activation, GateUpOrder]:
+def activation_of(config: MoeRunnerConfig) -> tuple[Activation, GateUpOrder]:
     """Return a layer's activation and the order of its gate and up rows.
 
     Args:

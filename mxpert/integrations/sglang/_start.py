@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..serving.refusals import Refusal, one_line_in_commands, refuse_first
 from ..serving.versions import require_version
 from . import BACKENDS, BELOW, OLDEST, OP
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 TARGET = "sglang.srt.server_args.ServerArgs.check_server_args"
 """What SGLang calls once its options are resolved, before it starts a process."""
@@ -21,7 +24,7 @@ def require_supported() -> None:
     require_version(OP, "sglang", sglang.__version__, OLDEST, BELOW, otherwise)
 
 
-def check(result: Any, server_args: Any) -> None:
+def check(result: object, server_args: ServerArgs) -> None:
     """Refuse a version of SGLang, or options that mxpert does not serve; a hook behind TARGET.
 
     Args:
@@ -37,7 +40,7 @@ def check(result: Any, server_args: Any) -> None:
             refuse_first(OP, refused_model(server_args))
 
 
-def refused_model(server_args: Any) -> Iterator[Refusal]:
+def refused_model(server_args: ServerArgs) -> Iterator[Refusal]:
     """The quantisation of a model whose experts SGLang would compute itself, without a word."""
     model = getattr(server_args, "_model_config", None)  # made while SGLang resolved its options
     if model is not None and model.quantization != "mxfp4":
@@ -48,7 +51,7 @@ def refused_model(server_args: Any) -> Iterator[Refusal]:
         yield "the model's quantization", "'mxfp4'", got, remedy
 
 
-def refused_options(server_args: Any) -> Iterator[Refusal]:
+def refused_options(server_args: ServerArgs) -> Iterator[Refusal]:
     """Each option of SGLang's ServerArgs that mxpert does not serve."""
     from sglang.srt.arg_groups.model_override_base import resolved_view
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.config import get_current_vllm_config
@@ -21,6 +21,14 @@ from . import serve
 from ._method import served_method
 from ._refusals import activation_of
 from .options import KEY, OP, requested_format, require_supported
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+    )
+    from vllm.model_executor.layers.quantization.quark.quark import QuarkConfig
 
 
 def in_tree_config(name: str) -> type:
@@ -47,7 +55,7 @@ class Served:
     vLLM's own answer is returned without the option, and for every other layer.
     """
 
-    def get_quant_method(self, layer: Any, prefix: str) -> Any:
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of one layer; vLLM calls this."""
         in_tree = super().get_quant_method  # type: ignore[misc]
         vllm_config = get_current_vllm_config()
@@ -61,7 +69,7 @@ class Served:
         activation_of(layer.moe_config, layer)  # refused here, before weights are loaded
         return served_method(base)(layer.moe_config, activation_format, prefix, vllm_config)
 
-    def moe_method(self, layer: Any, prefix: str) -> type | None:
+    def moe_method(self, layer: torch.nn.Module, prefix: str) -> type | None:
         """Return vLLM's method that creates and loads the layer's weights.
 
         Args:
@@ -79,7 +87,7 @@ class Served:
 class GptOss(Served):
     """gpt-oss checkpoints: gate and up rows interleaved, with biases."""
 
-    def moe_method(self, layer: Any, prefix: str) -> type | None:
+    def moe_method(self, layer: torch.nn.Module, prefix: str) -> type | None:
         method: type = mxfp4.GptOssMxfp4MoEMethod
         return method
 
@@ -87,7 +95,7 @@ class GptOss(Served):
 class Mxfp4(Served):
     """Other models with ``"quant_method": "mxfp4"``."""
 
-    def moe_method(self, layer: Any, prefix: str) -> type | None:
+    def moe_method(self, layer: torch.nn.Module, prefix: str) -> type | None:
         one_method = not hasattr(mxfp4.Mxfp4Config, "_make_moe_method")  # vLLM 0.20, 0.26
         method: type = mxfp4.GptOssMxfp4MoEMethod if one_method else mxfp4.Mxfp4MoEMethod
         return method
@@ -96,11 +104,11 @@ class Mxfp4(Served):
 class DeepSeekV4(Served):
     """DeepSeek-V4: FP8 linear layers, experts in MXFP4 ("fp4"), in FP8, or in NVFP4."""
 
-    ignored_layers: Any
-    packed_modules_mapping: Any
+    ignored_layers: list[str]
+    packed_modules_mapping: dict[str, list[str]]
     expert_dtype: str
 
-    def moe_method(self, layer: Any, prefix: str) -> type | None:
+    def moe_method(self, layer: torch.nn.Module, prefix: str) -> type | None:
         if is_layer_skipped(
             prefix=prefix,
             ignored_layers=self.ignored_layers,
@@ -123,8 +131,8 @@ class CompressedTensors(Served):
     The option chooses the activation format, whatever the checkpoint declares for activations.
     """
 
-    def moe_method(self, layer: Any, prefix: str) -> type | None:
-        config: Any = self
+    def moe_method(self, layer: torch.nn.Module, prefix: str) -> type | None:
+        config: CompressedTensorsConfig = self
         config._add_fused_moe_to_target_scheme_map()
         name = getattr(layer, "ckpt_gate_proj_name", "gate_proj")
         scheme = config.get_scheme_dict(layer, f"{prefix}.0.{name}")
@@ -146,10 +154,10 @@ class CompressedTensors(Served):
 class Quark(Served):
     """Quark checkpoints whose experts have MXFP4 weights, alone or with dynamic activations."""
 
-    packed_modules_mapping: Any
-    quant_config: Any
+    packed_modules_mapping: dict[str, list[str]]
+    quant_config: dict[str, Any]
 
-    def moe_method(self, layer: Any, prefix: str) -> type | None:
+    def moe_method(self, layer: torch.nn.Module, prefix: str) -> type | None:
         from vllm.model_executor.layers.quantization.quark.quark_moe import QuarkOCP_MX_MoEMethod
         from vllm.model_executor.layers.quantization.quark.utils import should_ignore_layer
 
@@ -162,7 +170,7 @@ class Quark(Served):
             **{name: value for name, value in more.items() if name in known},
         ):
             return None
-        config: Any = self
+        config: QuarkConfig = self
         matched = config._find_matched_config(prefix, layer)
         weight, inputs = (_only(matched.get(key)) for key in ("weight", "input_tensors"))
         if inputs is not None and not (isinstance(inputs, dict) and inputs.get("is_dynamic")):
@@ -174,7 +182,7 @@ class Quark(Served):
         return method
 
 
-def _only(config: Any) -> Any:
+def _only(config: object) -> Any:
     """The entry of a list with one entry; anything else as it is."""
     return config[0] if isinstance(config, list) and len(config) == 1 else config
 

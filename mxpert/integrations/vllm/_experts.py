@@ -6,7 +6,7 @@ router's logits and chooses the experts itself, where mxpert has that choice.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.model_executor.layers.fused_moe import modular_kernel as mk
@@ -15,6 +15,12 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 
 from ...ops.route import route_topk
 from ..serving.layer import Layer
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
+    from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey
 
 SOFTMAX_OVER_CHOSEN = (RoutingMethodType.Renormalize, RoutingMethodType.RenormalizeNaive)
 """Two names of one choice: the largest logits, weighed by a softmax over them."""
@@ -30,7 +36,7 @@ class _Common:
         return True
 
     @staticmethod
-    def activation_format() -> Any:
+    def activation_format() -> mk.FusedMoEActivationFormat:
         return mk.FusedMoEActivationFormat.Standard
 
     @staticmethod
@@ -42,15 +48,17 @@ class _Common:
         return False
 
     @staticmethod
-    def _supports_quant_scheme(weight_key: Any, activation_key: Any) -> bool:
+    def _supports_quant_scheme(
+        weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> bool:
         return True
 
     @staticmethod
-    def _supports_activation(activation: Any) -> bool:
+    def _supports_activation(activation: MoEActivation) -> bool:
         return True
 
     @staticmethod
-    def _supports_parallel_config(config: Any) -> bool:
+    def _supports_parallel_config(config: FusedMoEParallelConfig) -> bool:
         return True
 
     def supports_expert_map(self) -> bool:  # abstract in vLLM 0.20
@@ -61,16 +69,16 @@ class RoutedExperts(_Common, mk.FusedMoEExpertsModular):
     """Experts behind vLLM's router and its prepare and finalize steps."""
 
     def moe_problem_size(
-        self, x: torch.Tensor, _gate_up: Any, _down: Any, topk_ids: torch.Tensor
+        self, x: torch.Tensor, _gate_up: torch.Tensor, _down: torch.Tensor, topk_ids: torch.Tensor
     ) -> tuple[int, int, int, int, int]:
         weights = self.layer.weights
         columns = 2 * weights.intermediate_size
         return weights.num_experts, x.shape[0], columns, weights.hidden_size, topk_ids.shape[1]
 
-    def workspace_shapes(self, M: int, N: int, K: int, *_: Any, **__: Any) -> Any:  # noqa: N803
+    def workspace_shapes(self, M: int, N: int, K: int, *_: object, **__: object) -> object:  # noqa: N803
         return (0, 0), (0, 0), (M, K)
 
-    def finalize_weight_and_reduce_impl(self) -> Any:
+    def finalize_weight_and_reduce_impl(self) -> TopKWeightAndReduceNoOP:
         return TopKWeightAndReduceNoOP()
 
     def apply(
@@ -82,7 +90,7 @@ class RoutedExperts(_Common, mk.FusedMoEExpertsModular):
         topk_ids: torch.Tensor,
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
-        **_: Any,
+        **_: object,
     ) -> None:
         """Write the layer's result into `output` [T, H]."""
         if apply_router_weight_on_input:  # vLLM's prepare step has applied the weights
@@ -94,7 +102,7 @@ class RoutingExperts(_Common, mk.FusedMoEExpertsMonolithic):
     """Experts that choose from the router's logits themselves."""
 
     @staticmethod
-    def serves(moe: Any, vllm_config: Any) -> bool:
+    def serves(moe: FusedMoEConfig, vllm_config: VllmConfig) -> bool:
         """Whether these experts may replace vLLM's router in a layer.
 
         Not where tokens of several ranks meet, and not where vLLM changes or records the choice.
@@ -110,7 +118,7 @@ class RoutingExperts(_Common, mk.FusedMoEExpertsMonolithic):
         )
 
     @staticmethod
-    def serves_router_of(layer: Any) -> bool:
+    def serves_router_of(layer: torch.nn.Module) -> bool:
         """Whether a layer's router has neither groups nor a bias nor a scaling factor."""
         return (
             getattr(layer, "num_expert_group", None) in (None, 0, 1)
@@ -120,11 +128,13 @@ class RoutingExperts(_Common, mk.FusedMoEExpertsMonolithic):
         )
 
     @staticmethod
-    def _supports_routing_method(method: Any, weight_key: Any, activation_key: Any) -> bool:
+    def _supports_routing_method(
+        method: RoutingMethodType, weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> bool:
         return method in SOFTMAX_OVER_CHOSEN
 
     @staticmethod
-    def _supports_router_logits_dtype(dtype: Any, method: Any) -> bool:
+    def _supports_router_logits_dtype(dtype: torch.dtype | None, method: RoutingMethodType) -> bool:
         return True
 
     def apply(
@@ -134,7 +144,7 @@ class RoutingExperts(_Common, mk.FusedMoEExpertsMonolithic):
         router_logits: torch.Tensor,
         expert_map: torch.Tensor | None,
         apply_router_weight_on_input: bool,
-        **_: Any,
+        **_: object,
     ) -> torch.Tensor:
         """Return the layer's result [T, H]."""
         # Padding rows of graphs have NaN logits, which vLLM's own routers clamp as well.

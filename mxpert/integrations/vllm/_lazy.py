@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Lazy:
@@ -51,10 +54,11 @@ def lazy_config(name: str, before: type | None = None) -> type:
             return served().from_config(config)
 
         @classmethod
-        def override_quantization_method(cls, *args: Any, **kwargs: Any) -> Any:
-            return served().override_quantization_method(*args, **kwargs)
+        def override_quantization_method(cls, *args: object, **kwargs: object) -> str | None:
+            name: str | None = served().override_quantization_method(*args, **kwargs)
+            return name
 
-        def get_quant_method(self, layer: Any, prefix: str) -> Any:
+        def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> None:
             raise NotImplementedError("from_config returns the served config")
 
     Config.__name__ = Config.__qualname__ = f"Mxpert[{name}]"

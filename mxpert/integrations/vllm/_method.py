@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
@@ -29,6 +29,10 @@ from ._experts import RoutedExperts, RoutingExperts
 from ._refusals import activation_of, refuse_unsupported
 from .options import OP
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+
 logger = init_logger("vllm.mxpert")  # vLLM shows the loggers below its own name
 
 _FILLED = ("w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias")
@@ -44,10 +48,14 @@ class ServedMethod(FusedMoEMethodBase):
     """
 
     supports_pre_processed_weights = False
-    moe_kernel: Any
+    moe_kernel: mk.FusedMoEKernel  # None until the weights are loaded
 
     def __init__(
-        self, moe: Any, activation_format: ActivationFormat, prefix: str, vllm_config: Any
+        self,
+        moe: FusedMoEConfig,
+        activation_format: ActivationFormat,
+        prefix: str,
+        vllm_config: VllmConfig,
     ) -> None:
         FusedMoEMethodBase.__init__(self, moe)  # the in-tree method would choose a back end
         refuse_unsupported(moe, vllm_config)
@@ -61,7 +69,8 @@ class ServedMethod(FusedMoEMethodBase):
         self.group_size = MX_BLOCK_SIZE  # compressed-tensors
         self.static_input_scales, self.has_bias = False, moe.has_bias  # quark
         routing = RoutingExperts.serves(moe, vllm_config)
-        self.experts_cls: Any = RoutingExperts if routing else RoutedExperts
+        self.experts_cls: type[RoutingExperts | RoutedExperts]
+        self.experts_cls = RoutingExperts if routing else RoutedExperts
         self.loads, self.model = Loads(), model_of(vllm_config)
         load_config = getattr(vllm_config, "load_config", None)
         self.load_format = str(getattr(load_config, "load_format", ""))
@@ -88,7 +97,11 @@ class ServedMethod(FusedMoEMethodBase):
         return False
 
     def maybe_roundup_sizes(
-        self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
+        self,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[int, int]:
         """Round a rank's share of the intermediate size up to whole MX blocks."""
         hidden, intermediate = FusedMoEMethodBase.maybe_roundup_sizes(
@@ -114,12 +127,12 @@ class ServedMethod(FusedMoEMethodBase):
             self.moe.tp_shard_with_padding = True
         return hidden, rounded
 
-    def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
+    def create_weights(self, layer: torch.nn.Module, *args: object, **kwargs: object) -> None:
         """Create vLLM's parameters, and note which of them a checkpoint fills."""
         super().create_weights(layer, *args, **kwargs)
         self.loads.watch(layer.named_parameters(recurse=False))
 
-    def _require_loaded(self, layer: Any) -> None:
+    def _require_loaded(self, layer: torch.nn.Module) -> None:
         """Raise a ValueError for tensors that the checkpoint lacks."""
         if self.loads.is_empty and self.load_format not in FROM_CHECKPOINTS:
             return  # filled by other means than the loaders
@@ -127,7 +140,7 @@ class ServedMethod(FusedMoEMethodBase):
         names = [name for each in _FILLED for name in (each, f"{each}_packed") if name in present]
         self.loads.require_all(OP, self.prefix, names, self._experts(layer))
 
-    def _experts(self, layer: Any) -> list[int]:
+    def _experts(self, layer: torch.nn.Module) -> list[int]:
         """Global ids of the experts that live here, in the order of their local ids."""
         expert_map = getattr(layer, "expert_map", None)
         if expert_map is None:
@@ -136,26 +149,26 @@ class ServedMethod(FusedMoEMethodBase):
         found: list[int] = here[expert_map[here].argsort()].tolist()
         return found
 
-    def share(self, layer: Any) -> Share:
+    def share(self, layer: torch.nn.Module) -> Share:
         """What this rank holds of the layer."""
         weights = self.moe_kernel.fused_experts.layer.weights
         padded, rank = weights.intermediate_size, self.moe.moe_parallel_config.tp_rank
         columns = padded if self.columns is None else self.columns
         return Share(weights, self._experts(layer), rank * padded, columns, rank == 0)
 
-    def get_fused_moe_quant_config(self, layer: Any) -> Any:
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig:
         """Describe the activations to vLLM: not quantised outside of the experts."""
         return mxfp4_w4a16_moe_quant_config(w1_scale=None, w2_scale=None)
 
-    def process_weights_after_loading(self, layer: Any) -> None:
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Prepare the weights, once after loading and again after each reload."""
         activation, order = activation_of(self.moe, layer)
-        options: dict[str, Any] = dict(op=OP, columns=self.columns)
+        prepare = functools.partial(prepare_layer, layer, order, op=OP, columns=self.columns)
         if self.moe_kernel is not None:
             loaded = self.moe_kernel.fused_experts.layer.weights
             with self.model.reloading():
                 self._require_loaded(layer)
-                prepare_layer(layer, order, loaded, **options)
+                prepare(loaded)
             self.loads.clear()
             return
         self._require_loaded(layer)
@@ -163,7 +176,7 @@ class ServedMethod(FusedMoEMethodBase):
             self.experts_cls = RoutedExperts
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
         experts = self.experts_cls(moe_config=self.moe, quant_config=self.moe_quant_config)
-        weights = prepare_layer(layer, order, None, **options)
+        weights = prepare(None)
         self.loads.clear()
         self.model.add(weights)
         experts.layer = Layer(weights, activation, self.activation_format)
@@ -183,7 +196,7 @@ class ServedMethod(FusedMoEMethodBase):
         )
         self._warm_up(layer, experts.layer)
 
-    def _warm_up(self, layer: Any, prepared: Layer) -> None:
+    def _warm_up(self, layer: torch.nn.Module, prepared: Layer) -> None:
         ids_dtype = None if self.is_monolithic else self.topk_indices_dtype
         warm_up_layer(
             prepared,
@@ -191,7 +204,7 @@ class ServedMethod(FusedMoEMethodBase):
             top_k=self.moe.experts_per_token,
             logger=logger,
             expert_map=getattr(layer, "expert_map", None),
-            on_input=self.is_monolithic and layer.apply_router_weight_on_input,
+            on_input=self.is_monolithic and bool(layer.apply_router_weight_on_input),
             topk_ids_dtype=ids_dtype or torch.int32,
             router_logits_dtype=self.moe.router_logits_dtype if self.is_monolithic else None,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
@@ -16,11 +16,16 @@ from ..serving.refusals import Refusal, refuse_first
 from ._start import refused_all2all, refused_options
 from .options import KEY, OP
 
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+
 _GPT_OSS_ALPHA, _GPT_OSS_LIMIT = 1.702, 7.0  # constants of vLLM's own swigluoai
 _WITHOUT = f'remove "{KEY}" from --additional-config'
 
 
-def refuse_unsupported(moe: Any, vllm_config: Any) -> None:
+def refuse_unsupported(moe: FusedMoEConfig, vllm_config: VllmConfig) -> None:
     """Raise UnsupportedError, in one line, for the first thing that mxpert does not serve.
 
     Args:
@@ -29,7 +34,7 @@ def refuse_unsupported(moe: Any, vllm_config: Any) -> None:
     refuse_first(OP, chain(refused_options(vllm_config), _refused_layer(moe)))
 
 
-def _refused_layer(moe: Any) -> Iterator[Refusal]:
+def _refused_layer(moe: FusedMoEConfig) -> Iterator[Refusal]:
     parallel = moe.moe_parallel_config
     if parallel.use_all2all_kernels or getattr(parallel, "use_passthrough_all2all", False):
         yield from refused_all2all(parallel.all2all_backend)
@@ -37,7 +42,7 @@ def _refused_layer(moe: Any) -> Iterator[Refusal]:
         yield "hidden_size", f"a multiple of {MX_BLOCK_SIZE}", moe.hidden_dim, _WITHOUT
 
 
-def activation_of(moe: Any, layer: Any) -> tuple[Activation, GateUpOrder]:
+def activation_of(moe: FusedMoEConfig, layer: torch.nn.Module) -> tuple[Activation, GateUpOrder]:
     """Return a layer's activation and the order of its gate and up rows.
 
     Args:

@@ -9,7 +9,7 @@ config. The config of `probe` never says yes, and uses the question to add the c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,10 @@ from ...formats.spec import MX_BLOCK_SIZE
 from ..serving.refusals import Refusal, one_line_in_commands, refuse_first
 from . import NAMES, serve
 from .options import KEY, OP, is_supported, requested_format, require_supported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 ALL2ALL = ("allgather_reducescatter", "deepep_high_throughput")
 """Backends of ``--all2all-backend`` whose output is in vLLM's Standard format."""
@@ -30,7 +34,10 @@ def probe() -> type:
     class MxpertProbe(QuantizationConfig):
         @classmethod
         def override_quantization_method(
-            cls, hf_quant_cfg: Any, user_quant: Any, hf_config: Any = None
+            cls,
+            hf_quant_cfg: dict[str, Any],
+            user_quant: str | None,
+            hf_config: PreTrainedConfig | None = None,
         ) -> None:
             for architecture in getattr(hf_config, "architectures", None) or ():
                 _check_first(architecture)
@@ -52,6 +59,7 @@ def check_every_model() -> None:
 def _check_first(architecture: str) -> None:
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
+    # Any: mypy takes no other variable as a base class.
     in_tree: Any = MODELS_CONFIG_MAP.get(architecture, VerifyAndUpdateConfig)
     if hasattr(in_tree, "checked_by_mxpert"):
         return
@@ -60,14 +68,14 @@ def _check_first(architecture: str) -> None:
         checked_by_mxpert = True
 
         @staticmethod
-        def verify_and_update_config(vllm_config: Any) -> None:
+        def verify_and_update_config(vllm_config: VllmConfig) -> None:
             check(vllm_config)
             in_tree.verify_and_update_config(vllm_config)
 
     MODELS_CONFIG_MAP[architecture] = Checked
 
 
-def check(vllm_config: Any) -> None:
+def check(vllm_config: VllmConfig) -> None:
     """Refuse a wrong option, a version of vLLM, or a model or options that mxpert does not serve.
 
     What it accepts gets mxpert's configs.
@@ -98,7 +106,7 @@ def check(vllm_config: Any) -> None:
             refuse_first(OP, refused_options(vllm_config))
 
 
-def refused_experts(model_config: Any) -> Iterator[Refusal]:
+def refused_experts(model_config: ModelConfig) -> Iterator[Refusal]:
     """The format of a checkpoint's experts, if its config rules MXFP4 out.
 
     Which layers a config means is known once they are built, and so is the rest.
@@ -120,7 +128,7 @@ def refused_experts(model_config: Any) -> Iterator[Refusal]:
         yield "the model's experts", "MXFP4", got, f'remove "{KEY}" from --additional-config'
 
 
-def refused_options(vllm_config: Any) -> Iterator[Refusal]:
+def refused_options(vllm_config: VllmConfig) -> Iterator[Refusal]:
     """Each option of vLLM's VllmConfig that mxpert does not serve."""
     import vllm.envs
 
