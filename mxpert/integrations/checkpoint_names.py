@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def module_of(model: Any, name: str) -> str:
+
+def module_of(model: PreTrainedModel, name: str) -> str:
     """The module into which Transformers would load a tensor of the checkpoint."""
     transforms = get_model_conversion_mapping(model)
     converters = [each for each in transforms if isinstance(each, WeightConverter)]

@@ -8,8 +8,9 @@ the local experts, one at a time, and quantises each on the rank's device.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -31,6 +32,9 @@ from .models.expert_modules import StoredExperts
 from .models.experts import FoundExperts, find_experts, require_finite
 from .models.implementations import IMPLEMENTATIONS
 from .models.saved_config import mark_quantized
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _OP = "from_pretrained"
 _METHOD = "mxpert_local_experts"
@@ -66,7 +70,7 @@ class LocalExpertsQuantizer(HfQuantizer):
 
     is_trainable = False
 
-    def __init__(self, quantization_config: LocalExpertsConfig, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: LocalExpertsConfig, **kwargs: object) -> None:
         super().__init__(quantization_config, **kwargs)
         self._ranks = quantization_config.ranks
         self._sources: dict[str, ExpertLayer] = {}
@@ -76,8 +80,11 @@ class LocalExpertsQuantizer(HfQuantizer):
         return False
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Any = None, **kwargs: Any
-    ) -> Any:
+        self,
+        model: PreTrainedModel,
+        checkpoint_files: Sequence[str] | None = None,
+        **kwargs: object,
+    ) -> PreTrainedModel:
         asked = str(getattr(model.config, "_experts_implementation", None))
         self._format = IMPLEMENTATIONS.get(asked)
         if self._format is None:
@@ -98,7 +105,9 @@ class LocalExpertsQuantizer(HfQuantizer):
             found.replace_by(StoredExperts(found, GateUpOrder.INTERLEAVED, dtype, self._ranks))
         return model
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **kwargs: object
+    ) -> PreTrainedModel:
         self.remove_quantization_config(model)
         if self._format is None or not self._sources:
             return model
@@ -127,8 +136,9 @@ class LocalExpertsQuantizer(HfQuantizer):
                 dense = source.read(self._reader, projection, expert).to(device, experts.dtype)
                 stacked = dense[None]
                 require_finite(_OP, f"{found.name}.{projection}[{expert}]", stacked)
-                options: dict[str, Any] = dict(scale_rule=_SCALE_RULE, device=device)
-                quantized = quantize_stacked(stacked, transposed=False, **options)
+                quantized = quantize_stacked(
+                    stacked, transposed=False, scale_rule=_SCALE_RULE, device=device
+                )
                 blocks[place] = quantized.qdata[0].view(blocks.shape[1:])
                 scales[place] = quantized.scale[0]
         for name in source.biases:
@@ -138,7 +148,7 @@ class LocalExpertsQuantizer(HfQuantizer):
         return tensors
 
 
-def _reader_of(checkpoint_files: Any) -> CheckpointReader:
+def _reader_of(checkpoint_files: Sequence[str] | None) -> CheckpointReader:
     """The reader of the checkpoint that Transformers loads.
 
     Raises:
@@ -151,7 +161,7 @@ def _reader_of(checkpoint_files: Any) -> CheckpointReader:
 
 
 def _sources_of(
-    model: Any, layers: list[FoundExperts], reader: CheckpointReader
+    model: PreTrainedModel, layers: list[FoundExperts], reader: CheckpointReader
 ) -> dict[str, ExpertLayer]:
     """Where the checkpoint has each layer's experts, by the layer's name.
 

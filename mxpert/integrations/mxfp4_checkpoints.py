@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.quantizers.auto import register_quantizer
@@ -33,6 +33,10 @@ from .models.expert_modules import StoredExperts
 from .models.experts import find_experts
 from .models.mxfp4_config import Mxfp4Config
 from .models.saved_config import mark_quantized, without_expert_conversions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
 
 _OP = "from_pretrained"
 _METHOD = "mxpert_mxfp4"
@@ -58,7 +62,7 @@ class LoadRequest:
     unconverted: tuple[str, ...] = ()
     expert_parallel: ExpertParallel | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LoadRequest:
+    def __deepcopy__(self, memo: dict[int, object]) -> LoadRequest:
         return self  # Transformers copies configs; this is no state of a model
 
     def config(self) -> Mxfp4Config:
@@ -76,18 +80,21 @@ class MXQuantizer(HfQuantizer):
     is_trainable = False
     is_compileable = True
 
-    def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
+    def __init__(self, quantization_config: Mxfp4Config, **kwargs: object) -> None:
         super().__init__(quantization_config, **kwargs)
         self._request: LoadRequest = quantization_config.request
         self._folder: Path | None = None
 
-    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+    def is_serializable(self, *args: object, **kwargs: object) -> bool:
         """Yes: blocks and scales are the state of the experts."""
         return True
 
     def _process_model_before_weight_loading(
-        self, model: Any, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
-    ) -> Any:
+        self,
+        model: PreTrainedModel,
+        checkpoint_files: Sequence[str] | None = None,
+        **kwargs: object,
+    ) -> PreTrainedModel:
         request = self._request
         self._dtypes = _wanted_dtypes(model)
         layers, ranks = find_experts(model, _OP), request.expert_parallel
@@ -113,7 +120,7 @@ class MXQuantizer(HfQuantizer):
         self._has_dense = bool(dense)
         return model
 
-    def finish(self, model: Any, info: Mapping[str, Any]) -> None:
+    def finish(self, model: PreTrainedModel, info: Mapping[str, Any]) -> None:
         """Prepare the loaded tensors of all layers.
 
         Args:
@@ -144,15 +151,19 @@ class MXQuantizer(HfQuantizer):
         _cast(model, self._dtypes)
 
     def update_weight_conversions(
-        self, weight_conversions: list[Any], *args: Any, **kwargs: Any
-    ) -> list[Any]:
+        self, weight_conversions: list[WeightTransform], *args: object, **kwargs: object
+    ) -> list[WeightTransform]:
         """Drop conversions of dense experts, whose patterns fit the published tensors too."""
         if not self._has_dense:
             weight_conversions = without_expert_conversions(weight_conversions)
-        found: list[Any] = super().update_weight_conversions(weight_conversions, *args, **kwargs)
+        found: list[WeightTransform] = super().update_weight_conversions(
+            weight_conversions, *args, **kwargs
+        )
         return found
 
-    def _local_tensors(self, model: Any, experts: StoredExperts) -> dict[str, torch.Tensor]:
+    def _local_tensors(
+        self, model: PreTrainedModel, experts: StoredExperts
+    ) -> dict[str, torch.Tensor]:
         """The published tensors of this rank's experts, read from the checkpoint."""
         found, ranks = experts.source, experts.expert_parallel
         require(
@@ -203,13 +214,13 @@ def _refuse_missing(missing: list[str]) -> None:
         raise ValueError(message(_OP, f"{shown}{more}", need, got, f"{remedy}: download it again"))
 
 
-def run_as_transformers(model: Any, experts: Any) -> None:
+def run_as_transformers(model: PreTrainedModel, experts: torch.nn.Module) -> None:
     """Let experts that stay dense run the implementation that Transformers would choose."""
     experts.dense_implementation = model.get_correct_experts_implementation(None)
 
 
 def _dense_layers(
-    model: Any, names: list[str], request: LoadRequest, folder: Path | None
+    model: PreTrainedModel, names: list[str], request: LoadRequest, folder: Path | None
 ) -> list[str]:
     """The experts that the checkpoint states as not converted, and does not have in MXFP4."""
     listed = [name for name in names if not should_convert_module(name, [*request.unconverted])]
@@ -220,7 +231,7 @@ def _dense_layers(
     return [name for name in listed if not fitting(places, name)]
 
 
-def _stored_module(model: Any, reader: CheckpointReader, name: str) -> str:
+def _stored_module(model: PreTrainedModel, reader: CheckpointReader, name: str) -> str:
     """The checkpoint's path of an experts module of the model."""
     places = {
         stored: module_of(model, f"{stored}.gate_up_proj_blocks")
@@ -238,7 +249,7 @@ def _stored_module(model: Any, reader: CheckpointReader, name: str) -> str:
     return fits[0]
 
 
-def _wanted_dtypes(model: Any) -> dict[str, torch.dtype]:
+def _wanted_dtypes(model: PreTrainedModel) -> dict[str, torch.dtype]:
     """The dtype that each float tensor of a model on the meta device shall be loaded in."""
     plan: dict[str, torch.dtype] = getattr(model, "_get_dtype_plan", lambda dtype: {})(model.dtype)
     wanted = {}

@@ -10,17 +10,20 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import UnsupportedError, message
 from .models.implementations import IMPLEMENTATIONS, NAME
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MODELS = "transformers.modeling_utils"
 """Every model class imports this module."""
@@ -41,7 +44,7 @@ def register(models: ModuleType) -> None:
     Args:
         models: the module `MODELS`, imported.
     """
-    model_class: Any = getattr(models, "PreTrainedModel", None)
+    model_class: type[PreTrainedModel] | None = getattr(models, "PreTrainedModel", None)
     if model_class is None or hasattr(model_class.from_pretrained, "passes_to_mxpert"):
         return
     model_class.from_pretrained = classmethod(_loading(model_class.from_pretrained.__func__))
@@ -86,11 +89,11 @@ def experts_forward(
     return result
 
 
-def _loading(original: Any) -> Any:
+def _loading(original: Callable[..., object]) -> Callable[..., object]:
     """`from_pretrained`, which passes calls that do not ask for mxpert to the original."""
 
     @functools.wraps(original)
-    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls: type[PreTrainedModel], *args: object, **kwargs: object) -> object:
         try:
             integration = importlib.import_module("mxpert.integrations.transformers")
         except UnsupportedError:  # this release of Transformers does not fit
@@ -104,11 +107,13 @@ def _loading(original: Any) -> Any:
     return from_pretrained
 
 
-def _setting(original: Any) -> Any:
+def _setting(original: Callable[..., object]) -> Callable[..., object]:
     """`set_experts_implementation`, which converts the model where it names mxpert."""
 
     @functools.wraps(original)
-    def set_experts_implementation(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def set_experts_implementation(
+        self: PreTrainedModel, *args: object, **kwargs: object
+    ) -> object:
         integration = importlib.import_module("mxpert.integrations.transformers")
         return integration.set_implementation(original, self, args, kwargs)
 
@@ -139,7 +144,7 @@ class _Finder(MetaPathFinder):
 class _Loader(Loader):
     """Another loader, and a registration once the module is complete."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:

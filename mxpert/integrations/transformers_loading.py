@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,12 @@ _HUB_OPTIONS = (
 )
 
 
-def load_pretrained(original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def load_pretrained(
+    original: Callable[..., Any],
+    cls: type[PreTrainedModel],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
     """``from_pretrained``, and the preparation of experts where the call asks for it.
 
     Args:
@@ -74,7 +79,7 @@ def load_pretrained(original: Any, cls: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _load(
-    original: Any,
+    original: Callable[..., Any],
     kwargs: dict[str, Any],
     asked: str,
     stated: Mapping[str, Any],
@@ -114,7 +119,7 @@ def _load(
 
 
 def _convert(
-    model: Any,
+    model: PreTrainedModel,
     info: Mapping[str, Any],
     activation_format: ActivationFormat,
     unconverted: list[str],
@@ -160,7 +165,7 @@ def _names_another_source(kwargs: Mapping[str, Any]) -> bool:
     return any(kwargs.get(name) is not None for name in ("quantization_config", "gguf_file"))
 
 
-def _asked(option: Any, config: Any, stated: Mapping[str, Any]) -> str | None:
+def _asked(option: object, config: object, stated: Mapping[str, Any]) -> str | None:
     """The implementation of mxpert that a call of ``from_pretrained`` asks for.
 
     Args:
@@ -177,7 +182,9 @@ def _asked(option: Any, config: Any, stated: Mapping[str, Any]) -> str | None:
     return next((name for name in names if name in IMPLEMENTATIONS), None)
 
 
-def _stated_config(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _stated_config(
+    cls: type[PreTrainedModel], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """The config that a call of ``from_pretrained`` loads; empty where it is not found.
 
     Transformers then says so itself.
@@ -237,7 +244,10 @@ def _refuse_own_checkpoint(stated: Mapping[str, Any]) -> None:
 
 
 def set_implementation(
-    original: Any, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    original: Callable[..., Any],
+    model: PreTrainedModel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """``set_experts_implementation``, which converts the model where it names mxpert.
 

@@ -13,7 +13,8 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,6 +36,11 @@ from .safetensors_files import (
     write_json,
     write_tensors,
 )
+
+if TYPE_CHECKING:
+    from transformers import GptOssForCausalLM
+
+_Tensors = tuple[torch.Tensor, ...]
 
 DEMO_VOCABULARY = 256
 """Token ids of the demo model are bytes, so it needs no tokenizer."""
@@ -150,7 +156,7 @@ def write_demo_checkpoint(
     return directory
 
 
-def _random_model(op: str, seed: int, **sizes: int) -> Any:
+def _random_model(op: str, seed: int, **sizes: int) -> GptOssForCausalLM:
     """Transformers' GptOssForCausalLM with random weights; `sizes` are those of its config."""
     transformers = _transformers(op)
     config = transformers.GptOssConfig(
@@ -168,7 +174,7 @@ def _random_model(op: str, seed: int, **sizes: int) -> Any:
 
 def load_transformers_oracle(
     directory: Path | str, *, dtype: torch.dtype = torch.float32, num_layers: int | None = None
-) -> Any:
+) -> GptOssForCausalLM:
     """Load a gpt-oss MXFP4 checkpoint with transformers, experts dequantised by transformers.
 
     Args:
@@ -242,7 +248,7 @@ def demo_token_ids(num_tokens: int) -> torch.Tensor:
     return text.repeat(-(-num_tokens // len(text)))[:num_tokens]
 
 
-def collect_moe_inputs(model: Any, token_ids: torch.Tensor, layer: int) -> MoECapture:
+def collect_moe_inputs(model: GptOssForCausalLM, token_ids: torch.Tensor, layer: int) -> MoECapture:
     """Run a gpt-oss model over tokens and record one MoE layer's input, routing and output.
 
     Args:
@@ -277,10 +283,10 @@ def collect_moe_inputs(model: Any, token_ids: torch.Tensor, layer: int) -> MoECa
     require(0 <= layer < len(layers), op, "layer", need=f"0 to {len(layers) - 1}", got=layer)
     seen: dict[str, torch.Tensor] = {}
 
-    def on_moe(module: Any, arguments: tuple[Any, ...], result: tuple[Any, ...]) -> None:
+    def on_moe(module: torch.nn.Module, arguments: _Tensors, result: _Tensors) -> None:
         seen["hidden"], seen["output"] = arguments[0].flatten(0, -2), result[0].flatten(0, -2)
 
-    def on_router(module: Any, arguments: tuple[Any, ...], result: tuple[Any, ...]) -> None:
+    def on_router(module: torch.nn.Module, arguments: _Tensors, result: _Tensors) -> None:
         _, seen["topk_weights"], seen["topk_ids"] = result
 
     moe = layers[layer].mlp
@@ -294,7 +300,9 @@ def collect_moe_inputs(model: Any, token_ids: torch.Tensor, layer: int) -> MoECa
     return MoECapture(**{name: tensor.detach().clone() for name, tensor in seen.items()})
 
 
-def _published_tensors(model: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _published_tensors(
+    model: GptOssForCausalLM, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     """The model's tensors in bf16 under their published names, experts in MXFP4."""
     tensors: dict[str, torch.Tensor] = {}
     experts: dict[str, torch.Tensor] = {}
@@ -371,7 +379,7 @@ def _save(tensors: dict[str, torch.Tensor], directory: Path, *, sharded: bool) -
     )
 
 
-def _transformers(op: str) -> Any:
+def _transformers(op: str) -> ModuleType:
     """The transformers module, an optional dependency."""
     try:
         return importlib.import_module("transformers")
@@ -382,7 +390,7 @@ def _transformers(op: str) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet(transformers: Any) -> Iterator[None]:
+def _quiet(transformers: ModuleType) -> Iterator[None]:
     """Hide transformers' progress bars and notices while it loads."""
     log = transformers.utils.logging
     bars, level = log.is_progress_bar_enabled(), log.get_verbosity()

@@ -113,7 +113,7 @@ def _data_device(device: torch.device | str, op: str) -> torch.device:
 
 
 def _convert_layers(
-    model: Any,
+    model: torch.nn.Module,
     activation_format: OwnFormat,
     scale_rule: ScaleRule,
     device: torch.device | None,
@@ -147,7 +147,10 @@ def shown(layers: Sequence[_Layer], *, progress: bool) -> Iterable[_Layer]:
 
 
 def _dense_experts(
-    model: Any, activation_format: str, recipe: MXFP8Recipe | None, ranks: ExpertParallel | None
+    model: torch.nn.Module,
+    activation_format: str,
+    recipe: MXFP8Recipe | None,
+    ranks: ExpertParallel | None,
 ) -> list[FoundExperts]:
     """Find and check the experts of a model; those that were trained with a recipe are put back."""
     op = "convert"
@@ -234,7 +237,7 @@ def mx_experts(model: torch.nn.Module) -> list[MXExperts]:
 
 
 def _check_arguments(
-    model: Any,
+    model: object,
     scale_rule: ScaleRule | None,
     recipe: MXFP8Recipe | None,
     ranks: ExpertParallel | None,
@@ -303,13 +306,13 @@ def check_ranks(
         )
 
 
-def forbid_saving(model: Any) -> None:
+def forbid_saving(model: torch.nn.Module) -> None:
     """Make ``save_pretrained`` raise: a checkpoint has all experts, and each rank has some."""
     for holder in configured_models(model):
         holder.save_pretrained = _refuse_to_save
 
 
-def _refuse_to_save(*arguments: Any, **options: Any) -> None:
+def _refuse_to_save(*arguments: object, **options: object) -> None:
     raise UnsupportedError(
         message(
             "save_pretrained",
@@ -346,7 +349,7 @@ def _convert_layer(
     ranks: ExpertParallel | None,
 ) -> None:
     """Replace one layer's experts; an error in between leaves them as they are."""
-    module: Any = found.module
+    module: Any = found.module  # experts modules of Transformers have no common class
     local = None if ranks is None else ranks.local_experts
     target = module.down_proj.device if device is None else device
     projections: dict[str, Any] = {}

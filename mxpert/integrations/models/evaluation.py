@@ -81,7 +81,7 @@ class EvalReport:
 
 
 def evaluate(
-    model: Any,
+    model: torch.nn.Module,
     token_ids: torch.Tensor,
     *,
     formats: Sequence[str] = DEFAULT_FORMATS,
@@ -185,7 +185,7 @@ def _windows(token_ids: torch.Tensor, context: int, op: str) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _window_losses(model: Any, windows: torch.Tensor) -> torch.Tensor:
+def _window_losses(model: torch.nn.Module, windows: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy of each window, float64 [W] on the CPU.
 
     Only one window's logits are in float32 at a time.
@@ -198,7 +198,7 @@ def _window_losses(model: Any, windows: torch.Tensor) -> torch.Tensor:
     return torch.stack(losses).double().cpu()
 
 
-def _forward(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def _forward(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
     output = model(ids, use_cache=False) if hasattr(model, "config") else model(ids)
     logits: torch.Tensor = getattr(output, "logits", output)
     require(

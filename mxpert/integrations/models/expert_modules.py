@@ -205,7 +205,7 @@ class TrainableExperts(torch.nn.Module):
         hidden = gated_activation(gate_up, self._source.activation)  # [R, F]
         return self._linear("down_proj", hidden, offsets)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
         if self.group_ids is not None:
             names = [prefix + name for name, _ in self.named_parameters()]
             state_dict = take_groups(state_dict, names, self._source.num_experts, self.group_ids)

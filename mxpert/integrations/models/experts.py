@@ -187,7 +187,10 @@ def _experts_places(model: torch.nn.Module) -> dict[str, list[tuple[torch.nn.Mod
 
 
 def _describe(
-    name: str, places: tuple[tuple[torch.nn.Module, str], ...], module: Any, op: str
+    name: str,
+    places: tuple[tuple[torch.nn.Module, str], ...],
+    module: Any,  # experts modules of Transformers have no common class
+    op: str,
 ) -> FoundExperts:
     if not getattr(module, "has_gate", True):
         raise UnsupportedError(
@@ -277,7 +280,11 @@ def _check_tensors(name: str, module: torch.nn.Module, op: str) -> None:
         )
 
 
-def recognise_gate(module: Any, name: str, op: str) -> tuple[Activation, GateUpOrder]:
+def recognise_gate(
+    module: Any,  # experts modules of Transformers have no common class
+    name: str,
+    op: str,
+) -> tuple[Activation, GateUpOrder]:
     """Recognise the activation and row order of a module's ``_apply_gate`` by its results.
 
     The method and every activation of mxpert, with the module's parameters, get the same gate and
@@ -331,7 +338,7 @@ def recognise_gate(module: Any, name: str, op: str) -> tuple[Activation, GateUpO
     )
 
 
-def _candidates(module: Any) -> Iterator[Activation]:
+def _candidates(module: torch.nn.Module) -> Iterator[Activation]:
     limits = _numbers(module, _LIMITS)
     yield SiLU()
     for limit in limits:
@@ -340,7 +347,7 @@ def _candidates(module: Any) -> Iterator[Activation]:
             yield SwiGLU(alpha, limit)
 
 
-def _numbers(module: Any, names: tuple[str, ...]) -> list[float]:
+def _numbers(module: torch.nn.Module, names: tuple[str, ...]) -> list[float]:
     values = (getattr(module, name, None) for name in names)
     return [
         float(value)
@@ -349,6 +356,6 @@ def _numbers(module: Any, names: tuple[str, ...]) -> list[float]:
     ]
 
 
-def _gate_name(module: Any) -> str:
+def _gate_name(module: torch.nn.Module) -> str:
     activation = getattr(module, "act_fn", None)
     return f"{type(module).__name__} with {type(activation).__name__ if activation else 'its own'}"

@@ -28,7 +28,7 @@ class Mxfp4Config(transformers.Mxfp4Config):
         *,
         mxpert: dict[str, Any] | None = None,
         loading: dict[str, Any] | None = None,
-        **options: Any,
+        **options: object,
     ) -> None:
         super().__init__(modules_to_not_convert=modules_to_not_convert, **options)
         self.mxpert = mxpert

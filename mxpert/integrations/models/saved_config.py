@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,10 @@ from ...formats.spec import ScaleRule
 from ...weights import GateUpOrder
 from .experts import FoundExperts, is_experts, starred, unconverted_modules
 from .implementations import NAME
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.core_model_loading import WeightTransform
 
 GPT_OSS = "gpt_oss"
 GPT_OSS_UNCONVERTED = [
@@ -22,7 +26,7 @@ GPT_OSS_UNCONVERTED = [
 """``modules_to_not_convert`` of the published gpt-oss configs."""
 
 
-def configured_models(model: torch.nn.Module) -> list[Any]:
+def configured_models(model: torch.nn.Module) -> list[PreTrainedModel]:
     """The models with a config in `model`, itself included, outermost first.
 
     A wrapper without a config (a trainer's module, torch.compile's) is not one of them, the
@@ -36,7 +40,9 @@ def configured_models(model: torch.nn.Module) -> list[Any]:
     return found if found or not hasattr(model, "config") else [model]
 
 
-def mark_quantized(model: Any, found: list[FoundExperts], scale_rule: ScaleRule | None) -> None:
+def mark_quantized(
+    model: torch.nn.Module, found: list[FoundExperts], scale_rule: ScaleRule | None
+) -> None:
     """Make every Transformers model that holds the experts `found` save a checkpoint that loads.
 
     Its ``config.quantization_config`` is written as `mxpert quantize` and gpt-oss do, and
@@ -57,9 +63,9 @@ def mark_quantized(model: Any, found: list[FoundExperts], scale_rule: ScaleRule 
         _hide_expert_conversions(holder)
 
 
-def _own_configs(holders: list[Any], found: list[FoundExperts]) -> None:
+def _own_configs(holders: list[PreTrainedModel], found: list[FoundExperts]) -> None:
     """Give these models copies of their configs, and all of their modules the same copies."""
-    copies: dict[int, Any] = {}
+    copies: dict[int, object] = {}
     for holder in holders:
         copy.deepcopy(holder.config, copies)  # also finds the configs inside of a config
     configs = {id(holder.config) for holder in holders}
@@ -71,7 +77,7 @@ def _own_configs(holders: list[Any], found: list[FoundExperts]) -> None:
                 vars(module)[name] = copies[id(value)]
 
 
-def _write_config(holder: Any, scale_rule: ScaleRule | None) -> None:
+def _write_config(holder: PreTrainedModel, scale_rule: ScaleRule | None) -> None:
     config, model_type = holder.config, getattr(holder.config, "model_type", "")
     names = [*GPT_OSS_UNCONVERTED] if model_type == GPT_OSS else unconverted_modules(holder)
     dense = [name for name, module in holder.named_modules() if is_experts(module)]
@@ -96,7 +102,7 @@ def implementation_entry(model_type: object) -> dict[str, str]:
     return {} if model_type == GPT_OSS else {"experts_implementation": NAME}
 
 
-def _hide_expert_conversions(model: Any) -> None:
+def _hide_expert_conversions(model: PreTrainedModel) -> None:
     """Drop the weight conversions of experts, which Transformers undoes when it saves.
 
     They are made for dense ``gate_up_proj`` and would cut ``gate_up_proj_blocks`` into
@@ -120,7 +126,7 @@ def _hide_expert_conversions(model: Any) -> None:
     model._weight_conversions = without_expert_conversions(dense)
 
 
-def without_expert_conversions(conversions: list[Any]) -> list[Any]:
+def without_expert_conversions(conversions: list[WeightTransform]) -> list[WeightTransform]:
     """Weight conversions of Transformers, less those that compute dense experts."""
     from transformers.core_model_loading import WeightConverter
 
@@ -134,7 +140,7 @@ def without_expert_conversions(conversions: list[Any]) -> list[Any]:
     ]
 
 
-def unmark_quantized(model: Any) -> None:
+def unmark_quantized(model: torch.nn.Module) -> None:
     """Undo `mark_quantized`, and what Transformers keeps of a quantised checkpoint."""
     for holder in configured_models(model):
         for owner, name in (
