@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..formats.spec import ScaleRule
 from ..kernel_spec import KernelSpec
@@ -38,7 +38,9 @@ class _Way:
 class AllToAllExchange:
     """One row per (token, rank) pair; the shapes depend on the routing."""
 
-    def __init__(self, group: Any, spec: ExchangeSpec, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, spec: ExchangeSpec, device: torch.device
+    ) -> None:
         self._spec, self._ranks = spec, Ranks(group, spec, device)
         owners, local_ids = (
             # column id + 1; what no rank computes goes to "rank" N
@@ -51,7 +53,7 @@ class AllToAllExchange:
         self._owners, self._local_ids = owners, local_ids
 
     @staticmethod
-    def unavailable(group: Any, device: torch.device) -> str | None:
+    def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
         """None: gloo and NCCL have all_to_all_single."""
         return None
 

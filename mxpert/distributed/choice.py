@@ -6,6 +6,7 @@ import importlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..errors import UnsupportedError, message
 from .groups import gather_objects
@@ -20,7 +21,7 @@ _CLASSES = {
 
 
 def choose(
-    wanted: Transport, group: Any, size: int, device: torch.device
+    wanted: Transport, group: dist.ProcessGroup | None, size: int, device: torch.device
 ) -> tuple[Transport, dict[Transport, str]]:
     """Return the transport that runs on every rank, and a reason for each that was looked at.
 
@@ -51,14 +52,16 @@ def choose(
 
 
 def make_exchange(
-    transport: Transport, group: Any, spec: ExchangeSpec, device: torch.device
+    transport: Transport, group: dist.ProcessGroup | None, spec: ExchangeSpec, device: torch.device
 ) -> Exchange:
     """The exchange of a transport that `choose` has returned."""
     exchange: Exchange = _class(transport)(group, spec, device)
     return exchange
 
 
-def unavailable(transport: Transport, group: Any, device: torch.device) -> str | None:
+def unavailable(
+    transport: Transport, group: dist.ProcessGroup | None, device: torch.device
+) -> str | None:
     """Why a transport cannot run on this rank, as a phrase; None if it can."""
     try:
         made = _class(transport)
@@ -73,7 +76,9 @@ def _class(transport: Transport) -> Any:
     return getattr(importlib.import_module(f".{module}", __package__), name)
 
 
-def _reason(transport: Transport, group: Any, device: torch.device) -> str | None:
+def _reason(
+    transport: Transport, group: dist.ProcessGroup | None, device: torch.device
+) -> str | None:
     """Why a transport cannot run on some rank; None if it runs on every one."""
     reasons = gather_objects(group, unavailable(transport, group, device))
     for rank, reason in enumerate(reasons):

@@ -7,9 +7,8 @@ unused slots (0) to −1.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+import torch.distributed as dist
 
 from ..formats.spec import ScaleRule
 from ..kernel_spec import KernelSpec
@@ -23,7 +22,9 @@ from .wire import rows_from_wire, wire_parts
 class GatherExchange:
     """All-gather and reduce-scatter; shapes depend on `bound` alone."""
 
-    def __init__(self, group: Any, spec: ExchangeSpec, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, spec: ExchangeSpec, device: torch.device
+    ) -> None:
         self._spec, self._ranks = spec, Ranks(group, spec, device)
         table = spec.placement.received_ids(spec.rank)
         self._local_ids = table.to(device)
@@ -35,7 +36,7 @@ class GatherExchange:
         """The calls of all ranks where they differed first."""
 
     @staticmethod
-    def unavailable(group: Any, device: torch.device) -> str | None:
+    def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
         """None: every backend gathers."""
         return None
 

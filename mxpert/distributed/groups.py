@@ -8,7 +8,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,14 @@ from .transport import ExchangeSpec
 if dist.is_available():  # `import mxpert` works with a torch that was built without it
     from torch.distributed import distributed_c10d as c10d
 
+_Value = TypeVar("_Value")
+
 _OP = "ExpertParallel"
 _GRACE_S, _POLL_S = 1.0, 0.02
 """Seconds beyond the time-out in which ranks that are alive answer the roll call; its interval."""
 
 
-def find_group(group_or_mesh: object, num_ranks: int | None) -> Any:
+def find_group(group_or_mesh: object, num_ranks: int | None) -> dist.ProcessGroup | None:
     """Return the ProcessGroup that is meant; None for one rank without torch.distributed.
 
     Args:
@@ -74,7 +76,7 @@ def find_group(group_or_mesh: object, num_ranks: int | None) -> Any:
     return group
 
 
-def default_device(group: Any) -> torch.device:
+def default_device(group: dist.ProcessGroup | None) -> torch.device:
     """The device whose tensors the group's backend moves: the current GPU, or the CPU."""
     on_gpu = torch.cuda.is_available()
     if group is not None:
@@ -82,7 +84,7 @@ def default_device(group: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
-def gather_objects(group: Any, value: Any) -> list[Any]:
+def gather_objects(group: dist.ProcessGroup | None, value: _Value) -> list[_Value]:
     """The `value` of each rank, on every rank."""
     if group is None:
         return [value]
@@ -91,7 +93,7 @@ def gather_objects(group: Any, value: Any) -> list[Any]:
     return values
 
 
-def agree(group: Any, arguments: dict[str, object] | Exception) -> str:
+def agree(group: dist.ProcessGroup | None, arguments: dict[str, object] | Exception) -> str:
     """Check on all ranks that they got the same arguments, or raise on all of them.
 
     Args:
@@ -136,7 +138,7 @@ class RollCall:
         spec: name, rank and size.
     """
 
-    def __init__(self, group: Any, spec: ExchangeSpec) -> None:
+    def __init__(self, group: dist.ProcessGroup, spec: ExchangeSpec) -> None:
         self._rank, self._size = spec.rank, spec.size
         # Names of torch's own new groups repeat once a group was destroyed; this one is unique.
         self.store = c10d.PrefixStore(f"mxpert/{spec.name}", c10d._get_process_group_store(group))
@@ -159,12 +161,12 @@ class RollCall:
             time.sleep(_POLL_S)
 
 
-_dropped: list[tuple[Any, RollCall]] = []
+_dropped: list[tuple[dist.ProcessGroup, RollCall]] = []
 """Groups that this rank no longer uses and other ranks perhaps still do: a rank that closes its
 connections early can break the last collective of another."""
 
 
-def _drop(group: Any, roll: RollCall) -> None:
+def _drop(group: dist.ProcessGroup, roll: RollCall) -> None:
     """Keep a group until all ranks have dropped it."""
     with contextlib.suppress(RuntimeError):  # the process that held the store is gone
         roll.say("dropped")
@@ -197,7 +199,9 @@ class Ranks:
         PeerLostError: a rank did not arrive.
     """
 
-    def __init__(self, group: Any, spec: ExchangeSpec, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, spec: ExchangeSpec, device: torch.device
+    ) -> None:
         self.size = spec.size
         self._spec, self._device, self._group = spec, device, group
         self._lost: PeerLostError | None = None
@@ -217,7 +221,7 @@ class Ranks:
         for options in (self._gather_options, self._reduce_options, self._all_to_all_options):
             options.asyncOp = False
 
-    def _new_group(self) -> Any:
+    def _new_group(self) -> Any:  # a ProcessGroupGloo, which torch does not type as a ProcessGroup
         """A gloo group that all ranks have joined."""
         _free_dropped()
         spec, started = self._spec, time.monotonic()
@@ -254,7 +258,7 @@ class Ranks:
         arguments = out, rows, received, sent, self._all_to_all_options
         self._run(step, "alltoall_base", *arguments)
 
-    def _run(self, step: str, collective: str, *arguments: Any) -> None:
+    def _run(self, step: str, collective: str, *arguments: object) -> None:
         """Run a collective and wait for it as its backend does: the host or the stream.
 
         Raises:

@@ -10,6 +10,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ..backends.common.exchange import host
 from ..backends.common.exchange.schedule import most_ctas
@@ -61,7 +62,7 @@ class SymmetricExchange:
 
     def __init__(
         self,
-        group: Any,
+        group: dist.ProcessGroup | None,
         spec: ExchangeSpec,
         device: torch.device,
         workspace: Workspace | None = None,
@@ -98,7 +99,7 @@ class SymmetricExchange:
         return [cls(None, spec, device, memory) for spec, memory in pairs]
 
     @staticmethod
-    def unavailable(group: Any, device: torch.device) -> str | None:
+    def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
         """Why the ranks cannot write in each other's memory, or have no kernels to do it."""
         num_ranks = 1 if group is None else group.size()
         own = host.refuse(num_ranks, detect_target(device))

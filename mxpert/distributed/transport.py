@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..errors import message, require, require_dtype, require_int
 from ..formats.spec import MX_BLOCK_SIZE, ScaleRule, ValueEnum
@@ -86,7 +87,7 @@ class DispatchedTokens:
     topk_ids: torch.Tensor
     num_tokens: int
     out_dtype: torch.dtype = torch.bfloat16
-    state: Any = field(default=None, repr=False)
+    state: Any = field(default=None, repr=False)  # each transport has its own kind
 
 
 @dataclass(frozen=True)
@@ -217,7 +218,7 @@ class Exchange(Protocol):
         """Free what the exchange holds; idempotent. The other ranks may be gone."""
 
     @staticmethod
-    def unavailable(group: Any, device: torch.device) -> str | None:
+    def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
         """Why it cannot run on this group and device, as a phrase; None if it can.
 
         Called on all ranks at the same time; it may communicate.

@@ -9,9 +9,10 @@ import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 
 from ..errors import UnsupportedError, message
 from .groups import gather_objects
@@ -30,10 +31,10 @@ class Workspace:
 
     own: torch.Tensor
     addresses: tuple[int, ...]
-    keep: Any = None
+    keep: Any = None  # each kind of memory has its own
 
 
-def make_workspace(group: Any, nbytes: int, device: torch.device) -> Workspace:
+def make_workspace(group: dist.ProcessGroup | None, nbytes: int, device: torch.device) -> Workspace:
     """Make the memory of this rank; all ranks of the group call at the same time.
 
     group: the ProcessGroup; None for one rank.
@@ -52,7 +53,7 @@ def plain_workspaces(num_ranks: int, nbytes: int, device: torch.device) -> list[
     return [Workspace(memory, addresses, memories) for memory in memories]
 
 
-def refuse_group(group: Any, device: torch.device) -> str | None:
+def refuse_group(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
     """Why the ranks cannot write in each other's memory, as a phrase; None if they can.
 
     All ranks of the group call at the same time.
@@ -77,7 +78,7 @@ def _host() -> str:
     return boot.read_text() if boot.exists() else socket.gethostname()
 
 
-def _peers(group: Any, nbytes: int, device: torch.device) -> Workspace:
+def _peers(group: dist.ProcessGroup, nbytes: int, device: torch.device) -> Workspace:
     """Symmetric memory of torch."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
@@ -115,7 +116,7 @@ def _require_memory(
             )
 
 
-def _reserve(file: Any, nbytes: int) -> str | None:
+def _reserve(file: IO[bytes], nbytes: int) -> str | None:
     """Give a file its memory now; return why that fails. A write beyond it would end in SIGBUS."""
     try:
         os.posix_fallocate(file.fileno(), 0, nbytes)
@@ -126,7 +127,7 @@ def _reserve(file: Any, nbytes: int) -> str | None:
     return None
 
 
-def _mapped_files(group: Any, nbytes: int) -> Workspace:
+def _mapped_files(group: dist.ProcessGroup, nbytes: int) -> Workspace:
     """Memory of CPU processes: each rank maps one file of each rank."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     with tempfile.NamedTemporaryFile(prefix="mxpert-", dir=folder) as file:

@@ -266,7 +266,7 @@ def quantize_rows(
 def _backward_mx(
     ctx: Any,
     grad: torch.Tensor,
-    saved: Any,
+    saved: list[Any],
     group_offsets: torch.Tensor,
     need_x: bool,
     need_weight: bool,
@@ -310,7 +310,7 @@ def _backward_mx(
 def _backward_plain(
     ctx: Any,
     grad: torch.Tensor,
-    saved: Any,
+    saved: list[Any],
     group_offsets: torch.Tensor,
     need_x: bool,
     need_weight: bool,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from types import UnionType
 
 import torch
 import torch.distributed as dist
@@ -113,7 +113,7 @@ def check_expert_parallel(
     return of_ranks[ep.rank]
 
 
-def _require_type(op: str, name: str, value: object, kind: Any, need: str) -> None:
+def _require_type(op: str, name: str, value: object, kind: type | UnionType, need: str) -> None:
     """Raise a TypeError unless `value` is of a type; a bool is no number."""
     fits = isinstance(value, kind) and not isinstance(value, bool)
     require(fits, op, name, need=need, got=type(value).__name__, error=TypeError)
@@ -147,7 +147,7 @@ def local_expert_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parame
     }
 
 
-def prepare_for_ddp(model: torch.nn.Module, data_parallel_group: Any) -> None:
+def prepare_for_ddp(model: torch.nn.Module, data_parallel_group: dist.ProcessGroup) -> None:
     """Make DistributedDataParallel average each gradient over the ranks that share its parameter.
 
     Call it before wrapping the model. DistributedDataParallel over all ranks then leaves the local
@@ -188,7 +188,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
     *,
-    expert_parallel_group: Any = None,
+    expert_parallel_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Scale all gradients so that their norm, with every rank's experts, is at most `max_norm`.
 
@@ -217,10 +217,10 @@ def clip_grad_norm_(
         (tensor(5.), 1.0)
     """
     op, group = "clip_grad_norm_", expert_parallel_group
-    _require_type(op, "max_norm", max_norm, (int, float), "a number")
+    _require_type(op, "max_norm", max_norm, int | float, "a number")
     require(0 < max_norm < math.inf, op, "max_norm", need="a finite number above 0", got=max_norm)
     need = "a number; pass expert_parallel_group=… by its name"
-    _require_type(op, "norm_type", norm_type, (int, float), need)
+    _require_type(op, "norm_type", norm_type, int | float, need)
     require(norm_type > 0, op, "norm_type", need="above 0", got=norm_type)
     if group is not None:
         _require_type(op, "expert_parallel_group", group, dist.ProcessGroup, "a ProcessGroup")
@@ -244,7 +244,7 @@ def clip_grad_norm_(
 
 
 def _whole_norm(
-    owned: list[torch.Tensor], shared: list[torch.Tensor], p: float, group: Any
+    owned: list[torch.Tensor], shared: list[torch.Tensor], p: float, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     """The p-norm of the gradients, those of `owned` parameters of all ranks of `group`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -123,7 +123,7 @@ class MXGroupedLinear(torch.nn.Module):
             kept = parameter[places[group]] if group in places else dropped
             torch.nn.init.uniform_(kept, -bound, bound)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
         """Take this module's groups out of tensors of the whole layer."""
         if self.group_ids is not None:
             names = [f"{prefix}weight", f"{prefix}bias"]
@@ -216,7 +216,7 @@ def _rows(stored: torch.Tensor, index: list[int]) -> torch.Tensor:
         return stored[index]
     from torch.distributed.tensor import DTensor, Replicate  # not in every build of torch
 
-    sharded: Any = stored
+    sharded = cast(DTensor, stored)
     mesh = sharded.device_mesh
     everywhere = [Replicate()] * mesh.ndim
     part = DTensor.from_local(sharded.full_tensor()[index], mesh, everywhere, run_check=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from typing import TYPE_CHECKING, Any
@@ -150,13 +151,17 @@ class MXMoE(torch.nn.Module):
         if expert_parallel is not None:
             sizes = num_experts, top_k, hidden_size
             group_ids = check_expert_parallel(op, expert_parallel, sizes, recipe)
-        options: dict[str, Any] = dict(
-            bias=bias, group_ids=group_ids, recipe=recipe, device=device, dtype=dtype
+        linear = functools.partial(
+            MXGroupedLinear,
+            num_experts,
+            bias=bias,
+            group_ids=group_ids,
+            recipe=recipe,
+            device=device,
+            dtype=dtype,
         )
-        self.gate_up_proj = MXGroupedLinear(
-            num_experts, hidden_size, 2 * intermediate_size, **options
-        )
-        self.down_proj = MXGroupedLinear(num_experts, intermediate_size, hidden_size, **options)
+        self.gate_up_proj = linear(hidden_size, 2 * intermediate_size)
+        self.down_proj = linear(intermediate_size, hidden_size)
         self.aux_loss = None
         self._reset_router()
 
