@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -21,21 +20,21 @@ __all__ = [
 ]
 
 
-def _require_integers(config: Any, names: tuple[str, ...]) -> None:
+def _require_integers(config: object, names: tuple[str, ...]) -> None:
     for name in names:
         value = getattr(config, name)
         if type(value) is not int:
             raise TypeError(message(type(config).__name__, name, "an int", repr(value)))
 
 
-def _require_positive(config: Any, name: str) -> None:
+def _require_positive(config: object, name: str) -> None:
     """Raise ValueError unless a field is an int of at least 1."""
     value = getattr(config, name)
     if type(value) is not int or value < 1:
         raise ValueError(message(type(config).__name__, name, "an int of at least 1", repr(value)))
 
 
-def _set_kernel(config: Any, kernels: type[enum.StrEnum]) -> None:
+def _set_kernel(config: HopperGemmConfig | Cdna4GemmConfig, kernels: type[enum.StrEnum]) -> None:
     """Make `config.kernel` a member of `kernels`; raise ValueError for an unknown name."""
     kernel, names = config.kernel, [each.value for each in kernels]
     known = isinstance(kernel, str) and kernel in names

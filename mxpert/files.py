@@ -121,6 +121,8 @@ class JSONReader:
     least: int = 0
     keys: Mapping[str, str | None] = field(default_factory=dict)
 
+    # Any: Python 3.11 has no type for a declared type, and a parsed value may be of any.
+
     def value(self, declared: Any, value: Any, place: str, *, joint: str = ".") -> Any:
         """Read a value of a declared type.
 

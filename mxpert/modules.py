@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,7 +158,9 @@ class PreparedExperts(torch.nn.Module):
             error=UnsupportedError,
         )
 
-    def _apply(self, fn: Any, recurse: bool = True) -> PreparedExperts:
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> PreparedExperts:
         """`to`, `cuda` and `cpu` prepare the weights for the new device and keep their dtypes."""
         moved = fn(torch.empty(0, dtype=torch.uint8, device=self.weights.device)).device
         if moved != self.weights.device:
@@ -379,7 +381,7 @@ class MoE(torch.nn.Module):
         )
         return self.experts(rows, topk_weights, topk_ids).view(x.shape)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> MoE:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoE:
         """`to`, `half` and `bfloat16` leave float32 routing parameters: they choose the experts."""
         super()._apply(lambda tensor: _float32_kept(tensor, fn(tensor)), recurse)
         return self

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 import safetensors.torch
@@ -17,6 +17,9 @@ from .files import is_file, parse_json, write_atomically
 from .formats.folding import FoldCertificate
 from .formats.spec import MXFP4
 from .formats.tensor import Layout, MXTensor
+
+if TYPE_CHECKING:
+    from .weights import MoEWeights
 
 PROJECTIONS = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_bias", "down_bias")
@@ -38,7 +41,7 @@ _SIZES = ("num_experts", "hidden_size", "intermediate_size")
 _FILE_FORMAT, _FILE_VERSION = "mxpert.MoEWeights", "1"
 
 
-def flatten(weights: Any) -> dict[str, Any]:
+def flatten(weights: MoEWeights) -> dict[str, Any]:
     """Return the tensors of MoEWeights by name, and their facts under FACTS."""
     state: dict[str, Any] = {}
     certificates = weights.fold_certificates
@@ -61,8 +64,9 @@ def flatten(weights: Any) -> dict[str, Any]:
     return state | {FACTS: facts}
 
 
-def identity(weights: Any) -> dict[str, Any]:
+def identity(weights: MoEWeights) -> dict[str, Any]:
     """Return the facts in which MoEWeights must agree for one to be copied into the other."""
+    assert weights.gate_up_order is not None  # for the type checker
     return {
         **{name: getattr(weights, name) for name in _SIZES},
         "layout": weights.layout.value,

@@ -201,7 +201,7 @@ def run_stage(
     )
 
 
-def plain_rows(stage: str, output: Any, plan: RoutingPlan) -> torch.Tensor:
+def plain_rows(stage: str, output: torch.Tensor | MXTensor, plan: RoutingPlan) -> torch.Tensor:
     """Values of an output without padding rows, which are undefined."""
     rows = dequantize(output) if isinstance(output, MXTensor) else output
     if stage != "gate_up":

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -19,6 +19,9 @@ from ..errors import UnsupportedError, message
 from ..files import NO_ROOM
 from ..interrupts import EXIT_INTERRUPTED, INTERRUPTED, raising
 from .streams import discard, readers_may_go
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 EXIT_USER_ERROR, EXIT_DEFECT = 2, 3
 EXIT_CODES = """Exit codes: 0 success; 1 a check failed; 2 bad input, or something this machine
@@ -114,12 +117,12 @@ class _Examples:
 
     help: str | None
 
-    def __init__(self, *args: Any, **attributes: Any) -> None:
+    def __init__(self, *args: object, **attributes: object) -> None:
         super().__init__(*args, **attributes)
         text, _, self.examples = (self.help or "").partition(EXAMPLES)
         self.help = text.strip()
 
-    def format_help(self, ctx: Any, formatter: Any) -> None:
+    def format_help(self, ctx: object, formatter: SupportsWrite[str]) -> None:
         super().format_help(ctx, formatter)  # type: ignore[misc]
         lines = [line.strip() for line in self.examples.splitlines() if line.strip()]
         formatter.write(
@@ -130,6 +133,7 @@ class _Examples:
 class _Command(_Examples, TyperCommand):
     """A subcommand. Only while it runs an interrupt raises KeyboardInterrupt."""
 
+    # Any, here and below: click's types, which releases of typer keep in different places.
     def invoke(self, ctx: Any) -> Any:
         with raising():
             return super().invoke(ctx)
@@ -138,13 +142,13 @@ class _Command(_Examples, TyperCommand):
 class _LazyGroup(_Examples, TyperGroup):
     """Lists every command without importing one; turns errors into exit codes."""
 
-    def __init__(self, **attributes: Any) -> None:
+    def __init__(self, **attributes: object) -> None:
         super().__init__(**attributes)
         self.commands = {
             name: TyperCommand(name=name, help=entry.summary) for name, entry in COMMANDS.items()
         }
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: object) -> list[str]:
         return list(self.commands)  # in the order of COMMANDS, not of the alphabet
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

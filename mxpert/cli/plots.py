@@ -11,9 +11,13 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from ..files import write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK = "#7b7b7b"
 COLORS = (
@@ -85,7 +89,7 @@ def figure(
     dpi: int = 120,
     share: bool = False,
     heights: Sequence[float] | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Figure, Any]:
     """A matplotlib figure, drawn without a display, and its panels [rows][columns].
 
     Args:
@@ -105,13 +109,15 @@ def figure(
     return drawing, panels
 
 
-def save(drawing: Any, path: Path) -> None:
+def save(drawing: Figure, path: Path) -> None:
     """Write a figure whole or not at all; a PNG, if the name does not say another format."""
     kind = path.suffix.removeprefix(".") or "png"
     write_atomically(path, lambda partial: drawing.savefig(partial, format=kind))
 
 
-def legend_outside(drawing: Any, panels: Iterable[Any], *, columns: int, **options: Any) -> None:
+def legend_outside(
+    drawing: Figure, panels: Iterable[Axes], *, columns: int, **options: object
+) -> None:
     """One legend for all panels, where it hides nothing; a label stands in it once.
 
     options: of `Figure.legend`; below the panels and small without them.
@@ -152,7 +158,7 @@ def line_style(
     }
 
 
-def log_scale(axes: Any, *, x: int | None = None, y: int | None = None) -> None:
+def log_scale(axes: Axes, *, x: int | None = None, y: int | None = None) -> None:
     """Scale axes by logarithms, with a few plain numbers at round places.
 
     Args:
@@ -225,7 +231,7 @@ def tick_text(value: float) -> str:
 
 
 def grouped_bars(
-    axes: Any, groups: Sequence[str], bars: Mapping[str, Sequence[float]], *, first_color: int = 0
+    axes: Axes, groups: Sequence[str], bars: Mapping[str, Sequence[float]], *, first_color: int = 0
 ) -> None:
     """Bars side by side in groups; each kind has a colour and a hatch. NaN leaves a gap."""
     width = 0.8 / max(1, len(bars))

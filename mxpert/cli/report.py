@@ -175,7 +175,7 @@ def _as_text(document: Mapping[str, Any]) -> str:
     return json.dumps(_plain(document), indent=1, allow_nan=False, default=str) + "\n"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -198,10 +198,10 @@ def result_console(json_target: str | None) -> Console:
     return make_console(stderr=json_target == "-")
 
 
-def say(console: Console, text: str, **style: Any) -> None:
+def say(console: Console, text: str, *, style: str | None = None) -> None:
     """Print plain prose: wrapped at words in a terminal, a line in a file or pipe."""
     options: Row = {"markup": False, "highlight": False, "soft_wrap": not console.is_terminal}
-    console.print(text, **options, **style)
+    console.print(text, **options, style=style)
 
 
 class Column(NamedTuple):

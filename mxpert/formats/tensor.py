@@ -96,7 +96,7 @@ class Aggregate:
     def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """This object with every tensor changed, those of its parts too."""
 
-        def mapped(value: Any) -> Any:
+        def mapped(value: object) -> object:
             if isinstance(value, torch.Tensor):
                 return change(value)
             if isinstance(value, Aggregate):

@@ -15,7 +15,7 @@ from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
@@ -52,7 +52,7 @@ class Specialization:
     signature: Mapping[str, str]
     constexprs: Mapping[tuple[int, ...], Any]
     attributes: Mapping[tuple[int, ...], list[list[Any]]]
-    options: Any
+    options: object
     bound: Mapping[str, Any]
 
     @functools.cached_property
@@ -61,7 +61,7 @@ class Specialization:
         return repr((self.signature, self.constexprs, self.attributes, vars(self.options)))
 
 
-def specialize(fn: Any, arguments: Mapping[str, Any], target: str) -> Specialization:
+def specialize(fn: JITFunction, arguments: Mapping[str, Any], target: str) -> Specialization:
     """What the launcher of a target derives from a call, computed by Triton's own functions.
 
     Args:
@@ -107,7 +107,7 @@ def specialize(fn: Any, arguments: Mapping[str, Any], target: str) -> Specializa
 
 
 @functools.cache
-def _binder(fn: Any, target: str, rules: tuple[tuple[bool, bool], ...]) -> tuple[Any, Any]:
+def _binder(fn: JITFunction, target: str, rules: tuple[tuple[bool, bool], ...]) -> tuple[Any, Any]:
     """The compiler of a target, and Triton's function that binds the arguments of a call.
 
     rules: of each parameter, whether its value and its alignment are left out of the binary's key;
@@ -117,7 +117,7 @@ def _binder(fn: Any, target: str, rules: tuple[tuple[bool, bool], ...]) -> tuple
     return backend, create_function_from_signature(fn.signature, fn.params, backend)
 
 
-def compile_call(fn: Any, call: Specialization, target: str) -> Any:
+def compile_call(fn: JITFunction, call: Specialization, target: str) -> CompiledKernel:
     """Compile the binary that a call would run on a target; Triton's ``CompiledKernel``."""
     key = (fn, target, call.key)
     if key not in _compiled:
@@ -128,7 +128,9 @@ def compile_call(fn: Any, call: Specialization, target: str) -> Any:
     return _compiled[key]
 
 
-def compile_kernel(fn: Any, arguments: Mapping[str, Any], *, target: str = "gfx950") -> Any:
+def compile_kernel(
+    fn: JITFunction, arguments: Mapping[str, Any], *, target: str = "gfx950"
+) -> CompiledKernel:
     """Compile the binary that ``fn[grid](**arguments)`` would run on a target.
 
     Arguments and errors are those of `specialize`. Returns Triton's ``CompiledKernel``; the same
@@ -145,4 +147,4 @@ def compile_kernel(fn: Any, arguments: Mapping[str, Any], *, target: str = "gfx9
     return compile_call(fn, specialize(fn, arguments, target), target)
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+_compiled: dict[tuple[JITFunction, str, str], CompiledKernel] = {}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from ..errors import message, require
 from ..files import write_atomically
 from ..interrupts import EXIT_INTERRUPTED
 from .timing import Call, _l2_sweep, _turns
+
+_Result = TypeVar("_Result")
 
 SPIN_CYCLES = 1_000_000
 """About half a millisecond: hides the host's part of a replay and of the all-reduce before it."""
@@ -53,7 +55,9 @@ class Variant:
     is_captured: bool = True
 
 
-def start_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -> list[Any]:
+def start_ranks(
+    function: Callable[..., _Result], num_ranks: int, *arguments: object
+) -> list[_Result]:
     """Call a function in new processes of this host, by torch.distributed's launcher.
 
     Each process has the variables that torchrun sets (RANK, WORLD_SIZE, MASTER_ADDR, …).
@@ -101,7 +105,7 @@ def start_ranks(function: Callable[..., Any], num_ranks: int, *arguments: Any) -
     return [found[rank] for rank in range(num_ranks)]
 
 
-def _reporting(folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
+def _reporting(folder: str, function: Callable[..., _Result], *arguments: object) -> _Result:
     """Call a function; note its error in `folder`, before other ranks see that this one is gone."""
     try:
         return function(*arguments)

@@ -20,7 +20,8 @@ from ...ops.moe_checks import moe_options
 from ...ops.quantize import quantize
 from ...testing.numerics import relative_l2
 from ...testing.problems import MoEShape, random_moe_problem, random_tokens
-from ...testing.ranks import Variant, time_ranks
+from ...testing.ranks import Steps, Variant, time_ranks
+from ...testing.timing import Call
 from ...weights import MoEWeights
 from ..measure import check_gate, float64_reference, intermediate_sizes, rotations
 
@@ -336,11 +337,11 @@ class RankCase:
         def both(turn: int) -> torch.Tensor:
             return exchange.combine(outputs[turn], exchange.dispatch(self.tokens[turn]))
 
-        def calls(function: Any) -> list[Any]:
+        def calls(function: Callable[[int], object]) -> list[Call]:
             return [functools.partial(function, turn) for turn in range(self.turns)]
 
         layers = [functools.partial(exchange.layer, tokens) for tokens in self.tokens]
-        steps = {
+        steps: dict[str, Steps] = {
             "parts": {"dispatch": calls(dispatch), "combine": calls(combine)},
             "exchange": {"exchange": calls(both) * (EXCHANGES // self.turns)},
             "layer": {"layer": layers},
