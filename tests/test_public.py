@@ -104,7 +104,8 @@ def test_a_type_checker_catches_a_wrong_name(tmp_path: Path) -> None:
     right = "".join(line for line in done.stdout.splitlines(True) if "right.py" in line)
     wrong = "".join(line for line in done.stdout.splitlines(True) if "wrong.py" in line)
     assert "error" not in right, right
-    for revealed in ("linear.Linear", "Tensor", "MXTensor", "def (model: Any, token_ids: "):
+    evaluate = "def (model: torch.nn.modules.module.Module, token_ids: "
+    for revealed in ("linear.Linear", "Tensor", "MXTensor", evaluate):
         assert re.search(f'Revealed type is "[^"]*{re.escape(revealed)}', right), right
     for value in WRONG.values():
         assert f"Literal['{value}']" in wrong or f'"{value}"' in wrong, (value, wrong)
