@@ -5,14 +5,33 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx
 
 from ..errors import UnsupportedError, message
 
 _HIGHEST = "highest"
 _NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+
+
+class Context(FunctionCtx):
+    """What `forward` and `backward` of an autograd function get, for the type checker.
+
+    torch's own type lacks what torch sets. `forward` keeps attributes of any name, which are Any.
+    """
+
+    saved_tensors: tuple[torch.Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+    if TYPE_CHECKING:
+
+        def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: object) -> None: ...
 
 
 def isolated(device_type: str) -> contextlib.AbstractContextManager[object]:

@@ -7,10 +7,11 @@ gradients of dispatched rows, return in the wider of their own dtype and `combin
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 
+from ..dispatch.ambient import Context
 from ..errors import require
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
@@ -90,7 +91,7 @@ def combine_tokens(
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: torch.Tensor,
         weights: torch.Tensor,
         topk_ids: torch.Tensor,
@@ -126,7 +127,7 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, grad: torch.Tensor, weight_grad: torch.Tensor, _: None
+        ctx: Context, grad: torch.Tensor, weight_grad: torch.Tensor, _: None
     ) -> tuple[torch.Tensor | None, ...]:
         need_x, need_weights = ctx.needs_input_grad[:2]
         by_x = _combined(ctx.ep, grad, ctx.route) if need_x else None
@@ -137,14 +138,14 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, ep: ExpertParallel, route: DispatchedTokens
+        ctx: Context, rows: torch.Tensor, ep: ExpertParallel, route: DispatchedTokens
     ) -> torch.Tensor:
         ctx.ep, ctx.route = ep, route
         return _combined(ep, rows, route)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _exchange(ctx.ep).send(grad.contiguous(), ctx.route), None, None
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from ..dispatch.ambient import Context
 from ..errors import UnsupportedError, message
 
 TRAIN = "fused_moe is for inference; train with mxpert.training.MXMoE or mxpert.convert(recipe=…)"
@@ -41,13 +40,13 @@ class _WithoutBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, result: torch.Tensor, source: torch.Tensor, op: str, remedy: str
+        ctx: Context, result: torch.Tensor, source: torch.Tensor, op: str, remedy: str
     ) -> torch.Tensor:
         ctx.op, ctx.remedy = op, remedy
         return result.view_as(result)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[None, ...]:
         raise UnsupportedError(
             message(ctx.op, "backward", "an inference pass", "a gradient", ctx.remedy)
         )

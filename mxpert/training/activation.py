@@ -6,11 +6,9 @@ backward are one pass over memory each.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ..dispatch.ambient import refuse_transforms
+from ..dispatch.ambient import Context, refuse_transforms
 from ..ops.rows import activate_rows, activate_rows_backward
 from ..problem import Activation, ActivationLike, parse_activation
 
@@ -38,13 +36,13 @@ def gated_activation(gate_up: torch.Tensor, activation: ActivationLike) -> torch
 
 class _GatedActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    def forward(ctx: Context, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         ctx.activation = activation
         ctx.save_for_backward(gate_up)
         return activate_rows(gate_up, activation)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         return activate_rows_backward(grad, gate_up, ctx.activation), None

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..dispatch.ambient import isolated, refuse_transforms
+from ..dispatch.ambient import Context, isolated, refuse_transforms
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, MXFP8FormatLike, ScaleRule, ScaleSpan
 from ..formats.tensor import MXTensor
@@ -152,7 +152,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -190,7 +190,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *saved, group_offsets = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad, marked, main_grad = grad.contiguous(), ctx.marked, ctx.main_grad
@@ -264,7 +264,7 @@ def quantize_rows(
 
 
 def _backward_mx(
-    ctx: Any,
+    ctx: Context,
     grad: torch.Tensor,
     saved: list[Any],
     group_offsets: torch.Tensor,
@@ -308,7 +308,7 @@ def _backward_mx(
 
 
 def _backward_plain(
-    ctx: Any,
+    ctx: Context,
     grad: torch.Tensor,
     saved: list[Any],
     group_offsets: torch.Tensor,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ..dispatch.ambient import isolated, refuse_transforms
+from ..dispatch.ambient import Context, isolated, refuse_transforms
 from ..errors import UnsupportedError, message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
 from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
@@ -139,7 +137,11 @@ class _GroupedOuter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, a: torch.Tensor, b: torch.Tensor, group_offsets: torch.Tensor, recipe: MXFP8Recipe
+        ctx: Context,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        group_offsets: torch.Tensor,
+        recipe: MXFP8Recipe,
     ) -> torch.Tensor:
         ctx.recipe, ctx.dtype = recipe, a.dtype
         group_offsets = group_bounds(group_offsets, a.shape[0])
@@ -173,7 +175,7 @@ class _GroupedOuter(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *operands, group_offsets = ctx.saved_tensors
         need_a, need_b = ctx.needs_input_grad[:2]
         grad = grad.contiguous()  # [G, M, N]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..dispatch.ambient import isolated, refuse_transforms
+from ..dispatch.ambient import Context, isolated, refuse_transforms
 from ..distributed import ExpertParallel
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
@@ -236,7 +236,7 @@ class _WideLinear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         with isolated(x.device.type):
@@ -244,7 +244,7 @@ class _WideLinear(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
         with isolated(x.device.type):
             return (

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from ..dispatch.ambient import Context
 from ..ops.rows import combine_rows, combine_rows_backward
 
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -81,7 +81,7 @@ class PermuteRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         tokens: torch.Tensor,
         order: torch.Tensor,
         inverse: torch.Tensor,
@@ -94,7 +94,7 @@ class PermuteRows(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         row_ids, weights = inverse.view(-1, ctx.top_k), None
         if ctx.gradient_factor != 1:
@@ -112,7 +112,7 @@ class CombineRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         rows: torch.Tensor,
         row_ids: torch.Tensor,
         weights: torch.Tensor,
@@ -124,7 +124,7 @@ class CombineRows(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, row_ids, weights = ctx.saved_tensors
         if ctx.gradient_factor != 1:
             weights = weights * ctx.gradient_factor
