@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from ...problem import Activation, ActivationFormat
 from ...weights import MoEWeights
 from .layer_weights import count_unfolded
 
-_warm: set[tuple[Any, ...]] = set()
+_warm: set[tuple[object, ...]] = set()
 """Layers whose kernels this process has compiled, by what their kernels depend on."""
 
 
@@ -102,9 +101,6 @@ def warm_up_layer(
             text = "mxpert: compiling kernels, %d of %d (T = %d)"
             logger.info(text, done + 1, total, num_tokens)
 
-    options: dict[str, Any] = dict(
-        activation=layer.activation, activation_format=layer.activation_format
-    )
     counts = warm_up(
         weights,
         max_tokens,
@@ -113,7 +109,8 @@ def warm_up_layer(
         apply_router_weight_on_input=on_input,
         topk_ids_dtype=topk_ids_dtype,
         progress=report,
-        **options,
+        activation=layer.activation,
+        activation_format=layer.activation_format,
     )
     num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
     if router_logits_dtype is not None:
@@ -123,8 +120,15 @@ def warm_up_layer(
             route_topk(logits, top_k, clamp_nan=True)
     x = torch.zeros(1, weights.hidden_size, dtype=torch.bfloat16, device=weights.device)
     routing = even_routing(1, top_k, num_global, weights.device)
-    why = explain(fused_moe, x, weights, *routing, expert_map=expert_map, **options)
-    chosen = why.resolution
+    chosen = explain(
+        fused_moe,
+        x,
+        weights,
+        *routing,
+        expert_map=expert_map,
+        activation=layer.activation,
+        activation_format=layer.activation_format,
+    ).resolution
     logger.info("mxpert: backend %s (%s)", chosen.kernel.backend, chosen.source)
     if counts and weights.device.type == "cuda":
         torch.cuda.empty_cache()  # engines count what is reserved as the model's
