@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mxpert import target
 from mxpert.backends.triton.moe import config as heuristics
-from mxpert.dispatch import detect_target, target
 from mxpert.formats.tensor import Layout
 from mxpert.problem import MoEOptions, MoEProblem, Op, SiLU, Target
 
@@ -27,7 +27,7 @@ def device_with(monkeypatch: pytest.MonkeyPatch, hip: str | None, **properties: 
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties)
     )
-    return detect_target("cuda:0")
+    return target.detect_target("cuda:0")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import mxpert
 from mxpert.dispatch import detect_target
 from mxpert.formats.tensor import Layout
 from mxpert.problem import Target
-from mxpert.runtime.launch import Launch
+from mxpert.target import current_device
 from mxpert.testing import gfx950
 from mxpert.testing.problems import MoEShape
 from mxpert.weights import MoEWeights
@@ -139,19 +139,19 @@ def test_a_fault_names_the_source_line() -> None:
 def test_nothing_stays_behind() -> None:
     """Calls ahead of, inside and after the block run as if there were no other."""
     x = torch.randn(8, 64)
-    plain = Launch.__call__
+    plain = current_device()
     mxpert.quantize(x, "mxfp4")  # warm: the next such call skips its checks
     with gfx950.emulate() as emulation:
         for calls in range(1, 5):
             mxpert.quantize(x, "mxfp4")
             assert emulation.launches == calls  # no replay, no cached resolution
-        assert Launch.__call__ is not plain
+        assert current_device() is not plain
     mxpert.quantize(x, "mxfp4")
     assert emulation.launches == 4
-    assert Launch.__call__ is plain
+    assert current_device() is plain
     with pytest.raises(RuntimeError, match="stop"), gfx950.emulate():
         raise RuntimeError("stop")
-    assert Launch.__call__ is plain
+    assert current_device() is plain
     assert detect_target("cpu").kind == "cpu"
 
 
