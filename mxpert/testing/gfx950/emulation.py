@@ -61,6 +61,9 @@ class Emulation:
     reports: list[Report] = field(default_factory=list)
     _reachable: dict[int, tuple[str, weakref.ref[torch.Tensor], bool]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _divert_plain_launches()
+
     @property
     def launches(self) -> int:
         """How many kernels were launched."""
@@ -152,7 +155,6 @@ def emulate(
         (True, 1)
     """
     emulation = Emulation(dict(schedule=schedule, seed=seed, checks=checks, trace=trace))
-    _divert_plain_launches()
     with on_device(MI355X, emulation):
         yield emulation
 
