@@ -31,10 +31,11 @@ from mxpert.cli.report import write_json
 from mxpert.dispatch import resolve
 from mxpert.formats.tensor import Layout
 from mxpert.ops.explain import describe
+from mxpert.target import on_device
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from mxpert.testing.timing import time_graph
 from mxpert.weights import MoEWeights
-from support.launches import as_if_on_h200, count_launches, through_triton, without_device
+from support.launches import H200, count_launches, through_triton, without_device
 from support.replays import without_replay
 
 ROUTERS = ((128, 4), (128, 8), (384, 4), (384, 8))
@@ -111,7 +112,7 @@ def host_rows(device: torch.device, calls: int) -> list[Row]:
         weights = problem.weights.prepare(device=device, layout=layout)
         if device.type != "cuda":
             stack.enter_context(without_device(record=False))
-            stack.enter_context(as_if_on_h200())
+            stack.enter_context(on_device(H200))
         rows = []
         for name, call in host_calls(problem, weights).items():
             row = {"op": name, "launches": count_launches(call)}

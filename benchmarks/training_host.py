@@ -21,8 +21,9 @@ from harness.tables import markdown_table
 from routing import host_us
 
 from mxpert import ScaleSpan
+from mxpert.target import on_device
 from mxpert.training import MXFP8Recipe, grouped_linear
-from support.launches import as_if_on_h200, count_launches, without_device
+from support.launches import H200, count_launches, without_device
 
 ROWS, GROUPS, IN, OUT = 256, 8, 512, 256
 CALLS = 400
@@ -52,7 +53,7 @@ def measure(options: argparse.Namespace, _: None) -> int:
     with contextlib.ExitStack() as stack:
         if options.dry_run:
             stack.enter_context(without_device(record=False))
-            stack.enter_context(as_if_on_h200())
+            stack.enter_context(on_device(H200))
         for name, recipe in RECIPES.items():
             step = step_of(recipe, options.device)
             step()

@@ -25,8 +25,9 @@ from moe.peers import TritonKernels, add_to_path
 from mxpert.cli.measure import RunWeights
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
+from mxpert.target import on_device
 from mxpert.weights import GateUpOrder, MoEWeights
-from support.launches import as_if_on_h200, without_device
+from support.launches import H200, without_device
 
 STAGES = ("gate_up", "down", "layer")
 SECONDS = 60.0
@@ -55,7 +56,7 @@ def unwritten_weights(model: Model) -> MoEWeights:
 
 def compile_cells(cells: Sequence[Cell], activation: str) -> None:
     """Launch every stage of the cells where launches do nothing."""
-    with without_device(record=False), as_if_on_h200():
+    with without_device(record=False), on_device(H200):
         for cell in cells:
             weights = unwritten_weights(cell.model)
             mine = Ours(cell.model, RunWeights(weights, weights), activation)

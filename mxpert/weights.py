@@ -26,6 +26,7 @@ from .formats.layouts import (
     unpack_hopper,
 )
 from .formats.tensor import Aggregate, Layout, LayoutLike, MXTensor
+from .target import detect_target
 
 _OP = "MoEWeights"
 ORDERS = "gpt-oss checkpoints are 'interleaved', stacked gate and up projections 'concatenated'"
@@ -405,7 +406,7 @@ class MoEWeights(Aggregate):
         certificates = (fold_certificate(moved.gate_up_proj), fold_certificate(moved.down_proj))
         if layout is None:
             foldable = all(hopper_can_hold(certificate) for certificate in certificates)
-            layout = _fastest_layout(_architecture(moved.device), foldable)
+            layout = _fastest_layout(detect_target(moved.device).arch, foldable)
         moved = replace(moved, fold_certificates=certificates)
         return moved if layout is Layout.ROW_MAJOR else moved._pack(layout, certificates)
 
@@ -465,17 +466,6 @@ def prepared_rows(
     """Row indices [2F] that bring rows in `order` to the order of a prepared layout."""
     group = _PREPARED_ORDER[layout].group(intermediate_size)
     return interleaved_rows(order, intermediate_size, device, group)
-
-
-def _architecture(device: torch.device) -> str:
-    """Architecture of a GPU, such as "sm_90" or "gfx950"; the type of another device."""
-    if device.type != "cuda":
-        return device.type
-    if torch.version.hip is not None:
-        name: str = torch.cuda.get_device_properties(device).gcnArchName
-        return name.split(":")[0]
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
 
 
 def _fastest_layout(architecture: str, foldable: bool) -> Layout:

@@ -38,6 +38,7 @@ LAYERS = {
     "configs": 2,
     "kernel_spec": 2,
     "routing": 2,
+    "target": 2,
     "weights": 2,
     "weights_state": 2,
     "published": 2,
@@ -57,6 +58,7 @@ BACKENDS_MAY_IMPORT = {
     "problem",
     "routing",
     "runtime",
+    "target",
     "weights",
 }
 DISTRIBUTED_MAY_IMPORT = ["backends", "common", "exchange"]

@@ -83,8 +83,9 @@ def test_the_picture_of_a_layer_has_its_launches(
 ) -> None:
     """In order, for few tokens and for many: a box each, and what the legend adds."""
     pytest.importorskip("triton")
+    from mxpert.target import on_device
     from mxpert.testing.problems import MoEShape, random_moe_problem
-    from support.launches import as_if_on_h200, recorded_launches
+    from support.launches import H200, recorded_launches
 
     monkeypatch.syspath_prepend(ROOT / "docs" / "figures")
     steps = importlib.import_module("layer").STEPS
@@ -93,7 +94,7 @@ def test_the_picture_of_a_layer_has_its_launches(
     layout = mxpert.formats.Layout.HOPPER_FRAGMENT
     weights = problem.weights.prepare(device="cpu", layout=layout)
     layer = {"activation": shape.activation, "activation_format": "a8w4"}
-    with as_if_on_h200(), recorded_launches() as launches:
+    with on_device(H200), recorded_launches() as launches:
         routing = mxpert.route_topk(torch.randn(tokens, 8), top_k=2)
         mxpert.fused_moe(problem.x, weights, *routing, **layer)
     names = [launch.kernel.__name__ for launch in launches]

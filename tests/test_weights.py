@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import mxpert
-import mxpert.weights as weights_module
 from mxpert import GateUpOrder, MoEWeights
 from mxpert.formats import (
     FORMATS,
@@ -31,7 +30,9 @@ from mxpert.formats import (
 from mxpert.formats.layouts import pack_hopper
 from mxpert.formats.tensor import Layout
 from mxpert.runtime.geometry import parts_of
+from mxpert.target import on_device
 from mxpert.weights import gate_up_rows
+from support.devices import DEVICES
 from support.poison import poison_weights
 
 MXFP4, MXFP8 = FORMATS["mxfp4"], FORMATS["mxfp8_e4m3"]
@@ -331,9 +332,10 @@ def wide(weights: MoEWeights, name: str) -> MoEWeights:
 
 
 @pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper() -> Iterator[None]:
     """Every device counts as a Hopper."""
-    monkeypatch.setattr(weights_module, "_architecture", lambda device: "sm_90")
+    with on_device(DEVICES["sm_90"]):
+        yield
 
 
 @pytest.mark.usefixtures("hopper")
@@ -343,10 +345,10 @@ def test_hopper_chooses_the_fragment_layout() -> None:
 
 
 @pytest.mark.parametrize("order", GateUpOrder)
-def test_gfx950_chooses_its_layout(monkeypatch: pytest.MonkeyPatch, order: GateUpOrder) -> None:
-    monkeypatch.setattr(weights_module, "_architecture", lambda device: "gfx950")
+def test_gfx950_chooses_its_layout(order: GateUpOrder) -> None:
     weights = make_weights(order, bias=True)
-    prepared = weights.prepare(device="cpu")
+    with on_device(DEVICES["gfx950"]):
+        prepared = weights.prepare(device="cpu")
     assert prepared.layout is prepared.down_proj.layout is Layout.CDNA4_FRAGMENT
     assert prepared.gate_up_order is GateUpOrder.INTERLEAVED_16
     assert_identical(prepared.unprepare(), weights)

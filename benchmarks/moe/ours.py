@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -17,6 +16,7 @@ from mxpert.dispatch import Resolution
 from mxpert.errors import require
 from mxpert.formats.tensor import MXTensor
 from mxpert.routing import RoutingPlan
+from mxpert.target import on_device
 from mxpert.testing.numerics import relative_l2
 from mxpert.testing.problems import random_mxfp4
 from mxpert.weights import GateUpOrder, MoEWeights
@@ -218,23 +218,18 @@ class Ours:
         """The Hopper GEMM kernel with its epilogue, as the stage itself launched it: its rows are
         encoded already, as the peers' kernels are given quantised rows. The schedule of its tiles,
         where it has one, is made anew each time."""
-        from mxpert.runtime.launch import Launch
+        from mxpert.runtime.launch import ThroughTriton, record_launches
 
-        launch = Launch.__call__
-        launches: list[Call] = []
-        gemms: list[str] = []
-
-        def record(made: Launch, **tensors: torch.Tensor | None) -> None:
-            name = made.kernel.__name__
-            if name.startswith(GEMM_KERNELS):
-                gemms.append(name)
-            if name.startswith((GEMM_KERNELS, SCHEDULE_KERNEL)):
-                launches.append(functools.partial(launch, made, **tensors))
-            launch(made, **tensors)
-
-        with mock.patch.object(Launch, "__call__", record):
+        with on_device(executor=ThroughTriton()), record_launches() as records:
             self._call(stage.removesuffix("_gemm"), weights, batch)()
-        require(len(gemms) == 1, "compare", stage, need="one GEMM launch", got=len(gemms))
+        named = [(each.launch.kernel.__name__, each) for each in records]
+        gemms = sum(name.startswith(GEMM_KERNELS) for name, _ in named)
+        require(gemms == 1, "compare", stage, need="one GEMM launch", got=gemms)
+        launches = [
+            functools.partial(each.launch, **each.tensors)
+            for name, each in named
+            if name.startswith((GEMM_KERNELS, SCHEDULE_KERNEL))
+        ]
         return functools.partial(_call_each, launches)
 
 

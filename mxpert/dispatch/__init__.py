@@ -1,8 +1,8 @@
 """Choosing a kernel: device facts, the registry of backends, tuned tables."""
 
+from ..target import detect_target
 from .calls import CallCache, launch, without_grad
 from .registry import Explanation, Resolution, explain_problem, override, resolve, resolve_cached
-from .target import detect_target
 
 __all__ = [
     "CallCache",

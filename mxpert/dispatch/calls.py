@@ -11,10 +11,11 @@ import torch
 from ..kernel_spec import Launchable
 from ..problem import Problem
 from ..runtime.geometry import CachedCall, Described
+from ..target import current_device
 from .ambient import isolated
 
 _MAX_CACHED = 1024
-"""Geometries of an op, each with some ten kilobytes of recorded launches."""
+"""Geometries of an op on a device, each with some ten kilobytes of recorded launches."""
 
 _T = TypeVar("_T")
 
@@ -36,7 +37,7 @@ def without_grad(function: Callable[..., _T]) -> Callable[..., _T]:
 
 
 class CallCache:
-    """The calls of one op that have passed its checks, by options and geometry.
+    """The calls of one op that have passed its checks, by `Device`, options and geometry.
 
     Args:
         by_identity: whether the cache compares the first option by identity.
@@ -44,7 +45,6 @@ class CallCache:
 
     def __init__(self, by_identity: bool) -> None:
         self._by_identity = by_identity
-        self._cached: dict[tuple[Any, ...], CachedCall] = {}
 
     def _key(self, options: Sequence[Any], geometry: Described) -> tuple[Any, ...]:
         """Types and values of the options (the identity of the first), and the geometry."""
@@ -61,7 +61,7 @@ class CallCache:
         if geometry is None:
             return None
         try:
-            return self._cached.get(self._key(options, geometry))
+            return current_device().calls[self].get(self._key(options, geometry))
         except TypeError:  # an option without a hash, which passes no check
             return None
 
@@ -69,11 +69,13 @@ class CallCache:
         self, options: Sequence[Any], geometry: Described | None, problem: Problem
     ) -> CachedCall:
         """Cache a call that has passed the op's checks, and return it."""
-        cached = CachedCall(problem, options)
+        device = current_device()
+        cached = CachedCall(problem, options, device.executor is None)
         if geometry is not None:
-            if len(self._cached) >= _MAX_CACHED:
-                self._cached.clear()
-            self._cached[self._key(options, geometry)] = cached
+            calls = device.calls[self]
+            if len(calls) >= _MAX_CACHED:
+                calls.clear()
+            calls[self._key(options, geometry)] = cached
         return cached
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UnsupportedError, message
+from ..target import tell_executor
 from .groups import gather_objects
 from .links import RankPlace, group_refusal, symmetric_refusal, visible_links
 
@@ -49,8 +50,15 @@ def make_workspace(group: dist.ProcessGroup | None, nbytes: int, device: torch.d
 def plain_workspaces(num_ranks: int, nbytes: int, device: torch.device) -> list[Workspace]:
     """Memories of ranks that live in one process, each on a stream of its own."""
     memories = [torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
-    addresses = tuple(memory.data_ptr() for memory in memories)
+    addresses = _addresses(memories)
     return [Workspace(memory, addresses, memories) for memory in memories]
+
+
+def _addresses(memories: list[torch.Tensor]) -> tuple[int, ...]:
+    """The addresses that kernels get, of the memories of all ranks."""
+    for rank, memory in enumerate(memories):
+        tell_executor(f"the memory of rank {rank}", memory, shared=True)
+    return tuple(memory.data_ptr() for memory in memories)
 
 
 def refuse_group(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
@@ -140,5 +148,4 @@ def _mapped_files(group: dist.ProcessGroup, nbytes: int) -> Workspace:
                 maps.append(mmap.mmap(opened.fileno(), nbytes))
         gather_objects(group, None)  # every rank has mapped every file: their names may go
     memories = [torch.frombuffer(map, dtype=torch.uint8) for map in maps]
-    addresses = tuple(memory.data_ptr() for memory in memories)
-    return Workspace(memories[group.rank()], addresses, memories)
+    return Workspace(memories[group.rank()], _addresses(memories), memories)

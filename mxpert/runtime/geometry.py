@@ -58,15 +58,16 @@ class CachedCall:
     Args:
         problem: the descriptor of the call.
         options: the op's options. The cache key may hold an id of one, so they are kept alive.
+        is_replayed: whether launches may be recorded and replayed.
 
     Dispatch stores its choice of kernel in `resolved`, replay the launches of each kernel in
     `recordings`. A call that makes another one may keep it in `inner`.
     """
 
-    __slots__ = ("inner", "options", "problem", "recordings", "resolved")
+    __slots__ = ("inner", "is_replayed", "options", "problem", "recordings", "resolved")
 
-    def __init__(self, problem: Problem, options: object) -> None:
-        self.problem, self.options = problem, options
+    def __init__(self, problem: Problem, options: object, is_replayed: bool) -> None:
+        self.problem, self.options, self.is_replayed = problem, options, is_replayed
         self.inner: CachedCall | None = None
         self.resolved: tuple[Any, ...] | None = None
         self.recordings: dict[tuple[Any, ...], Any] = {}

@@ -7,6 +7,7 @@ alignment, device), looks up the binary, and passes the pointers to Triton's own
 
 The key is at least as fine as Triton's. The first call with each key goes through Triton. So does
 every call in the interpreter, under launch hooks, on other targets and with another C launcher.
+Inside `on_device` with an executor, that one gets every call.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import message
+from ..target import current_device, on_device
 
 try:
     from triton.backends.nvidia import driver as nvidia
@@ -134,6 +136,22 @@ class Binary:
     encoders: dict[tuple[Any, ...], DescriptorEncoder] = field(default_factory=dict)
 
 
+class ThroughTriton:
+    """The executor that launches by Triton's own code."""
+
+    def execute(
+        self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], *, warmup: bool
+    ) -> Any:
+        """Launch a kernel on the current device, or only compile it."""
+        return kernel.run(grid=grid, warmup=warmup, **arguments)
+
+    def reach(self, name: str, tensor: torch.Tensor, *, shared: bool = False) -> None:
+        """Does nothing: devices reach all memory."""
+
+
+_TRITON = ThroughTriton()
+
+
 class Launch:
     """A kernel with its grid and all arguments except the tensors.
 
@@ -170,10 +188,18 @@ class Launch:
 
     def __call__(self, **tensors: torch.Tensor | None) -> None:
         """Enqueue the kernel on the current stream of the tensors' device."""
-        if self._binaries is None or has_hooks() or self.kernel.pre_run_hooks:
+        place = current_device()
+        executor = place.executor
+        if (
+            executor is not None
+            or self._binaries is None
+            or has_hooks()
+            or self.kernel.pre_run_hooks
+        ):
             with torch.cuda.device_of(_first(tensors)):  # Triton launches on the current device
-                options = dict(grid=self.grid, warmup=_compiles_only.get())
-                self.kernel.run(**options, **self.arguments(tensors))
+                (_TRITON if executor is None else executor).execute(
+                    self.kernel, self.grid, self.arguments(tensors), warmup=place.compiles_only
+                )
             _record(self, tensors, None)
             return
         active = driver.active
@@ -271,19 +297,10 @@ def record_launches() -> Iterator[list[LaunchRecord]]:
         _records.reset(token)
 
 
-_compiles_only: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "mxpert_compiles_only", default=False
-)
-
-
-@contextlib.contextmanager
-def compile_only() -> Iterator[None]:
+def compile_only() -> contextlib.AbstractContextManager[None]:
     """Compile the kernels of this thread's or task's launches inside the block; launch none."""
-    token = _compiles_only.set(True)
-    try:
-        yield
-    finally:
-        _compiles_only.reset(token)
+    executor = current_device().executor
+    return on_device(executor=_TRITON if executor is None else executor, compiles_only=True)
 
 
 def _record(launch: Launch, tensors: dict[str, torch.Tensor | None], binary: Binary | None) -> None:
@@ -346,9 +363,7 @@ def is_direct() -> bool:
 
 
 def has_hooks() -> bool:
-    """Whether launches go through Triton: launch hooks are set, or kernels are only compiled."""
-    if _compiles_only.get():
-        return True
+    """Whether launch hooks are set, so that launches go through Triton."""
     try:
         runtime = knobs.runtime
         return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

@@ -9,8 +9,8 @@ A kernel that keeps memory of its own between calls lists it in `resident`. Poin
 the same in every call.
 
 A call is not recorded, and always runs its own code, if it uses other torch operators, if its
-launches go through Triton (in the interpreter, under hooks, on other targets), or if an argument is
-not 16-byte aligned.
+launches go through Triton (in the interpreter, under hooks, on other targets) or to an executor, or
+if an argument is not 16-byte aligned.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from triton.runtime.driver import driver
 
 from ..kernel_spec import Launchable
 from .geometry import CachedCall, assembler
-from .launch import Launch, LaunchRecord, PreparedLaunch, has_hooks, is_direct, record_launches
+from .launch import LaunchRecord, PreparedLaunch, has_hooks, is_direct, record_launches
 
 _MAX_SCRATCH = 128 << 20
 """Largest scratch of a replayed call in bytes. Replay allocates all scratch buffers side by side,
@@ -37,8 +37,6 @@ which takes more memory. Calls with more scratch are limited by the device, not 
 _ALIGNMENT = 256
 _NO_DEVICE = -1
 """Device index of CPU tensors."""
-
-_LAUNCH = Launch.__call__
 
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
@@ -75,8 +73,8 @@ class Replayed:
             tensors: all tensors of the arguments, in order.
             inputs: the keyword arguments of `launch`.
         """
-        if Launch.__call__ is not _LAUNCH or torch.are_deterministic_algorithms_enabled():
-            return None  # a test patches launches, or torch fills new memory
+        if not cached.is_replayed or torch.are_deterministic_algorithms_enabled():
+            return None  # launches are an executor's, or torch fills new memory
         device, own = driver.active.get_current_device(), tensors[0].get_device()
         if own not in (device, _NO_DEVICE):
             with torch.cuda.device(own):

@@ -19,8 +19,9 @@ from moe.rows import SCHEMA, row_key
 import mxpert
 from mxpert.cli.measure import RunWeights
 from mxpert.formats.tensor import Layout
+from mxpert.target import on_device
 from mxpert.testing.timing import time_graph
-from support.launches import as_if_on_h200, without_device
+from support.launches import H200, without_device
 
 FUNCTION = 4
 """Where Triton's C launcher takes the kernel; without a device that is its name."""
@@ -269,7 +270,7 @@ def test_a_gemm_is_what_the_stage_launches(
         weights.plain, weights.plain.prepare(device="cpu", layout=Layout.HOPPER_FRAGMENT)
     )
     batch = cells.random_inputs(cells.Cell(model, tokens), torch.device("cpu"))[0]
-    with without_device() as launches, as_if_on_h200():
+    with without_device() as launches, on_device(H200):
 
         def launched_by(call: Any) -> list[str]:
             launches.clear()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import re
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from mxpert.dispatch import detect_target
 from mxpert.errors import UnsupportedError, message
 from mxpert.problem import Target
 from mxpert.runtime.toolchain import Toolchain
+from mxpert.target import on_device
 from support.devices import DEVICES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,14 +40,10 @@ def run(*arguments: str) -> str:
 
 
 @pytest.fixture
-def on(monkeypatch: pytest.MonkeyPatch) -> Any:
+def on() -> Iterator[Callable[[Target], None]]:
     """A function that makes doctor take this machine for one with another device."""
-
-    def pretend(target: Target) -> None:
-        for module in (doctor, report):
-            monkeypatch.setattr(module, "detect_target", lambda device: target)
-
-    return pretend
+    with contextlib.ExitStack() as stack:
+        yield lambda target: stack.enter_context(on_device(target))
 
 
 H100 = Target("cuda", "sm_90", "NVIDIA H100 80GB HBM3", 132, 227 * 1024)

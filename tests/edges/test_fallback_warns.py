@@ -17,7 +17,8 @@ from mxpert.dispatch import registry, resolve
 from mxpert.errors import PerformanceWarning
 from mxpert.formats.tensor import Layout
 from mxpert.problem import GroupedProblem, MoEOptions, MoEProblem, Op, Target
-from support.launches import H200, as_if_on_h200, recorded_launches
+from mxpert.target import on_device
+from support.launches import H200, recorded_launches
 
 GROUPS, ROWS, N, K = 2, 64, 96, 64
 OFFSETS = torch.tensor([0, 40, 64])
@@ -38,7 +39,7 @@ def _nothing_was_said() -> Iterator[None]:
 @pytest.fixture
 def on_h200() -> Iterator[None]:
     """Ops resolve as on an H200, and launch nothing."""
-    with as_if_on_h200(), recorded_launches():
+    with on_device(H200), recorded_launches():
         yield
 
 

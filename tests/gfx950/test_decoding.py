@@ -10,15 +10,14 @@ import dataclasses
 import functools
 import itertools
 import re
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 
 import mxpert
-from mxpert.testing.gfx950 import emulate, emulation
+from mxpert.target import on_device
+from mxpert.testing.gfx950 import MI355X, Emulation
 from mxpert.testing.gfx950.decode import DecodingError, decode, decode_at
 from mxpert.testing.gfx950.instructions import bind
 from mxpert.testing.gfx950.listing import assemble, read_instruction, read_program, text_section
@@ -155,18 +154,12 @@ So do those of all matrix instructions and of ds_swizzle, whose pseudocode is on
 def kernels() -> tuple[Any, ...]:
     """Binaries of the library's ops, compiled for gfx950; none is executed."""
     found = []
-    compile_call = emulation.compile_call
 
-    def compiled(*arguments: Any) -> Any:
-        found.append(compile_call(*arguments))
-        return found[-1]
+    class Compiler(Emulation):
+        def execute(self, *launch: Any, warmup: bool) -> None:
+            found.append(super().execute(*launch, warmup=True))
 
-    report = SimpleNamespace(kernel="", instructions=0, seconds=0.0, counts={}, traces=[])
-    with (
-        mock.patch.object(emulation, "compile_call", compiled),
-        mock.patch.object(emulation, "run", return_value=report),
-        emulate(),
-    ):
+    with on_device(MI355X, Compiler({})):
         _call_ops()
     return tuple({binary.asm["amdgcn"]: binary for binary in found}.values())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ import mxpert
 from mxpert.dispatch import detect_target
 from mxpert.formats.tensor import Layout
 from mxpert.problem import Target
-from mxpert.runtime.launch import Launch
+from mxpert.runtime.launch import compile_only
+from mxpert.target import current_device, on_device
 from mxpert.testing import gfx950
 from mxpert.testing.problems import MoEShape
 from mxpert.weights import MoEWeights
@@ -139,20 +142,50 @@ def test_a_fault_names_the_source_line() -> None:
 def test_nothing_stays_behind() -> None:
     """Calls ahead of, inside and after the block run as if there were no other."""
     x = torch.randn(8, 64)
-    plain = Launch.__call__
+    plain = current_device()
     mxpert.quantize(x, "mxfp4")  # warm: the next such call skips its checks
     with gfx950.emulate() as emulation:
         for calls in range(1, 5):
             mxpert.quantize(x, "mxfp4")
             assert emulation.launches == calls  # no replay, no cached resolution
-        assert Launch.__call__ is not plain
+        assert current_device() is not plain
     mxpert.quantize(x, "mxfp4")
     assert emulation.launches == 4
-    assert Launch.__call__ is plain
+    assert current_device() is plain
     with pytest.raises(RuntimeError, match="stop"), gfx950.emulate():
         raise RuntimeError("stop")
-    assert Launch.__call__ is plain
+    assert current_device() is plain
     assert detect_target("cpu").kind == "cpu"
+
+
+class DropsTheLast(gfx950.Emulation):
+    """A wrong executor: it leaves out the last program of each grid."""
+
+    def run(self, compiled: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> Any:
+        first, *others = grid
+        return super().run(compiled, (first - 1, *others), arguments)
+
+
+@pytest.mark.parametrize("executor, is_right", [(gfx950.Emulation, True), (DropsTheLast, False)])
+def test_a_wrong_executor_is_seen(executor: type[gfx950.Emulation], is_right: bool) -> None:
+    """Results of ops and of plain launches are the executor's."""
+    x, negated = torch.randn(512, 160), torch.zeros(1024)
+    want = mxpert.quantize(x, "mxfp8")  # stays in memory, where unwritten codes could equal it
+    with on_device(gfx950.MI355X, executor({})):
+        codes = mxpert.quantize(x, "mxfp8")
+        _negate_kernel[(2,)](negated, torch.arange(1024.0), BLOCK=512)
+    assert torch.equal(codes.qdata, want.qdata) is is_right
+    assert torch.equal(negated, -torch.arange(1024.0)) is is_right
+
+
+def test_kernels_are_only_compiled() -> None:
+    out = torch.zeros(1024)
+    with gfx950.emulate() as emulation, compile_only():
+        binary = _negate_kernel.warmup(out, torch.arange(1024.0), BLOCK=512, grid=(2,))
+        mxpert.quantize(torch.ones(2, 32), "mxfp4")
+    assert "amdgcn" in binary.asm
+    assert not emulation.launches
+    assert not out.any()
 
 
 def test_blocks_nest() -> None:

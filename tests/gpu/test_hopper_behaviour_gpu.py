@@ -12,9 +12,10 @@ import torch
 import mxpert
 from mxpert.formats import pack_codes, unpack_codes
 from mxpert.formats.tensor import Layout
-from mxpert.runtime.launch import Launch
+from mxpert.runtime.launch import record_launches
 from mxpert.testing.numerics import END_TO_END_GATE, assert_close_relative, assert_exact
 from mxpert.testing.problems import MODEL_SHAPES, Routing, random_moe_problem
+from support.launches import through_triton
 from support.poison import nan_filled_scratch
 
 from .hopper_problems import (
@@ -112,29 +113,24 @@ def test_repeats_are_bit_identical(a_format: str, tile: str, device: torch.devic
 
 
 @tiles
-def test_a_gemm_can_be_repeated_alone(
-    a_format: str, tile: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gemm_can_be_repeated_alone(a_format: str, tile: str, device: torch.device) -> None:
     """The GEMM resets the counter of its tile scheduler to 0 at the end."""
-    inputs, launched = layer("gpt_oss", a_format, device).prepared, []
-    launch = Launch.__call__
-
-    def record(made: Launch, **tensors: torch.Tensor) -> None:
-        if made.kernel.__name__.startswith("_moe_gemm_"):
-            launched.append((made, tensors))
-        launch(made, **tensors)
-
-    monkeypatch.setattr(Launch, "__call__", record)
-    with mxpert.override(backend="hopper", config=tiles_of(a_format)[tile]):
+    inputs = layer("gpt_oss", a_format, device).prepared
+    with (
+        mxpert.override(backend="hopper", config=tiles_of(a_format)[tile]),
+        through_triton(),
+        record_launches() as records,
+    ):
         run(inputs, a_format)
+    launched = [each for each in records if each.launch.kernel.__name__.startswith("_moe_gemm_")]
     assert len(launched) == 2
-    for made, tensors in launched:
+    for made, tensors, _ in launched:
         out = tensors["out" if "out" in tensors else "out_desc"]
         first = out.clone()
         assert int(tensors["tile_counter"]) == 0
         for _ in range(3):
             out.fill_(float("nan"))
-            launch(made, **tensors)
+            made(**tensors)
             same = (out == first) | out.isnan()  # padding rows are unwritten or arbitrary
             assert int(tensors["tile_counter"]) == 0
             assert same.all()

@@ -20,6 +20,7 @@ from mxpert.dispatch import explain_problem
 from mxpert.ops.explain import describe
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.runtime import launch
+from mxpert.target import on_device
 from mxpert.testing.numerics import (
     assert_close_relative,
     assert_exact,
@@ -28,7 +29,6 @@ from mxpert.testing.numerics import (
 )
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from support.devices import DEVICES
-from support.launches import as_if_on
 from support.poison import nan_filled_scratch
 from support.quantize_cases import assert_quantizes_exactly, block_cases, every_code_and_scale
 
@@ -58,7 +58,7 @@ def chip(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         options = {**launch.LAUNCH_OPTIONS, "supported_fp8_dtypes": ("fp8e4b15", "fp8e5")}
         monkeypatch.setattr(launch, "LAUNCH_OPTIONS", MappingProxyType(options))
     forget_launches()
-    with as_if_on(DEVICES[arch]), mxpert.override(backend="triton"), nan_filled_scratch():
+    with on_device(DEVICES[arch]), mxpert.override(backend="triton"), nan_filled_scratch():
         yield arch
     forget_launches()
 

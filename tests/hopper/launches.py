@@ -20,10 +20,10 @@ from mxpert.problem import (
     activation_mx_format,
 )
 from mxpert.routing import RoutingPlan, plan_capacity
-from mxpert.runtime import launch
 from mxpert.testing.problems import MoEShape
 from mxpert.weights import GateUpOrder, MoEWeights
 from support.aot import CompiledKernel, compile_for, specialize
+from support.launches import RecordedLaunch, recorded_launches
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
 
@@ -95,15 +95,14 @@ class Recorder:
     """Records the backend's launches and replaces the functions around them by stubs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.launches: list[Launch] = []
-        recorded = self.launches
-
-        def record(made: launch.Launch, **tensors: Any) -> None:
-            recorded.append(Launch(made.kernel, made.grid, made.arguments(tensors)))
-
-        monkeypatch.setattr(launch.Launch, "__call__", record)
+        self._recorded: list[RecordedLaunch] = []
         monkeypatch.setattr(moe, "combine_slots", lambda rows, *_args, **_options: rows)
         monkeypatch.setattr(moe, "quantize_rows", lambda problem, x: x)
+
+    @property
+    def launches(self) -> list[Launch]:
+        """Those of the last run."""
+        return [Launch(*each) for each in self._recorded]
 
     def run(
         self,
@@ -117,38 +116,27 @@ class Recorder:
 
         With `quantised`, rows are passed as an MXTensor, as between the separate ops.
         """
-        self.launches.clear()
         weights, plan = weights_of(problem, has_bias), plan_of(problem, config.block_m)
         a_format = problem.options.activation_format
         num_rows = plan.max_blocks * plan.routing_block_m
-        moe.GATE_UP.run(
-            problem,
-            config,
-            weights=weights,
-            plan=plan,
-            num_rows=num_rows,
-            x=rows_of(problem.num_tokens, problem.hidden_size, a_format, quantised),
-        )
-        moe.DOWN.launch(
-            problem,
-            config,
-            weights=weights,
-            plan=plan,
-            h=rows_of(num_rows, problem.intermediate_size, a_format, quantised),
-        )
-        return list(self.launches)
+        x = rows_of(problem.num_tokens, problem.hidden_size, a_format, quantised)
+        h = rows_of(num_rows, problem.intermediate_size, a_format, quantised)
+        with recorded_launches() as self._recorded:
+            moe.GATE_UP.run(problem, config, weights=weights, plan=plan, num_rows=num_rows, x=x)
+            moe.DOWN.launch(problem, config, weights=weights, plan=plan, h=h)
+        return self.launches
 
     def run_layer(self, problem: MoEProblem, config: HopperGemmConfig) -> list[Launch]:
         """Launches of both stages in a layer."""
-        self.launches.clear()
-        moe.FUSED_MOE.stages(
-            problem,
-            MoEConfig(config.block_m, config, config),
-            rows_of(problem.num_tokens, problem.hidden_size, "bf16", False),
-            weights_of(problem, has_bias=False),
-            plan_of(problem, config.block_m),
-        )
-        return list(self.launches)
+        with recorded_launches() as self._recorded:
+            moe.FUSED_MOE.stages(
+                problem,
+                MoEConfig(config.block_m, config, config),
+                rows_of(problem.num_tokens, problem.hidden_size, "bf16", False),
+                weights_of(problem, has_bias=False),
+                plan_of(problem, config.block_m),
+            )
+        return self.launches
 
 
 def weights_of(problem: MoEProblem, has_bias: bool) -> MoEWeights:

@@ -22,6 +22,7 @@ from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GemmConfig, GroupedProblem, Op, ReferenceConfig, Target
 from mxpert.routing import padded_capacity, padded_group_offsets
 from mxpert.runtime.launch import record_launches
+from mxpert.target import on_device
 from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
 from support.poison import nan_filled_scratch
 from support.quantize_cases import block_cases
@@ -326,10 +327,9 @@ def test_gemm_of_integers_is_exact(pair: str, case: str, trans_b: bool) -> None:
 
 
 @pytest.mark.parametrize("op", ["nt", "nn", "wgrad"])
-def test_loops_of_amd_are_exact(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_of_amd_are_exact(op: str) -> None:
     """On AMD kernels load scales in the step that multiplies them, elsewhere one step ahead."""
-    monkeypatch.setitem(globals(), "detect_target", lambda device: GFX950)
-    with record_launches() as records:
+    with on_device(GFX950), record_launches() as records:
         if op == "wgrad":
             actual, expected = wgrad("ragged", PAIRS["e4m3"], torch.float32, values=integers)
         else:

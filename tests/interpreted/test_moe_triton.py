@@ -33,6 +33,7 @@ from mxpert.problem import (
 )
 from mxpert.routing import TOKEN_MASK, RoutingPlan
 from mxpert.runtime.launch import record_launches
+from mxpert.target import on_device
 from mxpert.testing.numerics import (
     assert_close_relative,
     assert_exact,
@@ -307,13 +308,9 @@ EXACT_TILES = {
     ids=lambda value: getattr(value, "arch", value or "here"),
 )
 @pytest.mark.parametrize("a_format", ["bf16", "mxfp8", "mxfp4"])
-def test_exact_problem_is_bit_identical(
-    a_format: str, tiles: str, target: Target | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exact_problem_is_bit_identical(a_format: str, tiles: str, target: Target | None) -> None:
     """Exact sums: every tile config and combine returns the same bits. On AMD the kernels load
     scales in the step that multiplies them, on other targets one step ahead."""
-    target = target or detect_target("cpu")
-    monkeypatch.setitem(globals(), "detect_target", lambda device: target)
     index = list(EXACT_TILES).index(tiles)
     activation = list(ACTIVATIONS.values())[index]()
     order = list(GateUpOrder)[index % 3]
@@ -323,16 +320,17 @@ def test_exact_problem_is_bit_identical(
     options = MoEOptions(
         inputs.activation, a_format, combine=combine, apply_router_weight_on_input=index == 1
     )
-    expected = layer(REFERENCE, FLOAT64, inputs, options)
-    with record_launches() as records:
+    with on_device(target), record_launches() as records:
+        expected = layer(REFERENCE, FLOAT64, inputs, options)
         actual = layer(TRITON, EXACT_TILES[tiles], inputs, options)
+        kind = detect_target("cpu").kind
     assert_exact(actual, expected, combine.value, ignore_zero_sign=True)
     ahead = [
         record.launch.constants["PREFETCH_SCALES"]
         for record in records
         if "PREFETCH_SCALES" in record.launch.constants
     ]
-    assert ahead == [target.kind != "hip"] * 2
+    assert ahead == [kind != "hip"] * 2
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])

@@ -7,6 +7,7 @@ blocks, and the kernels under test turn them into scales of spans.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -21,7 +22,8 @@ from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, Op, Target
 from mxpert.routing import padded_group_offsets
-from mxpert.runtime.launch import Launch
+from mxpert.runtime.launch import ThroughTriton
+from mxpert.target import on_device
 from mxpert.testing.numerics import assert_exact
 
 REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}[Op.QUANTIZE_DUAL]
@@ -63,7 +65,7 @@ def quantized(
 
 
 @pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
+def choose() -> Any:
     """Run Hopper's launches, with a stand-in for the Gluon kernel that stores reference scales.
 
     It marks blocks of zeros inside spans, as the Gluon kernel does.
@@ -72,25 +74,28 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(
         x: torch.Tensor, offsets: torch.Tensor | None, spans: tuple[ScaleSpan, ScaleSpan]
     ) -> tuple[MXTensor, MXTensor]:
-        blocks, launch = quantized(x, offsets, ScaleSpan.BLOCK), Launch.__call__
+        blocks = quantized(x, offsets, ScaleSpan.BLOCK)
 
-        def stand_in(made: Launch, **tensors: Any) -> None:
-            if made.kernel is not _quantize_dual_hopper_kernel:
-                launch(made, **tensors)
-                return
-            for name, copy in zip(("row", "column"), blocks, strict=True):
-                scale = tensors[f"{name}_scale"]
-                if made.constants["CHOOSE"]:
-                    marked = made.constants[f"MARK_{name.upper()}S"]
-                    zeros = (copy.qdata.unflatten(-1, (-1, 32)) & 0x7F == 0).all(-1)
-                    if name == "column" and offsets is not None:
-                        zeros[:, int(padded_group_offsets(offsets)[-1]) // 32 :] = False
-                    scale.copy_(torch.where(zeros & marked, 0, copy.scale.clamp(min=1)))
+        class StandIn(ThroughTriton):
+            def execute(
+                self, kernel: Any, grid: Any, arguments: Mapping[str, Any], *, warmup: bool
+            ) -> None:
+                if kernel is not _quantize_dual_hopper_kernel:
+                    super().execute(kernel, grid, arguments, warmup=warmup)
+                    return
+                for name, copy in zip(("row", "column"), blocks, strict=True):
+                    scale = arguments[f"{name}_scale"]
+                    if arguments["CHOOSE"]:
+                        marked = arguments[f"MARK_{name.upper()}S"]
+                        zeros = (copy.qdata.unflatten(-1, (-1, 32)) & 0x7F == 0).all(-1)
+                        if name == "column" and offsets is not None:
+                            zeros[:, int(padded_group_offsets(offsets)[-1]) // 32 :] = False
+                        scale.copy_(torch.where(zeros & marked, 0, copy.scale.clamp(min=1)))
 
-        monkeypatch.setattr(Launch, "__call__", stand_in)
-        return dual.QUANTIZE_DUAL.launch(
-            describe(x, offsets, spans), None, x=x, group_offsets=offsets
-        )
+        with on_device(executor=StandIn()):
+            return dual.QUANTIZE_DUAL.launch(
+                describe(x, offsets, spans), None, x=x, group_offsets=offsets
+            )
 
     return run
 

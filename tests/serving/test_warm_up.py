@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -43,20 +43,28 @@ def unwritten(experts: int, hidden: int, inner: int, layout: Layout) -> mxpert.M
 def launched_binaries() -> Iterator[set[Any]]:
     """Keys of the binaries that an H200 would compile inside the block; nothing is launched."""
     pytest.importorskip("triton")
-    from mxpert.runtime import launch
-    from support.launches import as_if_on_h200, without_device
+    from mxpert.runtime.launch import _signature
+    from mxpert.target import on_device
+    from support.launches import H200, Recorder, without_device
 
     keys: set[Any] = set()
 
-    def record(made: Any, **tensors: torch.Tensor | None) -> None:
-        dtypes = tuple((name, t is not None and t.dtype) for name, t in tensors.items())
-        keys.add((launch._signature(made.kernel, made.tiles, made.constants), dtypes))
+    class Keys(Recorder):
+        def execute(
+            self, kernel: Any, grid: Any, arguments: Mapping[str, Any], *, warmup: bool
+        ) -> None:
+            constants, tensors = {}, []
+            for name, value in arguments.items():
+                if isinstance(value, torch.Tensor):
+                    tensors.append((name, value.dtype))
+                elif hasattr(value, "block_shape"):  # a descriptor
+                    layout = getattr(value, "layout", None)
+                    tensors.append((name, value.base.dtype, *value.block_shape, layout))
+                else:
+                    constants[name] = value
+            keys.add((_signature(kernel, {}, constants), *tensors))
 
-    with (
-        without_device(record=False),
-        mock.patch.object(launch.Launch, "__call__", record),
-        as_if_on_h200(),
-    ):
+    with without_device(record=False), on_device(H200, Keys()):
         yield keys
 
 

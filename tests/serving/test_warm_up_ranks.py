@@ -5,8 +5,6 @@ How ranks meet in it is in tests/distributed/modules; here one rank stands for e
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -24,16 +22,6 @@ from mxpert.testing.problems import MoEShape, random_moe_problem
 from .test_warm_up import SHAPES, launched_binaries, unwritten
 
 SLOTS = 300
-
-
-@contextlib.contextmanager
-def on_h200() -> Iterator[set[Any]]:
-    """Binaries that an H200 would compile, with SYMMETRIC on one rank."""
-    pytest.importorskip("triton")
-    from support.launches import symmetric_on_h200
-
-    with symmetric_on_h200(), launched_binaries() as binaries:
-        yield binaries
 
 
 def parallel(shape: str, transport: Transport, wire: str = "bf16") -> ExpertParallel:
@@ -55,7 +43,7 @@ def parallel(shape: str, transport: Transport, wire: str = "bf16") -> ExpertPara
 def test_no_kernel_is_left_to_compile(transport: Transport, wire: str, max_tokens: int) -> None:
     experts, top_k, hidden, inner = SHAPES["gpt-oss-20b"]
     weights = unwritten(experts, hidden, inner, Layout.HOPPER_FRAGMENT)
-    with on_h200() as binaries:
+    with launched_binaries() as binaries:
         ep = parallel("gpt-oss-20b", transport, wire)
         options: dict[str, Any] = dict(
             activation=mxpert.SiLU(), activation_format="mxfp8", expert_parallel=ep
@@ -76,7 +64,7 @@ def test_another_number_of_slots_may_need_other_kernels() -> None:
     """Why each view is warmed up: received rows follow from the slots."""
     experts, top_k, hidden, inner = SHAPES["gpt-oss-20b"]
     weights = unwritten(experts, hidden, inner, Layout.HOPPER_FRAGMENT)
-    with on_h200() as binaries:
+    with launched_binaries() as binaries:
         ep = parallel("gpt-oss-20b", Transport.SYMMETRIC)
         options: dict[str, Any] = dict(top_k=top_k, activation=mxpert.SiLU())
         mxpert.warm_up(weights, 1, expert_parallel=ep, **options)
@@ -88,16 +76,18 @@ def test_another_number_of_slots_may_need_other_kernels() -> None:
 def test_kernels_are_compiled_without_an_exchange() -> None:
     """The first pass over SYMMETRIC's kernels launches none of them, the second all."""
     pytest.importorskip("triton")
-    from mxpert.runtime import launch
+    from mxpert.target import on_device
+    from support.launches import H200, Recorder
 
     experts, top_k, hidden, inner = SHAPES["gpt-oss-20b"]
     weights = unwritten(experts, hidden, inner, Layout.HOPPER_FRAGMENT)
     passes: list[bool] = []
 
-    def record(made: launch.Launch, **tensors: Any) -> None:
-        passes.append(launch._compiles_only.get())
+    class Passes(Recorder):
+        def execute(self, *launch: Any, warmup: bool) -> None:
+            passes.append(warmup)
 
-    with on_h200(), mock.patch.object(launch.Launch, "__call__", record):
+    with on_device(H200, Passes()):
         ep = parallel("gpt-oss-20b", Transport.SYMMETRIC)
         steps: list[tuple[int, ...]] = []
         counts = mxpert.warm_up(
@@ -145,12 +135,13 @@ def test_compile_only_compiles_and_launches_nothing() -> None:
 def test_a_layer_is_replayed_after_warm_up() -> None:
     """Compiling without a launch leaves the host's fast path as the first call would."""
     pytest.importorskip("triton")
-    from support.launches import as_if_on_h200, symmetric_on_h200, without_device
+    from mxpert.target import on_device
+    from support.launches import H200, without_device
     from support.replays import watched_replays
 
     shape = MoEShape(256, 128, 8, 2, mxpert.SiLU(), mxpert.GateUpOrder.CONCATENATED, True)
     options: dict[str, Any] = dict(activation=shape.activation, activation_format="mxfp8")
-    with symmetric_on_h200(), without_device() as launched, as_if_on_h200():
+    with without_device() as launched, on_device(H200):
         ep = ExpertParallel(
             num_experts=shape.num_experts,
             top_k=shape.top_k,

@@ -20,7 +20,8 @@ from mxpert.backends.common.exchange.schedule import Schedule
 from mxpert.backends.common.exchange.words import EPOCHS, TAG_BITS
 from mxpert.distributed import DispatchedTokens
 from mxpert.distributed.symmetric import SymmetricExchange
-from mxpert.testing.gfx950 import CodeObject, emulate, emulation
+from mxpert.target import current_device
+from mxpert.testing.gfx950 import CodeObject, Emulation, emulate
 from mxpert.testing.gfx950.machine import Machine
 from support.gfx950_mutants import Launch
 
@@ -135,14 +136,16 @@ def planted(
     code: Callable[[CodeObject], CodeObject] = lambda code: code,
     arguments: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda given: given,
 ) -> Iterator[None]:
-    """Change the code or the arguments of all launches of a kernel."""
-    run = emulation.run  # type: ignore[attr-defined]
+    """Change the code or the arguments of all launches of a kernel, inside of `emulate`."""
+    emulation = current_device().executor
+    assert isinstance(emulation, Emulation)
+    run = emulation.run
 
-    def changed(compiled: Any, grid: Any, given: Mapping[str, Any], **options: Any) -> Any:
+    def changed(compiled: Any, grid: Any, given: Mapping[str, Any]) -> Any:
         original = CodeObject.of(compiled)
         if original.executable.program.name != kernel:
-            return run(compiled, grid, given, **options)
-        return run(code(original), grid, arguments(dict(given)), **options)
+            return run(compiled, grid, given)
+        return run(code(original), grid, arguments(dict(given)))
 
     with mock.patch.object(emulation, "run", changed):
         yield
@@ -169,17 +172,17 @@ class _CapturedError(Exception):
 def captured(kernel: str) -> Launch:
     """A launch of rank 0: what it waits for is there. Keeps the memory of both ranks."""
     found: list[Launch] = []
-    previous = emulation.run  # type: ignore[attr-defined]
 
-    def spy(compiled: Any, grid: Any, arguments: Mapping[str, Any], **options: Any) -> Any:
+    def spy(compiled: Any, grid: Any, arguments: Mapping[str, Any]) -> Any:
         code = CodeObject.of(compiled)
         if code.executable.program.name != kernel:
-            return previous(compiled, grid, arguments, **options)
-        memory, binary = tuple(options["reachable"]), compiled.asm["hsaco"]
+            return execute(compiled, grid, arguments)
+        memory, binary = tuple(emulation.reachable), compiled.asm["hsaco"]
         found.append(Launch(kernel, code, grid, arguments, binary, memory))
         raise _CapturedError
 
-    with emulate(), turns() as pair, contextlib.suppress(_CapturedError):
+    with emulate() as emulation, turns() as pair, contextlib.suppress(_CapturedError):
+        execute = emulation.run
         pair.dispatch(1)
         with mock.patch.object(emulation, "run", spy):
             pair.dispatch(0, waits=kernel == "_exchange_dispatch_kernel")

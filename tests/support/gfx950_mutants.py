@@ -26,16 +26,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from mxpert.testing.gfx950 import (
-    CodeObject,
-    Fault,
-    Reachable,
-    Report,
-    emulate,
-    emulation,
-    machine,
-    run,
-)
+from mxpert.testing.gfx950 import CodeObject, Fault, Reachable, Report, emulate, machine, run
 from mxpert.testing.gfx950.effects import effects
 from mxpert.testing.gfx950.instructions import bind
 from mxpert.testing.gfx950.machine import Executable
@@ -109,19 +100,18 @@ def capture(names: tuple[str, ...] = (), count: int = 0) -> Iterator[list[Launch
     """
     launches: list[Launch] = []
 
-    def spy(
-        compiled: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **options: Any
-    ) -> Any:
+    def spy(compiled: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> Any:
         code = CodeObject.of(compiled)
         name = code.executable.program.name
         launches.append(Launch(name, code, grid, copied(arguments), compiled.asm["hsaco"]))
         if count and sum(each.name.startswith(names) for each in launches) == count:
             raise _CapturedError
-        return run(compiled, grid, arguments, **options)
+        return execute(compiled, grid, arguments)
 
-    patch = mock.patch.object(emulation, "run", spy)
-    with contextlib.suppress(_CapturedError), patch, emulate():
-        yield launches
+    with contextlib.suppress(_CapturedError), emulate() as emulation:
+        execute = emulation.run
+        with mock.patch.object(emulation, "run", spy):
+            yield launches
 
 
 def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:

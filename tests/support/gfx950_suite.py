@@ -22,11 +22,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import mxpert
-from mxpert.testing.gfx950 import Report, emulate, emulation, run
+from mxpert.testing.gfx950 import Emulation, Report, emulate
 
 NOT_GFX950 = {
     "test_exchange_triton.py": "tests/gfx950/test_exchange.py runs its scenarios in both orders",
@@ -126,16 +127,17 @@ class Plugin:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config, self.executed = config, Executed()
-        execute = run
+        execute = Emulation.run
 
-        def counted(*arguments: Any, **options: Any) -> Report:
-            report = execute(*arguments, **options)
-            schedule = options.get("schedule", SCHEDULES[0])
+        def counted(emulation: Emulation, *launch: Any) -> Report:
+            report = execute(emulation, *launch)
+            schedule = emulation.options.get("schedule", SCHEDULES[0])
             self.executed.add(report.kernel, schedule, report.instructions)
             return report
 
-        config.add_cleanup(lambda: setattr(emulation, "run", execute))
-        emulation.run = counted  # type: ignore[attr-defined]
+        patch = mock.patch.object(Emulation, "run", counted)
+        patch.start()
+        config.add_cleanup(patch.stop)
 
     @staticmethod
     def is_portable(path: Path) -> bool:

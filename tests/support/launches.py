@@ -7,8 +7,8 @@ launches and time their host work on any machine. No kernel is executed: outputs
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,17 +18,17 @@ from triton.backends.driver import Benchmarker, GPUDriver
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
-from mxpert.distributed import symmetric
-from mxpert.ops import grouped_gemm, moe, quantize, quantize_dual, route, rows
-from mxpert.ops.library import OPS
 from mxpert.problem import Target
-from mxpert.runtime.launch import Launch
+from mxpert.runtime.launch import ThroughTriton, record_launches
+from mxpert.target import on_device
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
 _DEVICE = 1 << 20
 """Device index that no real device has: Triton caches binaries by device, and these cannot run."""
 
-_OPS = (grouped_gemm, moe, quantize, quantize_dual, route, rows)
+
+through_triton = functools.partial(on_device, executor=ThroughTriton())
+"""Launch through Triton's own ``kernel[grid](...)`` inside the block; nothing is replayed."""
 
 
 class RecordedLaunch(NamedTuple):
@@ -39,39 +39,30 @@ class RecordedLaunch(NamedTuple):
     arguments: dict[str, Any]
 
 
-@contextlib.contextmanager
-def through_triton() -> Iterator[None]:
-    """Launch through Triton's own ``kernel[grid](...)`` inside the block, to compare `Launch`."""
-
-    def launch(made: Launch, **tensors: Any) -> None:
-        made.kernel[made.grid](**made.arguments(tensors))
-
-    with mock.patch.object(Launch, "__call__", launch):
-        yield
-
-
 def count_launches(call: Callable[[], object]) -> int:
     """Number of kernels that `call` launches."""
-    launch, count = Launch.__call__, itertools.count()
-
-    def counted(made: Launch, **tensors: Any) -> None:
-        next(count)
-        launch(made, **tensors)
-
-    with mock.patch.object(Launch, "__call__", counted):
+    with through_triton(), record_launches() as records:
         call()
-    return next(count)
+    return len(records)
+
+
+class Recorder(list[RecordedLaunch]):
+    """An executor that launches nothing: a list of what it was to launch."""
+
+    def execute(
+        self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], *, warmup: bool
+    ) -> None:
+        self.append(RecordedLaunch(kernel, grid, dict(arguments)))
+
+    def reach(self, name: str, tensor: object, *, shared: bool = False) -> None:
+        """Nothing is read."""
 
 
 @contextlib.contextmanager
 def recorded_launches() -> Iterator[list[RecordedLaunch]]:
     """Record launches instead of running them, for tensors on any device."""
-    launches: list[RecordedLaunch] = []
-
-    def record(launch: Launch, **tensors: Any) -> None:
-        launches.append(RecordedLaunch(launch.kernel, launch.grid, launch.arguments(tensors)))
-
-    with mock.patch.object(Launch, "__call__", record):
+    launches = Recorder()
+    with on_device(executor=launches):
         yield launches
 
 
@@ -160,34 +151,3 @@ def without_device(*, record: bool = True) -> AbstractContextManager[list[tuple[
         record: False does not store the arguments, for timing.
     """
     return use_driver(_Driver(), nvidia, record=record, library_dirs=list)
-
-
-@contextlib.contextmanager
-def symmetric_on_h200() -> Iterator[None]:
-    """One rank on CPU tensors takes SYMMETRIC inside the block, with an H200's kernels."""
-    with (
-        mock.patch.object(symmetric, "detect_target", return_value=H200),
-        mock.patch.object(symmetric.SymmetricExchange, "unavailable", return_value=None),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def as_if_on(target: Target) -> Iterator[None]:
-    """Resolve problems of all tensors for a device, starting with empty call caches in the ops."""
-
-    def detect(device: object) -> Target:
-        """A plain function, because a mock would add its own time to the ops' time."""
-        return target
-
-    with contextlib.ExitStack() as stack:
-        for module in _OPS:
-            stack.enter_context(mock.patch.object(module, "detect_target", detect))
-        for spec in OPS.values():
-            stack.enter_context(mock.patch.object(spec._calls, "_cached", {}))
-        yield
-
-
-def as_if_on_h200() -> AbstractContextManager[None]:
-    """As `as_if_on` for an H200."""
-    return as_if_on(H200)

@@ -13,10 +13,10 @@ import torch
 
 from mxpert import MXTensor, ScaleRule
 from mxpert.backends.common.routing.host import PLAN
-from mxpert.distributed import symmetric
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.formats import get_format
 from mxpert.problem import Op, RoutingProblem, Target
+from mxpert.target import on_device
 from support.aot import CompiledKernel, compile_for, specialize
 from support.exchange import Case
 from support.launches import H200, RecordedLaunch, recorded_launches
@@ -46,8 +46,7 @@ def launches_of(
     """
     wire_format = "bf16" if wire == "bf16" else "mxfp8"
     case = Case(**{**vars(case), "wire_format": wire_format, "max_tokens": 4096})
-    with pytest.MonkeyPatch.context() as patch, recorded_launches() as launches:
-        patch.setattr(symmetric, "detect_target", lambda device: TARGETS[target])
+    with on_device(TARGETS[target]), recorded_launches() as launches:
         specs = [case.spec(rank) for rank in range(case.size)]
         exchange = SymmetricExchange.virtual(specs, META)[0]
         rows = torch.empty(bound, case.hidden_size, dtype=torch.bfloat16, device=META)

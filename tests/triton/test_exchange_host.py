@@ -20,8 +20,9 @@ from mxpert import GateUpOrder, SiLU
 from mxpert.distributed import ExpertParallel, Transport
 from mxpert.formats.tensor import Layout
 from mxpert.runtime.launch import Launch
+from mxpert.target import on_device
 from mxpert.testing.problems import MoEShape, random_moe_problem
-from support.launches import as_if_on_h200, symmetric_on_h200, without_device
+from support.launches import H200, without_device
 from support.replays import Launches, check_interleaved, check_replay, watched_replays
 
 SHAPE = MoEShape(256, 128, 8, 2, SiLU(), GateUpOrder.CONCATENATED, True)
@@ -30,7 +31,7 @@ MAX_TOKENS = 8
 
 @contextlib.contextmanager
 def on_mock_driver(*, record: bool) -> Iterator[Launches]:
-    with symmetric_on_h200(), without_device(record=record) as launches, as_if_on_h200():
+    with without_device(record=record) as launches, on_device(H200):
         yield launches
 
 

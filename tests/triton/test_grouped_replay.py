@@ -14,8 +14,9 @@ from mxpert import MXTensor, ScaleRule, ScaleSpan
 from mxpert.dispatch import registry
 from mxpert.ops import rows
 from mxpert.runtime.launch import Launch
+from mxpert.target import on_device
 from mxpert.training import MXFP8Recipe, grouped_linear
-from support.launches import as_if_on_h200, count_launches, without_device
+from support.launches import H200, count_launches, without_device
 from support.replays import Launches, check_interleaved, check_replay
 
 WIDTH, OUT, GROUPS = 256, 160, 5
@@ -33,7 +34,7 @@ wide operands and a second GEMM that multiplies them."""
 
 @pytest.fixture(autouse=True)
 def launches() -> Iterator[Launches]:
-    with without_device() as made, as_if_on_h200():
+    with without_device() as made, on_device(H200):
         yield made
 
 

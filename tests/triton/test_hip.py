@@ -6,46 +6,34 @@ the tests in tests/gfx950.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from unittest import mock
 
 import pytest
 import torch
 
 import mxpert
+from mxpert import target
 from mxpert.cli.tune_cells import TARGETS, Cell, Trial, choose, expected_layouts
-from mxpert.dispatch import detect_target, target
-from mxpert.ops.library import OPS
-from mxpert.problem import GemmConfig, Target
+from mxpert.problem import GemmConfig
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape, random_moe_problem
 from mxpert.testing.timing import _l2_sweep, read_bandwidth
 from support.hip import LEADING, REPLAY_MS, replayed_graphs, stub_driver, stub_torch
-from support.launches import _OPS
 
 MI355X = TARGETS["amd-instinct-mi355x"]
 SHAPE = MoEShape(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, has_bias=True)
 
 
-def _mi355x(device: object) -> Target:
-    return MI355X
-
-
 @pytest.fixture
 def launches() -> Iterator[list[tuple]]:
     """Arguments of the C launcher, in ops that take every tensor for one on an MI355X."""
-    with contextlib.ExitStack() as stack:
-        for module in _OPS:
-            stack.enter_context(mock.patch.object(module, "detect_target", _mi355x))
-        for spec in OPS.values():
-            stack.enter_context(mock.patch.object(spec._calls, "_cached", {}))
-        yield stack.enter_context(stub_driver())
+    with target.on_device(MI355X), stub_driver() as launched:
+        yield launched
 
 
 def test_the_device_is_detected_without_its_features() -> None:
     target._gpu_target.cache_clear()
     with stub_torch():
-        assert detect_target("cuda") == MI355X
+        assert target.detect_target("cuda") == MI355X
     target._gpu_target.cache_clear()
 
 

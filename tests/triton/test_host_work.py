@@ -29,8 +29,9 @@ from mxpert.problem import (
 )
 from mxpert.runtime import geometry, launch, replay
 from mxpert.runtime.launch import Launch, PreparedLaunch
+from mxpert.target import on_device
 from mxpert.testing.problems import MoEShape, random_moe_problem
-from support.launches import as_if_on_h200, count_launches, without_device
+from support.launches import H200, count_launches, without_device
 
 SHAPE = MoEShape(
     hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation=mxpert.SwiGLU()
@@ -62,7 +63,7 @@ MOST_COPIES = 3
 
 @pytest.fixture(autouse=True)
 def no_device() -> Iterator[None]:
-    with without_device(record=False), as_if_on_h200():
+    with without_device(record=False), on_device(H200):
         yield
 
 

@@ -14,18 +14,19 @@ import torch
 import mxpert
 from mxpert.errors import PerformanceWarning
 from mxpert.problem import ACTIVATION_FORMATS
+from mxpert.target import on_device
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.training import MXFP8Recipe, MXGroupedLinear
 from mxpert.weights import _fastest_layout
 from support.devices import DEVICES, MMA_SYNC
-from support.launches import RecordedLaunch, as_if_on, recorded_launches
+from support.launches import RecordedLaunch, recorded_launches
 
 
 @pytest.fixture(params=MMA_SYNC)
 def launches(request: pytest.FixtureRequest) -> Iterator[list[RecordedLaunch]]:
     """The launches of calls as on a GPU; a warning that something is slow is an error."""
     with (
-        as_if_on(DEVICES[request.param]),
+        on_device(DEVICES[request.param]),
         recorded_launches() as recorded,
         warnings.catch_warnings(),
     ):
@@ -73,7 +74,7 @@ def test_training_step(launches: list[RecordedLaunch]) -> None:
 
 @pytest.mark.parametrize("arch", MMA_SYNC)
 def test_dependent_launch_is_asked_for_from_sm_90_on(arch: str) -> None:
-    with as_if_on(DEVICES[arch]), recorded_launches() as launches:
+    with on_device(DEVICES[arch]), recorded_launches() as launches:
         mxpert.route_topk(torch.zeros(64, 8), top_k=2)
     (launch,) = launches
     assert launch.arguments.get("launch_pdl", False) is (arch == "sm_120")

@@ -24,8 +24,9 @@ from mxpert.dispatch import tables
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.routing import RoutingPlan
+from mxpert.target import on_device
 from mxpert.testing.problems import MoEShape, random_moe_problem
-from support.launches import as_if_on_h200, count_launches, without_device
+from support.launches import H200, count_launches, without_device
 from support.replays import Launches, check_interleaved, check_replay, check_same, flat, ordinary
 
 SHAPE = MoEShape(
@@ -37,7 +38,7 @@ PINNED = MoEConfig(32, *[HopperGemmConfig("decode", 32, 3, hi_lo=True)] * 2)
 
 @pytest.fixture(autouse=True)
 def launches() -> Iterator[Launches]:
-    with without_device() as made, as_if_on_h200():
+    with without_device() as made, on_device(H200):
         yield made
 
 

@@ -15,9 +15,9 @@ import torch
 import mxpert
 from mxpert.backends.common.combine import combine_slots
 from mxpert.backends.common.routing import host as routing
-from mxpert.ops import route
 from mxpert.ops.explain import describe
 from mxpert.problem import Scoring
+from mxpert.target import on_device
 from support.aot import SHARED_MEMORY_LIMIT, TARGETS, TRITON_RELEASE, compile_for, specialize
 from support.launches import H200, RecordedLaunch, recorded_launches
 
@@ -131,12 +131,12 @@ def test_plan_kernels_compile(launches, dtypes, tokens, target):
         gate(launch, target, stack=8 if spills and "scatter" in launch.kernel.__name__ else 0)
 
 
-def test_dependent_launch_waits_first(launches, monkeypatch):
+def test_dependent_launch_waits_first(launches):
     """On Hopper and later, grid_dependency_wait comes before any access to global memory."""
-    monkeypatch.setattr(route, "detect_target", lambda device: H200)
-    launch_topk(64, 256, 8)
-    launch_plan(128, 384, 8, 64, expert_parallel=True)
-    launch_plan(16384, 384, 8, 64, expert_parallel=True)
+    with on_device(H200):
+        launch_topk(64, 256, 8)
+        launch_plan(128, 384, 8, 64, expert_parallel=True)
+        launch_plan(16384, 384, 8, 64, expert_parallel=True)
     for early in (False, True):
         combine_slots(
             torch.zeros(64, 2880),

@@ -12,8 +12,9 @@ from test_architecture import LAYERS
 
 import mxpert
 from mxpert.formats.tensor import Layout
+from mxpert.target import on_device
 from mxpert.testing.problems import MoEShape, random_moe_problem
-from support.launches import as_if_on_h200, without_device
+from support.launches import H200, without_device
 
 BACKENDS = LAYERS["dispatch"] - 0.5
 """Backends lie below dispatch, which calls them, and above runtime."""
@@ -74,7 +75,7 @@ def height(module: str) -> float:
 @pytest.mark.parametrize("make", [layer_call, grouped_call])
 def test_a_first_call_goes_down_and_never_back_up(make: Callable[[], Callable[[], object]]) -> None:
     call = make()
-    with without_device(), as_if_on_h200():
+    with without_device(), on_device(H200):
         steps = walk(call)
     climbs = {step for step in steps if height(step[1]) > height(step[0])}
     assert not climbs

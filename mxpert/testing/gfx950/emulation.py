@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
-import threading
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from triton.runtime.jit import JITFunction
 
-from ... import weights
-from ...backends.common.exchange import host
-from ...dispatch import calls, target
-from ...distributed.workspace import Workspace
 from ...problem import Target
-from ...runtime.launch import Launch, _record
-from ...runtime.replay import Replayed
+from ...target import current_device, on_device
 from ..ahead_of_time import compile_call, specialize
 from .launcher import Reachable, Report, run
 from .machine import Schedule
@@ -45,7 +38,7 @@ class KernelTotals:
 
 @dataclass
 class Emulation:
-    """What was executed under `emulate`.
+    """The executor of `emulate`, and what it has executed.
 
     Args:
         options: schedule, seed, checks and trace, as `run` takes them.
@@ -67,6 +60,9 @@ class Emulation:
     last: Report | None = None
     reports: list[Report] = field(default_factory=list)
     _reachable: dict[int, tuple[str, weakref.ref[torch.Tensor], bool]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _divert_plain_launches()
 
     @property
     def launches(self) -> int:
@@ -98,14 +94,22 @@ class Emulation:
         found = ((name, tensor(), shared) for name, tensor, shared in self._reachable.values())
         return [Reachable(name, each, shared) for name, each, shared in found if each is not None]
 
-    def execute(self, kernel: Any, grid: Any, arguments: Mapping[str, Any]) -> Any:
+    def execute(
+        self, kernel: Any, grid: Any, arguments: Mapping[str, Any], *, warmup: bool = False
+    ) -> Any:
         """Compile a kernel for these arguments, execute it, and return Triton's binary."""
         call = specialize(kernel, arguments, MI355X.arch)
         compiled = compile_call(kernel, call, MI355X.arch)
-        if callable(grid):
-            grid = grid(call.bound)
-        sizes = tuple(map(int, grid))
-        report = run(compiled, sizes, call.bound, reachable=self.reachable, **self.options)
+        if not warmup:
+            sizes = tuple(map(int, grid(call.bound) if callable(grid) else grid))
+            self._count(self.run(compiled, sizes, call.bound))
+        return compiled
+
+    def run(self, compiled: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> Report:
+        """Execute a launch of a binary."""
+        return run(compiled, grid, arguments, reachable=self.reachable, **self.options)
+
+    def _count(self, report: Report) -> None:
         totals = self.kernels.setdefault(report.kernel, KernelTotals())
         totals.launches += 1
         totals.instructions += report.instructions
@@ -115,12 +119,6 @@ class Emulation:
         self.last = report
         if report.traces:
             self.reports.append(report)
-        return compiled
-
-
-_current: contextvars.ContextVar[Emulation | None] = contextvars.ContextVar(
-    "mxpert_gfx950_emulation", default=None
-)
 
 
 @contextlib.contextmanager
@@ -134,9 +132,8 @@ def emulate(
     does.
 
     It holds for the thread or task that enters it; other threads are not affected, and threads that
-    are started inside do not inherit it. Blocks nest: the innermost executes and counts. Caches of
-    warm calls and recorded replays are neither read nor filled inside. Other threads record no
-    replays while a block is open.
+    are started inside do not inherit it. Blocks nest: the innermost executes and counts. Calls
+    that were cached or recorded outside are not used inside, and the other way round.
 
     Args:
         schedule, seed, checks, trace: of each launch, see `run`.
@@ -158,101 +155,25 @@ def emulate(
         (True, 1)
     """
     emulation = Emulation(dict(schedule=schedule, seed=seed, checks=checks, trace=trace))
-    with _installed():
-        token = _current.set(emulation)
-        try:
-            yield emulation
-        finally:
-            _current.reset(token)
+    with on_device(MI355X, emulation):
+        yield emulation
 
 
-_lock = threading.Lock()
-_open = 0
-_patches = contextlib.ExitStack()
+@functools.cache
+def _divert_plain_launches() -> None:
+    """Let ``kernel[grid](...)`` ask for an `Emulation` first, from now on.
 
-
-@contextlib.contextmanager
-def _installed() -> Iterator[None]:
-    """Divert launches, target detection and caches while a block is open in any thread."""
-    global _open
-    with _lock:
-        _open += 1
-        if _open == 1:
-            for owner, name, replacement in _diversions():
-                _patches.enter_context(mock.patch.object(owner, name, replacement))
-    try:
-        yield
-    finally:
-        with _lock:
-            _open -= 1
-            if _open == 0:
-                _patches.close()
-
-
-def _diversions() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Owner, name and replacement of all functions that behave differently in a block."""
-    launch, run_jitted = Launch.__call__, JITFunction.run
-    replay, find, add = Replayed.replay, calls.CallCache.find, calls.CallCache.add
-    detect, architecture = target._cpu_target, weights._architecture
-
-    def launch_or_emulate(made: Launch, **tensors: torch.Tensor | None) -> None:
-        emulation = _current.get()
-        if emulation is None:
-            launch(made, **tensors)
-        else:
-            emulation.execute(made.kernel, made.grid, made.arguments(tensors))
-            _record(made, tensors, None)
+    Triton lets no hook replace a launch, and its driver is one for all threads.
+    """
+    run_jitted = JITFunction.run
 
     def run_or_emulate(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        emulation = _current.get()
-        if emulation is None or warmup:
+        executor = current_device().executor
+        if not isinstance(executor, Emulation):
             return run_jitted(kernel, *args, grid=grid, warmup=warmup, **kwargs)
         for hook in kernel.pre_run_hooks:
             hook(*args, **kwargs)
         named = dict(zip(kernel.arg_names, args, strict=False))
-        return emulation.execute(kernel, grid, {**named, **kwargs})
+        return executor.execute(kernel, grid, {**named, **kwargs}, warmup=warmup)
 
-    def replay_outside(kernel: Any, *arguments: Any) -> Any:
-        return replay(kernel, *arguments) if _current.get() is None else None
-
-    def find_outside(cache: Any, options: Any, geometry: Any) -> Any:
-        return find(cache, options, geometry if _current.get() is None else None)
-
-    def add_outside(cache: Any, options: Any, geometry: Any, problem: Any) -> Any:
-        return add(cache, options, geometry if _current.get() is None else None, problem)
-
-    def detect_or_emulate(kind: str) -> Target:
-        return detect(kind) if _current.get() is None else MI355X
-
-    def architecture_or_emulate(device: torch.device) -> str:
-        return architecture(device) if _current.get() is None else MI355X.arch
-
-    yield from _watched_exchanges()
-    yield Launch, "__call__", launch_or_emulate
-    yield JITFunction, "run", run_or_emulate
-    yield Replayed, "replay", replay_outside
-    yield calls.CallCache, "find", find_outside
-    yield calls.CallCache, "add", add_outside
-    yield target, "_cpu_target", detect_or_emulate
-    yield weights, "_architecture", architecture_or_emulate
-
-
-def _watched_exchanges() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Functions of the SYMMETRIC transport that tell the emulation of memory behind pointers."""
-    make, new_arrivals = Workspace.__init__, host.new_arrivals
-
-    def make_and_reach(workspace: Workspace, *arguments: Any, **named: Any) -> None:
-        make(workspace, *arguments, **named)
-        emulation = _current.get()
-        if emulation is not None:
-            for rank, memory in enumerate(workspace.keep):
-                emulation.reach(f"the memory of rank {rank}", memory, shared=True)
-
-    def arrivals_and_reach(arrived: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        emulation = _current.get()
-        if emulation is not None:
-            emulation.reach("the words of an exchange", words)
-        return new_arrivals(arrived, words)
-
-    yield Workspace, "__init__", make_and_reach
-    yield host, "new_arrivals", arrivals_and_reach
+    JITFunction.run = run_or_emulate

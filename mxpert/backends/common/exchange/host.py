@@ -13,6 +13,7 @@ import triton
 from ....formats.spec import ScaleRule, get_format
 from ....problem import Target
 from ....runtime.launch import CACHED_LAUNCHES, Launch
+from ....target import tell_executor
 from ..mx_codec import scale_rule_constants
 from ..pdl import pdl_options
 from ..targets import refuse_without
@@ -147,6 +148,7 @@ def new_arrivals(arrived: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
     Row ``log2(CTAs)`` serves the calls whose dispatch has that many CTAs.
     """
+    tell_executor("the words of an exchange", words)
     rows = torch.zeros(MAX_CTAS.value.bit_length(), NUM_ARRIVALS, dtype=torch.int64)
     rows[:, ARRIVED_ADDRESS.value] = arrived.data_ptr()
     rows[:, WORDS_ADDRESS.value] = words.data_ptr()

@@ -1,0 +1,134 @@
+"""The device that ops run on: facts about it, read once per process, and who launches kernels.
+
+`on_device` replaces either inside a block: kernels chosen for another device, launches that are
+recorded, executed elsewhere or only compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import platform
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from .problem import Target
+
+
+class Executor(Protocol):
+    """Launches kernels in place of Triton and the driver."""
+
+    def execute(
+        self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], *, warmup: bool
+    ) -> Any:
+        """Launch a kernel.
+
+        Args:
+            kernel: a Triton or Gluon kernel.
+            arguments: arguments and launch options by keyword, as ``kernel[grid](...)`` takes them.
+            warmup: whether to compile the kernel and not launch it.
+        """
+
+    def reach(self, name: str, tensor: torch.Tensor, *, shared: bool = False) -> None:
+        """Learn of memory that kernels reach by an address in other memory.
+
+        Args:
+            shared: whether other devices write to it.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Device:
+    """What ops take for their device.
+
+    Args:
+        target: of all tensors; None for what torch tells of each device.
+        executor: gets each launch, and nothing is replayed; None launches on the device itself.
+        compiles_only: whether launches only compile their kernels.
+        calls: of each op's cache, the calls that were made on this device.
+    """
+
+    target: Target | None = None
+    executor: Executor | None = None
+    compiles_only: bool = False
+    calls: defaultdict[object, dict[tuple[Any, ...], Any]] = field(
+        default_factory=lambda: defaultdict(dict), repr=False
+    )
+
+
+_device = contextvars.ContextVar("mxpert_device", default=Device())
+
+current_device = _device.get
+"""Return the `Device` of this thread or task."""
+
+
+@contextlib.contextmanager
+def on_device(
+    target: Target | None = None, executor: Executor | None = None, *, compiles_only: bool = False
+) -> Iterator[None]:
+    """Run ops on another `Device` inside the block, which is the enclosing one where not given.
+
+    It holds for the thread or task that enters it; threads that are started inside do not inherit
+    it. Calls that were cached outside are not used inside, and the other way round.
+    """
+    outer = _device.get()
+    inner = Device(
+        outer.target if target is None else target,
+        outer.executor if executor is None else executor,
+        compiles_only or outer.compiles_only,
+    )
+    token = _device.set(inner)
+    try:
+        yield
+    finally:
+        _device.reset(token)
+
+
+def tell_executor(name: str, tensor: torch.Tensor, *, shared: bool = False) -> None:
+    """Tell the executor, if there is one, of memory that kernels reach by an address in memory."""
+    executor = _device.get().executor
+    if executor is not None:
+        executor.reach(name, tensor, shared=shared)
+
+
+def detect_target(device: torch.device | str) -> Target:
+    """Describe the device that a tensor lives on.
+
+    >>> detect_target("cpu").arch
+    'cpu'
+    """
+    replaced = _device.get().target
+    if replaced is not None:
+        return replaced
+    device = torch.device(device)
+    if device.type != "cuda":
+        return _cpu_target(device.type)
+    return _gpu_target(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cpu_target(kind: str) -> Target:
+    return Target(
+        kind="cpu",
+        arch=kind,
+        name=platform.processor() or platform.machine(),
+        num_sms=torch.get_num_threads(),
+        shared_memory=0,
+    )
+
+
+@functools.cache
+def _gpu_target(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    if torch.version.hip is not None:
+        arch = properties.gcnArchName.split(":")[0]
+        return Target("hip", arch, properties.name, properties.multi_processor_count, 160 * 1024)
+    # torch's stub lacks the attribute.
+    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined,unused-ignore]
+    arch = f"sm_{properties.major}{properties.minor}"
+    return Target("cuda", arch, properties.name, properties.multi_processor_count, shared_memory)
