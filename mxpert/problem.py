@@ -67,6 +67,9 @@ class Combine(ValueEnum):
 CombineLike = Combine | Literal["reduce", "atomic", "flat"]
 """A Combine or its name."""
 
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Results of GEMMs. float64 is served by the reference backend alone, as an oracle."""
+
 
 @dataclass(frozen=True)
 class MoEOptions:

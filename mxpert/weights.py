@@ -40,7 +40,11 @@ of its features: adjacent accumulators on Hopper, the same place of adjacent fra
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MoEWeights(Aggregate):
+class MoEWeights(
+    Aggregate,
+    tensors=("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"),
+    facts=("gate_up_order",),
+):
     """MXFP4 weights of one layer's experts.
 
     Args:

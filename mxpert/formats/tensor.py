@@ -38,12 +38,25 @@ LayoutLike = Layout | Literal["row_major", "hopper_fragment", "cdna4_fragment"]
 """A Layout or its name."""
 
 
+TENSOR_FIELDS: dict[type, tuple[str, ...]] = {}
+FACT_FIELDS: dict[type, tuple[str, ...]] = {}
+"""Fields of the aggregates that ops read; fold certificates, for example, are not among them."""
+
+
 class Aggregate:
     """Base of the frozen dataclasses that hold tensors.
 
     Copies and pickles hold the fields alone, without what ops cache beside them, and are checked
     like new objects. Two objects are equal only where they are one, as modules are.
+
+    A class that ops take names the fields that they read: `tensors` and `facts`.
     """
+
+    def __init_subclass__(
+        cls, *, tensors: tuple[str, ...] = (), facts: tuple[str, ...] = ()
+    ) -> None:
+        if tensors:
+            TENSOR_FIELDS[cls], FACT_FIELDS[cls] = tensors, facts
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
@@ -118,7 +131,11 @@ TORCH_DTYPES = {
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MXTensor(Aggregate):
+class MXTensor(
+    Aggregate,
+    tensors=("qdata", "scale", "reference", "wide_blocks"),
+    facts=("format", "axis", "layout", "logical_shape", "scale_span"),
+):
     """A tensor in an MX format.
 
     ``value[..., i] = decode(qdata)[..., i] * 2^(scale[..., i // 32] - 127)``.

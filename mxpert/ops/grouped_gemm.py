@@ -14,9 +14,8 @@ from ..dispatch import detect_target
 from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, ScaleSpan
 from ..formats.tensor import Layout, MXTensor
-from ..problem import GroupedProblem, Op
+from ..problem import OUT_DTYPES, GroupedProblem, Op
 from .library import OpSpec
-from .moe_checks import OUT_DTYPES
 from .quantize_dual import COUNTS_REMEDY, check_group_offsets, refuse_counts
 from .schema import Operand
 

@@ -13,7 +13,7 @@ from mxpert.backends import cdna4, hopper
 from mxpert.backends import triton as portable
 from mxpert.dispatch import tables
 from mxpert.formats.tensor import Layout
-from mxpert.ops.explain import describe
+from mxpert.ops.describe import describe
 from mxpert.problem import ACTIVATION_FORMATS, MoEConfig, MoEOptions, MoEProblem, Op, SiLU, Target
 from mxpert.testing.gfx950 import MI355X
 from mxpert.testing.problems import MoEShape, random_moe_problem

@@ -16,7 +16,7 @@ import mxpert
 from mxpert.backends.common.combine import combine_slots
 from mxpert.backends.common.routing import host as routing
 from mxpert.ops import route
-from mxpert.ops.explain import describe
+from mxpert.ops.describe import describe
 from mxpert.problem import Scoring
 from support.aot import SHARED_MEMORY_LIMIT, TARGETS, TRITON_RELEASE, compile_for, specialize
 from support.launches import H200, RecordedLaunch, recorded_launches
