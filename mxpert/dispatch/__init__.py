@@ -1,7 +1,15 @@
 """Choosing a kernel: device facts, the registry of backends, tuned tables."""
 
 from .calls import CallCache, launch, without_grad
-from .registry import Explanation, Resolution, explain_problem, override, resolve, resolve_cached
+from .registry import (
+    Explanation,
+    Resolution,
+    explain_problem,
+    override,
+    register_backend,
+    resolve,
+    resolve_cached,
+)
 from .target import detect_target
 
 __all__ = [
@@ -12,6 +20,7 @@ __all__ = [
     "explain_problem",
     "launch",
     "override",
+    "register_backend",
     "resolve",
     "resolve_cached",
     "without_grad",

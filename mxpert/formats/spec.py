@@ -53,10 +53,17 @@ class ValueEnum(enum.Enum):
             return value
         if isinstance(value, str) and value in cls._value2member_map_:
             return cls(value)
-        *names, last = [repr(member.value) for member in cls]
-        need = f"a {cls.__name__} ({', '.join(names)} or {last})"
-        error = ValueError if isinstance(value, str) else TypeError
-        raise error(message(op, argument, need, repr(value), remedy))
+        raise not_a_value(cls, value, op, argument, remedy)
+
+
+def not_a_value(
+    kind: Any, value: object, op: str, argument: str, remedy: str
+) -> ValueError | TypeError:
+    """The error for a value that is no member of `kind`, and the value of none."""
+    *names, last = [repr(member.value) for member in kind]
+    need = f"a {kind.__name__} ({', '.join(names)} or {last})"
+    error = ValueError if isinstance(value, str) else TypeError
+    return error(message(op, argument, need, repr(value), remedy))
 
 
 class ScaleRule(ValueEnum):
