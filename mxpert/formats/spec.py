@@ -98,8 +98,8 @@ class ScaleSpan(ValueEnum):
     BLOCK: each block has its own, as in the OCP format. SPAN128: four neighbouring blocks share
     one. ROW: all blocks of a row share one. Where groups divide the axis, no span crosses them. The
     scale follows from the span's maximum by the same ScaleRule. It is stored for every block, so
-    that the tensor is a valid MX tensor. On Hopper, whose tensor cores have no block scales, ROW
-    runs at full FP8 speed, SPAN128 almost, and BLOCK in bf16.
+    that the tensor is a valid MX tensor. Where FP8 tensor cores have no block scales, ROW runs at
+    full FP8 speed, SPAN128 almost, and BLOCK in bf16.
 
     AUTO: ROW where at most one block of 1024 loses accuracy by it (`count_wide_blocks`), otherwise
     BLOCK with scale bytes of at least 1. The choice is made on the device: kernels for both are
