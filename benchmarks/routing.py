@@ -30,7 +30,7 @@ import mxpert
 from mxpert.cli.report import write_json
 from mxpert.dispatch import resolve
 from mxpert.formats.tensor import Layout
-from mxpert.ops.explain import describe
+from mxpert.ops.describe import describe
 from mxpert.target import on_device
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from mxpert.testing.timing import time_graph

@@ -107,8 +107,8 @@ class JSONReader:
     """Builds dataclasses from parsed JSON; their fields, types and defaults say what is accepted.
 
     Types are dataclasses, Literal, int, float, bool, str, dict, lists and tuples, and unions. A
-    float is finite and at least 0. A JSON object for a union of dataclasses becomes the one that
-    shares most keys with it.
+    float is finite and at least 0. A JSON object for a union of dataclasses, or for their base,
+    becomes the one that shares most keys with it.
 
     Args:
         op, remedy: what error messages start and end with.
@@ -136,7 +136,7 @@ class JSONReader:
         choices = get_args(declared) if isinstance(declared, UnionType) else (declared,)
         if value is None and NoneType in choices:
             return None
-        kinds = [each for each in choices if is_dataclass(each)]
+        kinds = [kind for each in choices for kind in _dataclasses(each)]
         if kinds:
             self.check(isinstance(value, dict), place, "an object", type(value).__name__)
             kind = max(kinds, key=lambda kind: _shared(kind, value))
@@ -193,6 +193,14 @@ class JSONReader:
         except (TypeError, ValueError) as error:
             text = message(self.op, place, f"a {kind.__name__}", error, self.remedy)
             raise ValueError(text) from error
+
+
+def _dataclasses(declared: Any) -> list[Any]:
+    """The declared dataclass, or the dataclasses that derive from a base that is none itself."""
+    if is_dataclass(declared):
+        return [declared]
+    is_base = isinstance(declared, type) and declared.__module__ != "builtins"
+    return [each for each in declared.__subclasses__() if is_dataclass(each)] if is_base else []
 
 
 def _shared(kind: Any, value: dict[str, Any]) -> int:

@@ -54,11 +54,10 @@ class KernelSpec(Launchable, Protocol):
     def heuristic(self, problem: Any) -> Any:
         """The configuration used where no tuned row answers."""
 
-    # A kernel of MoE stages may have ``stage_config``, the type of their configs if it is not
-    # GemmConfig. A kernel may also have ``slower(problem) -> str``: why it serves this problem more
-    # slowly than others like it, with the remedy, as a phrase after the op's name; "" if it does
-    # not. A kernel of QUANTIZE_DUAL whose results are not contiguous has ``empty(like, shape,
-    # format) -> MXTensor``, which allocates one.
+    # A kernel may also have ``slower(problem) -> str``: why it serves this problem more slowly than
+    # others like it, with the remedy, as a phrase after the op's name; "" if it does not. A kernel
+    # of QUANTIZE_DUAL whose results are not contiguous has ``empty(like, shape, format) ->
+    # MXTensor``, which allocates one.
 
 
 def refuse(problem: Problem, reasons: Iterable[str]) -> UnsupportedError:

@@ -22,15 +22,6 @@ from .activations import SiTUv2 as SiTUv2
 from .activations import SwiGLU as SwiGLU
 from .activations import activation_from as activation_from
 from .activations import parse_activation as parse_activation
-from .configs import Cdna4GemmConfig as Cdna4GemmConfig
-from .configs import Cdna4Kernel as Cdna4Kernel
-from .configs import Config as Config
-from .configs import GemmConfig as GemmConfig
-from .configs import HopperGemmConfig as HopperGemmConfig
-from .configs import HopperKernel as HopperKernel
-from .configs import MoEConfig as MoEConfig
-from .configs import ReferenceConfig as ReferenceConfig
-from .configs import StageConfig as StageConfig
 from .formats.names import ACTIVATION_FORMATS as ACTIVATION_FORMATS
 from .formats.names import FORMAT_OF as FORMAT_OF
 from .formats.names import SHORT_NAMES as SHORT_NAMES
@@ -40,6 +31,11 @@ from .formats.names import activation_mx_format as activation_mx_format
 from .formats.names import parse_activation_format as parse_activation_format
 from .formats.spec import MXFormat, ScaleRule, ScaleSpan, ValueEnum
 from .formats.tensor import Layout
+from .stage_configs import Config as Config
+from .stage_configs import GemmConfig as GemmConfig
+from .stage_configs import MoEConfig as MoEConfig
+from .stage_configs import ReferenceConfig as ReferenceConfig
+from .stage_configs import StageConfig as StageConfig
 
 
 class Combine(ValueEnum):
@@ -67,6 +63,9 @@ class Combine(ValueEnum):
 CombineLike = Combine | Literal["reduce", "atomic", "flat"]
 """A Combine or its name."""
 
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Results of GEMMs. float64 is served by the reference backend alone, as an oracle."""
+
 
 @dataclass(frozen=True)
 class MoEOptions:
@@ -89,7 +88,7 @@ class Target:
 
     Args:
         kind: "cuda", "hip" or "cpu".
-        arch: "sm_90", "sm_100", "gfx950", … or "cpu".
+        arch: "sm_100", "gfx942", … or "cpu".
         name: the driver's name of the device.
         num_sms: multiprocessors or compute units.
         shared_memory: bytes that one block may use.
@@ -103,7 +102,7 @@ class Target:
 
     @property
     def compute_capability(self) -> int:
-        """90 for "sm_90"; of NVIDIA targets alone."""
+        """100 for "sm_100"; of NVIDIA targets alone."""
         return int(self.arch.removeprefix("sm_").rstrip("af"))
 
 

@@ -40,7 +40,11 @@ def plan_capacity(num_tokens: int, top_k: int, num_experts: int, routing_block_m
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RoutingPlan(Aggregate):
+class RoutingPlan(
+    Aggregate,
+    tensors=("sorted_token_ids", "sorted_weights", "block_expert_ids", "num_valid", "slot_rows"),
+    facts=("num_tokens", "top_k", "num_experts", "routing_block_m"),
+):
     """Routed rows sorted by expert and padded to blocks; all tensors are on the device.
 
     Args:

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import weights_state
+from .backend import layouts_for
 from .errors import require, require_device, require_tensor
 from .formats.folding import FoldCertificate, fold_certificate
 from .formats.gate_up import GateUpOrder as GateUpOrder
 from .formats.gate_up import GateUpOrderLike as GateUpOrderLike
 from .formats.gate_up import gate_up_rows as gate_up_rows
 from .formats.gate_up import interleaved_rows as interleaved_rows
-from .formats.layouts import (
-    check_cdna4,
-    check_hopper,
-    hopper_can_hold,
-    pack_cdna4,
-    pack_hopper,
-    unpack_cdna4,
-    unpack_hopper,
-)
+from .formats.layouts import WeightLayout
 from .formats.tensor import Aggregate, Layout, LayoutLike, MXTensor
 from .target import detect_target
 
@@ -32,16 +25,13 @@ _OP = "MoEWeights"
 ORDERS = "gpt-oss checkpoints are 'interleaved', stacked gate and up projections 'concatenated'"
 """What an error about the order of rows advises."""
 
-_PREPARED_ORDER = {
-    Layout.HOPPER_FRAGMENT: GateUpOrder.INTERLEAVED,
-    Layout.CDNA4_FRAGMENT: GateUpOrder.INTERLEAVED_16,
-}
-"""The order of gate and up rows in each prepared layout. A thread of the GEMM then owns both rows
-of its features: adjacent accumulators on Hopper, the same place of adjacent fragments on gfx950."""
-
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MoEWeights(Aggregate):
+class MoEWeights(
+    Aggregate,
+    tensors=("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"),
+    facts=("gate_up_order",),
+):
     """MXFP4 weights of one layer's experts.
 
     Args:
@@ -109,12 +99,11 @@ class MoEWeights(Aggregate):
         down, order = self.down_proj.layout, self.gate_up_order
         remedy = "bring both projections into one layout"
         _check(down is self.layout, "down_proj.layout", self.layout, down, remedy)
-        wanted = _PREPARED_ORDER.get(self.layout)
-        if wanted is None:
+        if not isinstance(self.layout, WeightLayout):
             return
-        check = check_hopper if self.layout is Layout.HOPPER_FRAGMENT else check_cdna4
-        check(self.gate_up_proj, _OP)
-        check(self.down_proj, _OP)
+        self.layout.check(self.gate_up_proj, _OP)
+        self.layout.check(self.down_proj, _OP)
+        wanted = self.layout.gate_up_order
         need, remedy = f"{wanted} in {self.layout}", "call prepare on ROW_MAJOR weights"
         _check(order is wanted, "gate_up_order", need, order, remedy)
 
@@ -369,9 +358,9 @@ class MoEWeights(Aggregate):
         """Return the weights on `device`, in the layout that its fastest kernels read.
 
         Call it once, when the model is loaded. The result computes the same function, and
-        `unprepare` returns these weights bit for bit. On Hopper the layout is HOPPER_FRAGMENT if
-        every block folds into e4m3 exactly. On gfx950 it is CDNA4_FRAGMENT; everywhere else it is
-        ROW_MAJOR.
+        `unprepare` returns these weights bit for bit. The layout is that of the device's own
+        backend if it holds these weights exactly, as one with folded scales does where every block
+        folds into e4m3. Without such a backend it is ROW_MAJOR.
 
         Args:
             device: where the layer will run.
@@ -405,45 +394,39 @@ class MoEWeights(Aggregate):
         moved = replace(self, gate_up_proj=gate_up, down_proj=down).to(device)
         certificates = (fold_certificate(moved.gate_up_proj), fold_certificate(moved.down_proj))
         if layout is None:
-            foldable = all(hopper_can_hold(certificate) for certificate in certificates)
-            layout = _fastest_layout(detect_target(moved.device).arch, foldable)
+            layout = fastest_layout(detect_target(moved.device).arch, certificates)
         moved = replace(moved, fold_certificates=certificates)
-        return moved if layout is Layout.ROW_MAJOR else moved._pack(layout, certificates)
+        return moved._pack(layout, certificates) if isinstance(layout, WeightLayout) else moved
 
     def _pack(
-        self, layout: Layout, certificates: tuple[FoldCertificate, FoldCertificate]
+        self, layout: WeightLayout, certificates: tuple[FoldCertificate, FoldCertificate]
     ) -> MoEWeights:
         assert self.gate_up_order is not None  # checked by __post_init__
         rows = prepared_rows(layout, self.gate_up_order, self.intermediate_size, self.device)
         bias = None if self.gate_up_bias is None else self.gate_up_bias[:, rows].contiguous()
-        if layout is Layout.HOPPER_FRAGMENT:
-            gate_up = pack_hopper(self.gate_up_proj, certificates[0], rows)
-            down = pack_hopper(self.down_proj, certificates[1])
-        else:
-            gate_up, down = pack_cdna4(self.gate_up_proj, rows), pack_cdna4(self.down_proj)
         return replace(
             self,
-            gate_up_proj=gate_up,
-            down_proj=down,
+            gate_up_proj=layout.pack(self.gate_up_proj, certificates[0], rows),
+            down_proj=layout.pack(self.down_proj, certificates[1]),
             gate_up_bias=bias,
-            gate_up_order=_PREPARED_ORDER[layout],
+            gate_up_order=layout.gate_up_order,
             source_order=self.gate_up_order,
         )
 
     def unprepare(self) -> MoEWeights:
         """Return the ROW_MAJOR weights that `prepare` was called on, on the present device."""
-        if self.layout is Layout.ROW_MAJOR:
+        layout = self.layout
+        if not isinstance(layout, WeightLayout):
             return replace(self, fold_certificates=None)
-        order = self.source_order or _PREPARED_ORDER[self.layout]
-        rows = prepared_rows(self.layout, order, self.intermediate_size, self.device)
+        order = self.source_order or layout.gate_up_order
+        rows = prepared_rows(layout, order, self.intermediate_size, self.device)
         bias = self.gate_up_bias
         if bias is not None:
             bias = torch.empty_like(bias).index_copy_(1, rows, bias)
-        unpack = unpack_hopper if self.layout is Layout.HOPPER_FRAGMENT else unpack_cdna4
         return replace(
             self,
-            gate_up_proj=unpack(self.gate_up_proj, rows),
-            down_proj=unpack(self.down_proj),
+            gate_up_proj=layout.unpack(self.gate_up_proj, rows),
+            down_proj=layout.unpack(self.down_proj),
             gate_up_bias=bias,
             gate_up_order=order,
             source_order=None,
@@ -461,19 +444,20 @@ def _check_holds_data(device: torch.device, op: str, name: str, remedy: str) -> 
 
 
 def prepared_rows(
-    layout: Layout, order: GateUpOrder, intermediate_size: int, device: torch.device
+    layout: WeightLayout, order: GateUpOrder, intermediate_size: int, device: torch.device
 ) -> torch.Tensor:
     """Row indices [2F] that bring rows in `order` to the order of a prepared layout."""
-    group = _PREPARED_ORDER[layout].group(intermediate_size)
+    group = layout.gate_up_order.group(intermediate_size)
     return interleaved_rows(order, intermediate_size, device, group)
 
 
-def _fastest_layout(architecture: str, foldable: bool) -> Layout:
-    """The layout that the fastest kernels read; foldable: whether every block folds."""
-    if architecture == "gfx950":
-        return Layout.CDNA4_FRAGMENT
-    folds = architecture == "sm_90" and foldable
-    return Layout.HOPPER_FRAGMENT if folds else Layout.ROW_MAJOR
+def fastest_layout(arch: str, certificates: Iterable[FoldCertificate]) -> Layout:
+    """The layout that the fastest kernels of an architecture read, if it holds these weights."""
+    return next(
+        layout
+        for layout in layouts_for(arch)
+        if not isinstance(layout, WeightLayout) or all(map(layout.fits, certificates))
+    )
 
 
 def _dense(tensor: MXTensor) -> MXTensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,7 +36,9 @@ LAYERS = {
     "activations": 1,
     "formats": 1,
     "problem": 2,
-    "configs": 2,
+    "stage_configs": 2,
+    "backend": 2,
+    "configs": 5,
     "kernel_spec": 2,
     "routing": 2,
     "target": 2,
@@ -52,6 +55,7 @@ LAYERS = {
     "cli": 9,
 }
 BACKENDS_MAY_IMPORT = {
+    "backend",
     "errors",
     "formats",
     "kernel_spec",
@@ -59,12 +63,19 @@ BACKENDS_MAY_IMPORT = {
     "routing",
     "runtime",
     "target",
+    "stage_configs",
     "weights",
 }
 DISTRIBUTED_MAY_IMPORT = ["backends", "common", "exchange"]
 """The kernels of one transport, which no op has; `distributed` imports them when it takes it."""
 USES_TRITON = ("backends", "runtime", "testing")
 MAY_IMPORT_TESTING = {"cli", "testing"}
+NAMES_A_CHIP = re.compile("hopper|cdna4|gfx950|sm_90", re.IGNORECASE)
+NAMES_NO_CHIP = {
+    *("activations", "backend", "dispatch", "environment", "files", "formats", "kernel_spec"),
+    *("ops", "problem", "published", "runtime", "stage_configs", "weights", "weights_state"),
+}
+"""Packages and modules of the core and of the ops; a chip's parts are found by its manifest."""
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 MAX_POSITIONAL = 8
@@ -160,7 +171,7 @@ def import_directions(text: str, path: Path) -> Iterator[str]:
                 yield f"imports {name}: a backend imports the core and its own package"
         elif there == "backends":
             exchange = here == "distributed" and target[1:4] == DISTRIBUTED_MAY_IMPORT
-            if here != "testing" and not exchange:
+            if here not in ("testing", "configs") and not exchange:
                 yield f"imports {name}: backends are reached through dispatch"
         elif here in LAYERS and LAYERS.get(there, -1) > LAYERS[here]:
             yield f"imports {name}, which lies above {here}"
@@ -173,6 +184,14 @@ def triton_stays_below(text: str, path: Path) -> Iterator[str]:
     for name in imported_modules(ast.parse(text), path):
         if name.split(".")[0] == "triton":
             yield f"imports {name}"
+
+
+def core_names_no_chip(text: str, path: Path) -> Iterator[str]:
+    """A chip is added by its manifest and its kernels; no file of the core knows one."""
+    if module_parts(path)[:1] and module_parts(path)[0] in NAMES_NO_CHIP:
+        for number, line in enumerate(text.splitlines(), 1):
+            if NAMES_A_CHIP.search(line):
+                yield f"line {number}: {line.strip()}"
 
 
 def file_size(text: str, path: Path) -> Iterator[str]:
@@ -295,6 +314,7 @@ Rule = Callable[[str, Path], Iterator[str]]
 PACKAGE_RULES: dict[str, Rule] = {
     "import_directions": import_directions,
     "triton_stays_below": triton_stays_below,
+    "core_names_no_chip": core_names_no_chip,
     "no_assert": no_assert,
     "inline_assembly": inline_assembly,
     "forbidden_names": forbidden_names,
@@ -355,6 +375,7 @@ def test_exceptions_are_still_needed() -> None:
 
 
 PLANTED = [
+    pytest.param(core_names_no_chip, "ops/planted.py", "# as on Hopper", id="an-op-names-a-chip"),
     pytest.param(
         import_directions,
         "formats/planted.py",
@@ -370,7 +391,7 @@ PLANTED = [
     pytest.param(
         import_directions,
         "backends/triton/planted.py",
-        "from ..reference import KERNELS",
+        "from ..reference import moe",
         id="backend-imports-another",
     ),
     pytest.param(

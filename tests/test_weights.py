@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import mxpert
 from mxpert import GateUpOrder, MoEWeights
+from mxpert.backends.hopper.moe.layout import HOPPER_FRAGMENT
 from mxpert.formats import (
     FORMATS,
     MXTensor,
@@ -27,7 +28,6 @@ from mxpert.formats import (
     pack_codes,
     unpack_codes,
 )
-from mxpert.formats.layouts import pack_hopper
 from mxpert.formats.tensor import Layout
 from mxpert.runtime.geometry import parts_of
 from mxpert.target import on_device
@@ -180,14 +180,14 @@ REFUSED: dict[str, tuple[dict[str, Callable[[], Any]], type[Exception], str]] = 
         r"gate_up_bias — need a torch\.Tensor, got list",
     ),
     "mixed_layouts": (
-        {"down_proj": lambda: pack_hopper(projection(E, H, F))},
+        {"down_proj": lambda: HOPPER_FRAGMENT.pack(projection(E, H, F))},
         ValueError,
         r"down_proj\.layout — need Layout\.ROW_MAJOR, got Layout\.HOPPER_FRAGMENT",
     ),
     "packed_order": (
         {
-            "gate_up_proj": lambda: pack_hopper(projection(E, 2 * F, H)),
-            "down_proj": lambda: pack_hopper(projection(E, H, F)),
+            "gate_up_proj": lambda: HOPPER_FRAGMENT.pack(projection(E, 2 * F, H)),
+            "down_proj": lambda: HOPPER_FRAGMENT.pack(projection(E, H, F)),
         },
         ValueError,
         r"gate_up_order — need GateUpOrder\.INTERLEAVED .*call prepare",
@@ -277,7 +277,7 @@ def test_certificates_are_attached() -> None:
         assert prepared.unprepare().fold_certificates is None
 
 
-@pytest.mark.parametrize("layout", Layout, ids=lambda v: v.value)
+@pytest.mark.parametrize("layout", list(Layout), ids=lambda v: v.value)
 def test_strided_views_prepare_like_dense_weights(layout: Layout) -> None:
     """What lies around a view is NaN: it must show up nowhere."""
     weights = make_weights(bias=True)

@@ -1,1 +1,11 @@
-"""Kernels: reference, portable Triton, Hopper; `common` holds what they share."""
+"""Kernels: reference, portable Triton, and one backend a chip; each `BACKEND` is its manifest.
+
+`common` holds what they share. The order is that of the table of GPUs.
+"""
+
+import importlib
+
+from ..backend import add_backend
+
+for _name in ("hopper", "triton", "cdna4", "reference"):
+    add_backend(importlib.import_module(f"{__name__}.{_name}").BACKEND)

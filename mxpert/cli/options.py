@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ..dispatch.registry import BACKENDS
+from ..backend import BACKENDS
 from ..errors import UnsupportedError, message, require
 from ..files import is_file, short, what_is_at
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, CheckpointReader, read_json
@@ -101,7 +101,7 @@ def check_backend(backend: str | None, command: str) -> None:
         backend is None or backend in BACKENDS,
         command,
         "--backend",
-        need=f"one of {', '.join(BACKENDS)}",
+        need=f"one of {', '.join(sorted(BACKENDS))}",
         got=short(str(backend)),
     )
 

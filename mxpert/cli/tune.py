@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from .. import __version__
+from ..backend import BACKENDS, layouts_for
 from ..dispatch import detect_target
-from ..dispatch.registry import BACKENDS
 from ..dispatch.tables import TunedRow, add_rows, read_rows, user_table
 from ..errors import UnsupportedError, message, require
 from ..files import is_file, what_is_at
@@ -58,7 +58,6 @@ from .tune_cells import (
     Outcome,
     Trial,
     choose,
-    expected_layouts,
     invalid_row,
     make_cells,
     search,
@@ -175,7 +174,7 @@ class _Tuner:
 
     def run(self, advance: Advance) -> None:
         """Tune the cells without a row until the time is over."""
-        request, layouts = self.request, expected_layouts(self.target)
+        request, layouts = self.request, layouts_for(self.target.arch)
         pending = [
             cell
             for cell in request.cells
@@ -243,7 +242,7 @@ def dry_run(
     cells: Sequence[Cell], target: Target, backend: str | None, json_to: str | None
 ) -> None:
     """Show the cells and their candidates on a target, without running any."""
-    choices = [choose(cell, target, expected_layouts(target), backend) for cell in cells]
+    choices = [choose(cell, target, layouts_for(target.arch), backend) for cell in cells]
     rows: list[Row] = [
         {
             "cell": name_cell(cell),

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..backend import BACKENDS, layouts_for
 from ..dispatch import explain_problem, override
 from ..dispatch.registry import offers_row
 from ..dispatch.tables import Source, TunedRow, problem_key, table_name
@@ -45,12 +46,8 @@ LARGE_BATCH_TOKENS = 1024
 """Above this many tokens half as many configs are timed together."""
 TARGETS = {
     table_name(target).removesuffix(".json"): target
-    for target in (
-        Target("cuda", "sm_90", "NVIDIA H200", 132, 232448),
-        Target("cuda", "sm_90", "NVIDIA H100 80GB HBM3", 132, 232448),
-        Target("cuda", "sm_100", "NVIDIA B200", 148, 232448),
-        Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024),
-    )
+    for backend in BACKENDS.values()
+    for target in backend.devices
 }
 """Known devices by table name, for --dry-run without a GPU and for checking shipped tables."""
 
@@ -135,12 +132,6 @@ def choose(cell: Cell, target: Target, layouts: Sequence[Layout], backend: str |
     )
 
 
-def expected_layouts(target: Target) -> list[Layout]:
-    """Weight layouts that `MoEWeights.prepare` tries for a target, in order."""
-    prepared = {"sm_90": Layout.HOPPER_FRAGMENT, "gfx950": Layout.CDNA4_FRAGMENT}.get(target.arch)
-    return [Layout.ROW_MAJOR] if prepared is None else [prepared, Layout.ROW_MAJOR]
-
-
 def invalid_row(row: TunedRow, target: Target) -> str | None:
     """Why a row of a tuned table cannot run on its device, None if it can.
 
@@ -151,7 +142,7 @@ def invalid_row(row: TunedRow, target: Target) -> str | None:
     activation_format = parse_activation_format(row.formats.removesuffix("xmxfp4"), "tune")
     cell = Cell(row.place, shape, row.num_tokens, activation_format)
     try:
-        choice = choose(cell, target, expected_layouts(target), row.backend)
+        choice = choose(cell, target, layouts_for(target.arch), row.backend)
     except (UnsupportedError, ValueError) as error:
         return f"{row.place}: {error}"
     if offers_row(choice.problem, row):

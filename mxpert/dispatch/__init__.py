@@ -2,7 +2,15 @@
 
 from ..target import detect_target
 from .calls import CallCache, launch, without_grad
-from .registry import Explanation, Resolution, explain_problem, override, resolve, resolve_cached
+from .registry import (
+    Explanation,
+    Resolution,
+    explain_problem,
+    override,
+    register_backend,
+    resolve,
+    resolve_cached,
+)
 
 __all__ = [
     "CallCache",
@@ -12,6 +20,7 @@ __all__ = [
     "explain_problem",
     "launch",
     "override",
+    "register_backend",
     "resolve",
     "resolve_cached",
     "without_grad",

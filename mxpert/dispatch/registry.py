@@ -12,21 +12,19 @@ import contextlib
 import contextvars
 import enum
 import functools
-import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
+from ..backend import BACKENDS, Backend, Status, add_backend, made_for
 from ..errors import PerformanceWarning, UnsupportedError, message, require
 from ..kernel_spec import KernelSpec, refuse
 from ..problem import (
-    Cdna4GemmConfig,
     Config,
     GemmConfig,
     GroupedProblem,
-    HopperGemmConfig,
     MoEConfig,
     MoEProblem,
     Op,
@@ -35,23 +33,9 @@ from ..problem import (
     StageConfig,
 )
 from ..runtime.geometry import CachedCall
+from ..stage_configs import name_kinds
 from . import tables
-from .support import Status, remedy_of, support_of
-
-BACKENDS = {
-    "cdna4": "mxpert.backends.cdna4",
-    "hopper": "mxpert.backends.hopper",
-    "reference": "mxpert.backends.reference",
-    "triton": "mxpert.backends.triton",
-}
-_ORDER = {
-    "cuda": ("hopper", "triton", "reference"),
-    "hip": ("cdna4", "triton", "reference"),
-    "cpu": ("reference", "triton"),
-}
-"""Backends by kind of target, in the order in which they are asked."""
-_MADE_FOR = {"sm_90": "hopper", "gfx950": "cdna4"}
-"""Architectures with a backend of their own; elsewhere the portable one is the fast one."""
+from .support import remedy_of, support_of
 
 _CACHED_RESOLUTIONS = 8192
 
@@ -76,12 +60,11 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
     It holds for the current thread or task.
 
     Args:
-        backend: "hopper", "cdna4", "triton" or "reference"; an op that it cannot serve raises
-            UnsupportedError. None leaves the choice to the library.
-        config: a GemmConfig, HopperGemmConfig or Cdna4GemmConfig for one stage, a MoEConfig for a
-            layer or its stages, or a ReferenceConfig for the reference backend. The hopper
-            backend's MoE ops take a HopperGemmConfig, the cdna4 backend's a Cdna4GemmConfig. Ops
-            that take no such config ignore it.
+        backend: "triton", "reference" or the name of a chip's backend; an op that it cannot serve
+            raises UnsupportedError. None leaves the choice to the library.
+        config: for one stage a config of the backend that serves it (`mxpert.configs`), a MoEConfig
+            for a layer or its stages, or a ReferenceConfig for the reference backend. Ops that take
+            no such config ignore it.
 
     Returns:
         A context manager.
@@ -100,7 +83,7 @@ def override(*, backend: str | None = None, config: Config = None) -> Iterator[N
     known = backend is None or (isinstance(backend, str) and backend in BACKENDS)
     require(known, "override", "backend", need=f"one of {sorted(BACKENDS)}", got=repr(backend))
     if config is not None and not isinstance(config, StageConfig | MoEConfig | ReferenceConfig):
-        need = "a GemmConfig, HopperGemmConfig, Cdna4GemmConfig, MoEConfig or ReferenceConfig"
+        need = name_kinds(MoEConfig, ReferenceConfig)
         raise TypeError(message("override", "config", need, repr(config)))
     token = _override.set(Override(backend, config))
     try:
@@ -186,25 +169,36 @@ def _config_text(config: object) -> str:
     )
 
 
+def register_backend(backend: Backend) -> None:
+    """Let ops ask another backend; choices that were made before are made again.
+
+    Raises:
+        ValueError: a backend of this name is registered.
+    """
+    add_backend(backend)
+    tables.reload_tables()
+
+
 @functools.cache
-def _kernels(backend: str) -> dict[Op, KernelSpec] | str:
-    """Kernels of a backend by op, or why the backend cannot be imported here."""
+def kernel_of(backend: Backend, op: Op) -> KernelSpec | str:
+    """The backend's kernel for an op, imported at the first request, or the reason it has none."""
+    if op not in backend.kernels:
+        return f"has no {op.value}"
     try:
-        module = importlib.import_module(BACKENDS[backend])
+        kernel = backend.load(op)
+        if backend.replays:
+            from ..runtime.replay import replayed  # needs Triton, as the kernel does
+
+            (kernel,) = replayed(kernel)
     except ImportError as error:
         return f"cannot be imported ({error})"
-    return {kernel.op: kernel for kernel in module.KERNELS}
+    return kernel
 
 
 def _candidate(backend: str, problem: Problem) -> KernelSpec | str:
     """The backend's kernel for a problem, or the reason it has none."""
-    kernels = _kernels(backend)
-    if isinstance(kernels, str):
-        return kernels
-    kernel = kernels.get(problem.op)
-    if kernel is None:
-        return f"has no {problem.op.value}"
-    return kernel.unsupported(problem) or kernel
+    kernel = kernel_of(BACKENDS[backend], problem.op)
+    return kernel if isinstance(kernel, str) else kernel.unsupported(problem) or kernel
 
 
 def _stage_config(problem: Problem, config: Config) -> Config:
@@ -213,10 +207,9 @@ def _stage_config(problem: Problem, config: Config) -> Config:
         return {Op.MOE_GATE_UP: config.gate_up, Op.MOE_DOWN: config.down}.get(problem.op)
     if isinstance(config, StageConfig) and problem.op is Op.FUSED_MOE:
         return MoEConfig(config.block_m, config, config)
-    layers_only = MoEConfig | HopperGemmConfig | Cdna4GemmConfig
-    if isinstance(config, layers_only) and not isinstance(problem, MoEProblem):
-        return None
-    if isinstance(config, GemmConfig) and not isinstance(problem, (MoEProblem, GroupedProblem)):
+    if isinstance(config, GemmConfig):
+        return config if isinstance(problem, MoEProblem | GroupedProblem) else None
+    if isinstance(config, StageConfig | MoEConfig) and not isinstance(problem, MoEProblem):
         return None
     return config
 
@@ -267,7 +260,8 @@ def _block_fits(problem: Problem, config: Any) -> bool:
 
 def _check_pinned(kernel: KernelSpec, problem: Problem, config: Any) -> None:
     """Raise an error for a pinned config of another backend or with another row block."""
-    kind = getattr(kernel, "stage_config", GemmConfig)
+    own = BACKENDS[kernel.backend].stage_config
+    kind = own if isinstance(problem, MoEProblem) else GemmConfig
     stages = (config.gate_up, config.down) if isinstance(config, MoEConfig) else (config,)
     for stage in stages:
         if isinstance(stage, StageConfig) and not isinstance(stage, kind):
@@ -287,11 +281,12 @@ def _slower(problem: Problem, kernel: KernelSpec, rejected: list[tuple[str, str]
     """Why `kernel` is not the fast one of the problem's device, as a phrase; "" if it is."""
     if problem.target.kind == "cpu":
         return ""
+    own = made_for(problem.target.arch)
+    fast = own.name if own is not None and problem.op in own.kernels else ""
     reasons = [
         f"{name} {reason}"
         for name, reason in rejected
-        if kernel.backend == "reference"
-        or (name == _MADE_FOR.get(problem.target.arch) and _has(name, problem.op))
+        if kernel.backend == "reference" or name == fast
     ]
     if reasons:
         remedy = remedy_of(problem.target)
@@ -299,12 +294,6 @@ def _slower(problem: Problem, kernel: KernelSpec, rejected: list[tuple[str, str]
         return f"runs on the {kernel.backend} backend: {'; '.join(reasons)}"
     say: Callable[[Problem], str] = getattr(kernel, "slower", lambda _: "")
     return say(problem)
-
-
-def _has(backend: str, op: Op) -> bool:
-    """Whether the backend serves `op` at all; one that cannot be imported should."""
-    kernels = _kernels(backend)
-    return isinstance(kernels, str) or op in kernels
 
 
 @functools.cache
@@ -335,6 +324,12 @@ def _warn_outdated(place: str) -> None:
     )
 
 
+def _asked(kind: str) -> list[str]:
+    """Backends for a kind of target, in the order in which they are asked."""
+    asked = [each for each in BACKENDS.values() if kind in each.rank]
+    return [each.name for each in sorted(asked, key=lambda each: each.rank[kind])]
+
+
 @functools.lru_cache(_CACHED_RESOLUTIONS)
 def _resolve(
     problem: Problem, pins: Override, generation: int
@@ -345,7 +340,7 @@ def _resolve(
     """
     rejected: list[tuple[str, str]] = []
     pinned = pins.backend
-    for backend in (pinned,) if pinned else _ORDER[problem.target.kind]:
+    for backend in (pinned,) if pinned else _asked(problem.target.kind):
         found = _candidate(backend, problem)
         if isinstance(found, str):
             rejected.append((backend, found))
@@ -404,6 +399,7 @@ def explain_problem(problem: Problem) -> Explanation:
     pins = _override.get()
     resolution, rejected = _resolve(problem, pins, tables.generation())
     if problem.target.kind == "cpu" and not pins.backend:
-        reasons = {name: refusal(problem, name) for name in BACKENDS if _has(name, problem.op)}
+        having = [name for name in sorted(BACKENDS) if problem.op in BACKENDS[name].kernels]
+        reasons = {name: refusal(problem, name) for name in having}
         rejected = tuple((name, reason) for name, reason in reasons.items() if reason)
     return Explanation(problem, resolution, rejected)

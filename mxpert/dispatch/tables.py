@@ -130,8 +130,8 @@ def problem_key(problem: MoEProblem, backend: str) -> ShapeKey:
 def table_name(target: Target) -> str:
     """File name of a device's table: "NVIDIA H200" → "nvidia-h200.json".
 
-    >>> table_name(Target("cuda", "sm_90", "NVIDIA H200", 132, 232448))
-    'nvidia-h200.json'
+    >>> table_name(Target("cuda", "sm_100", "NVIDIA B200", 148, 232448))
+    'nvidia-b200.json'
     """
     return "-".join(target.name.lower().split()) + ".json"
 

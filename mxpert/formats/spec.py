@@ -53,10 +53,17 @@ class ValueEnum(enum.Enum):
             return value
         if isinstance(value, str) and value in cls._value2member_map_:
             return cls(value)
-        *names, last = [repr(member.value) for member in cls]
-        need = f"a {cls.__name__} ({', '.join(names)} or {last})"
-        error = ValueError if isinstance(value, str) else TypeError
-        raise error(message(op, argument, need, repr(value), remedy))
+        raise not_a_value(cls, value, op, argument, remedy)
+
+
+def not_a_value(
+    kind: Any, value: object, op: str, argument: str, remedy: str
+) -> ValueError | TypeError:
+    """The error for a value that is no member of `kind`, and the value of none."""
+    *names, last = [repr(member.value) for member in kind]
+    need = f"a {kind.__name__} ({', '.join(names)} or {last})"
+    error = ValueError if isinstance(value, str) else TypeError
+    return error(message(op, argument, need, repr(value), remedy))
 
 
 class ScaleRule(ValueEnum):
@@ -91,8 +98,8 @@ class ScaleSpan(ValueEnum):
     BLOCK: each block has its own, as in the OCP format. SPAN128: four neighbouring blocks share
     one. ROW: all blocks of a row share one. Where groups divide the axis, no span crosses them. The
     scale follows from the span's maximum by the same ScaleRule. It is stored for every block, so
-    that the tensor is a valid MX tensor. On Hopper, whose tensor cores have no block scales, ROW
-    runs at full FP8 speed, SPAN128 almost, and BLOCK in bf16.
+    that the tensor is a valid MX tensor. Where FP8 tensor cores have no block scales, ROW runs at
+    full FP8 speed, SPAN128 almost, and BLOCK in bf16.
 
     AUTO: ROW where at most one block of 1024 loses accuracy by it (`count_wide_blocks`), otherwise
     BLOCK with scale bytes of at least 1. The choice is made on the device: kernels for both are

@@ -2,40 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABCMeta
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
 from ..errors import message, require, require_device, require_tensor
-from .spec import MXFormat, MXFormatLike, ScaleSpan, ScaleSpanLike, ValueEnum, get_format
+from .spec import MXFormat, MXFormatLike, ScaleSpan, ScaleSpanLike, get_format, not_a_value
 
 
-class Layout(ValueEnum):
+class _Layouts(ABCMeta):
+    """Registered layouts, in order: `Layout.ROW_MAJOR`, `Layout["ROW_MAJOR"]`, `list(Layout)`."""
+
+    def __iter__(cls) -> Iterator[Layout]:
+        return iter(_LAYOUTS.values())
+
+    def __reversed__(cls) -> Iterator[Layout]:
+        return reversed(_LAYOUTS.values())
+
+    def __len__(cls) -> int:
+        return len(_LAYOUTS)
+
+    def __getitem__(cls, name: str) -> Layout:
+        return {layout.name: layout for layout in cls}[name]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(cls, name: str) -> Layout: ...
+
+
+_LAYOUTS: dict[str, Layout] = {}
+
+
+class Layout(metaclass=_Layouts):
     """How codes and scales lie in memory.
 
-    ROW_MAJOR is the logical order (checkpoints' order). HOPPER_FRAGMENT is the order in which a
-    Hopper warpgroup reads its matrix fragments, with folded scales. CDNA4_FRAGMENT is the order in
-    which a gfx950 wave reads its matrix fragments and their scales. See `formats.layouts`.
+    ROW_MAJOR is the logical order (checkpoints' order). Other layouts hold prepared weights; the
+    backend that reads one defines and registers it (`formats.layouts.WeightLayout`). There is one
+    object of each, so that `is` compares them, as members of an enum.
 
     Example:
         >>> Layout("row_major") is Layout.ROW_MAJOR
         True
     """
 
-    ROW_MAJOR = "row_major"
-    HOPPER_FRAGMENT = "hopper_fragment"
-    CDNA4_FRAGMENT = "cdna4_fragment"
+    name: ClassVar[str]
+    value: ClassVar[str]
+    is_folded: ClassVar[bool] = False
+    """Whether scales are stored relative to a reference exponent of each row."""
 
-    @property
-    def is_folded(self) -> bool:
-        """Whether scales are stored relative to a reference exponent of each row."""
-        return self is Layout.HOPPER_FRAGMENT
+    def __new__(cls, value: str | None = None) -> Layout:
+        """The layout of this name; an instance of a subclass is made without one."""
+        if cls is not Layout:
+            return object.__new__(cls)
+        if value not in _LAYOUTS:
+            raise ValueError(f"{value!r} is not a valid Layout")
+        return _LAYOUTS[value]
+
+    def __repr__(self) -> str:
+        return f"<{self}: {self.value!r}>"
+
+    def __str__(self) -> str:
+        return f"Layout.{self.name}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Layout, (self.value,)
+
+    @staticmethod
+    def register(layout: Layout) -> None:
+        """Let `Layout` find this layout by its name and its value."""
+        _LAYOUTS[layout.value] = layout
+        setattr(Layout, layout.name, layout)
+
+    @staticmethod
+    def parse(value: object, op: str, argument: str, remedy: str = "") -> Layout:
+        """Return the layout that `value` is or names; see `ScaleRule.parse`."""
+        if isinstance(value, Layout):
+            return value
+        found = _LAYOUTS.get(value) if isinstance(value, str) else None
+        if found is None:
+            raise not_a_value(Layout, value, op, argument, remedy)
+        return found
 
 
-LayoutLike = Layout | Literal["row_major", "hopper_fragment", "cdna4_fragment"]
+class _RowMajor(Layout):
+    name, value = "ROW_MAJOR", "row_major"
+
+
+Layout.register(_RowMajor())
+
+LayoutLike = Layout | str
 """A Layout or its name."""
+
+
+TENSOR_FIELDS: dict[type, tuple[str, ...]] = {}
+FACT_FIELDS: dict[type, tuple[str, ...]] = {}
+"""Fields of the aggregates that ops read; fold certificates, for example, are not among them."""
 
 
 class Aggregate:
@@ -43,7 +107,15 @@ class Aggregate:
 
     Copies and pickles hold the fields alone, without what ops cache beside them, and are checked
     like new objects. Two objects are equal only where they are one, as modules are.
+
+    A class that ops take names the fields that they read: `tensors` and `facts`.
     """
+
+    def __init_subclass__(
+        cls, *, tensors: tuple[str, ...] = (), facts: tuple[str, ...] = ()
+    ) -> None:
+        if tensors:
+            TENSOR_FIELDS[cls], FACT_FIELDS[cls] = tensors, facts
 
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
@@ -118,7 +190,11 @@ TORCH_DTYPES = {
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class MXTensor(Aggregate):
+class MXTensor(
+    Aggregate,
+    tensors=("qdata", "scale", "reference", "wide_blocks"),
+    facts=("format", "axis", "layout", "logical_shape", "scale_span"),
+):
     """A tensor in an MX format.
 
     ``value[..., i] = decode(qdata)[..., i] * 2^(scale[..., i // 32] - 127)``.

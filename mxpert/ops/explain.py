@@ -9,15 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ..dispatch import Explanation, explain_problem
 from ..errors import message
 from ..files import short
 from ..formats.tensor import MXTensor
-from ..problem import Problem
 from ..routing import RoutingPlan
 from . import grouped_gemm, moe, quantize, quantize_dual, route  # noqa: F401  (they fill OPS)
+from .describe import describe
 from .library import OPS
 
 
@@ -61,20 +60,6 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return explanation if ranks is None else replace(explanation, transport=ranks.explain())
 
 
-def describe(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
-    """The problem that ``op(*args, **kwargs)`` resolves. Nothing is launched.
-
-    Raises:
-        ValueError, TypeError: whatever `op` itself would raise.
-    """
-    try:
-        with _StopBeforeLaunch():
-            op(*args, **kwargs)
-    except _DescribedError as described:
-        return described.problem
-    raise ValueError(message("describe", "op", "a function that calls an op", short(op)))
-
-
 def _is_public_op(op: object) -> bool:
     """Whether `op` is the public function of an entry of OPS."""
     name, module = getattr(op, "__name__", None), sys.modules.get(getattr(op, "__module__", ""))
@@ -84,21 +69,3 @@ def _is_public_op(op: object) -> bool:
         and OPS[name].is_public
         and getattr(module, name, None) is op
     )
-
-
-class _DescribedError(Exception):
-    """Ends a call whose problem is known."""
-
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self.problem = problem
-
-
-class _StopBeforeLaunch(TorchFunctionMode):
-    """Observes ops, as a tracer does, and ends the call of the first one of this library."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = str(func).partition(".")
-        if namespace == "mxpert":
-            raise _DescribedError(OPS[name.partition(".")[0]].problem_of(args))
-        return func(*args, **(kwargs or {}))

@@ -14,9 +14,8 @@ from ..dispatch import detect_target
 from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, ScaleSpan
 from ..formats.tensor import Layout, MXTensor
-from ..problem import GroupedProblem, Op
+from ..problem import OUT_DTYPES, GroupedProblem, Op
 from .library import OpSpec
-from .moe_checks import OUT_DTYPES
 from .quantize_dual import COUNTS_REMEDY, check_group_offsets, refuse_counts
 from .schema import Operand
 
@@ -34,10 +33,11 @@ def grouped_gemm(
     ``c[r] = a[r] @ b[g].T`` (``a[r] @ b[g]`` with ``trans_b=False``) for the rows r of group g,
     ``offsets[g] <= r < offsets[g + 1]``. Every scale is honoured exactly: products of dequantised
     values are summed and rounded once. The precision of the sums depends on the chip and on how far
-    the operands' scales reach (`ScaleSpan`). On Hopper two ROW operands, or a SPAN128 and b ROW,
-    run on FP8 tensor cores, which add with about 14 bits between promotions to float32 (relative
-    error of the result about 2e-3 and below). AUTO operands do so where the device finds that one
-    scale a row is enough; it reserves memory for bf16 copies of both operands in case it is not.
+    the operands' scales reach (`ScaleSpan`). Where the tensor cores have FP8 but no block scales,
+    two ROW operands, or a SPAN128 and b ROW, run on them; they add with about 14 bits between
+    promotions to float32 (relative error of the result about 2e-3 and below). AUTO operands do so
+    where the device finds that one scale a row is enough; it reserves memory for bf16 copies of
+    both operands in case it is not.
     All other operands, and MX operands with ``trans_b=False``, are multiplied in bf16 and summed in
     float32. Where a request misses the fast kernel of its device, a PerformanceWarning says why.
     The op is not differentiable; `mxpert.training.grouped_linear` is, and calls it.

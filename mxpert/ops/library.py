@@ -15,10 +15,9 @@ import torch
 
 from ..dispatch import CallCache, launch, resolve_cached, without_grad
 from ..dispatch.ambient import forward_mode, refuse_transforms
-from ..formats.tensor import MXTensor
+from ..formats.tensor import TENSOR_FIELDS, Aggregate
 from ..problem import MoEOptions, Problem
-from ..routing import RoutingPlan
-from ..runtime.geometry import TENSOR_FIELDS, CachedCall, Described, describe
+from ..runtime.geometry import CachedCall, Described, describe
 from .schema import FlatLayout, kind_of
 
 _LIBRARY = torch.library.Library("mxpert", "FRAGMENT")
@@ -174,7 +173,7 @@ def _tensors_in(arguments: Iterable[Any]) -> Iterator[Any]:
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:
-    if isinstance(result, (MXTensor, RoutingPlan)):
+    if isinstance(result, Aggregate):
         parts = [getattr(result, name) for name in TENSOR_FIELDS[type(result)]]
         return [part for part in parts if part is not None]
     if isinstance(result, torch.Tensor):

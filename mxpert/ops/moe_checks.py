@@ -15,6 +15,7 @@ from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import ScaleRule, ScaleRuleLike
 from ..formats.tensor import MXTensor
 from ..problem import (
+    OUT_DTYPES,
     ActivationLike,
     Combine,
     CombineLike,
@@ -26,9 +27,6 @@ from ..problem import (
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, check_plan_shapes, require_topk
 from ..weights import MoEWeights
 from .schema import Operand
-
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""float64 is served by the reference backend alone, as an oracle."""
 
 
 def check_fused_moe(

@@ -61,15 +61,15 @@ def quantize_dual(
             ``offsets[0]`` are undefined in the rowwise copy.
         scale_rule: how a scale follows from its block's maximum: a ScaleRule or its name.
         scale_span: how many blocks share a scale, for both copies or as a pair (row, col): a
-            ScaleSpan or its name. Hopper is fastest with ROW; GPUs with block-scaled tensor cores
-            use BLOCK. In a grouped columnwise copy no span crosses groups.
+            ScaleSpan or its name. GPUs with block-scaled tensor cores use BLOCK, those with plain
+            FP8 are fastest with ROW. In a grouped columnwise copy no span crosses groups.
 
     Returns:
         Two MXTensors of axis −1: the rowwise copy in the shape of `x`, and the columnwise copy,
         stored transposed: [K, M], with groups [K, P] where P is ``padded_capacity(M, G)``, for
-        weights [G, K, N]. Codes and scales are contiguous, except on gfx950: there rows of codes
-        begin at lines of 128 bytes, and scales have the strides (1, pitch), which the grouped GEMMs
-        read in place.
+        weights [G, K, N]. Codes and scales are contiguous where the device's grouped GEMMs read
+        such; elsewhere they have the strides that these read in place, for example rows of codes
+        that begin at lines of 128 bytes.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.

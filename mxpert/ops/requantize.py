@@ -7,7 +7,7 @@ import torch
 from ..errors import message, require, require_tensor
 from ..formats.folding import FoldCertificate, fold_certificate
 from ..formats.gate_up import GateUpOrder
-from ..formats.layouts import hopper_can_hold, pack_cdna4, pack_hopper
+from ..formats.layouts import WeightLayout
 from ..formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
 from ..formats.tensor import Layout, MXTensor
 from ..weights import MoEWeights, prepared_rows
@@ -42,7 +42,7 @@ def requantize_(
 
     Raises:
         TypeError, ValueError: a wrong type, dtype, shape, device or order; weights that the layout
-            cannot hold: on Hopper a row may span 15 binades. `weights` is then as it was.
+            cannot hold, such as rows that span too much. `weights` is then as it was.
 
     Example:
         >>> import torch, mxpert
@@ -108,22 +108,17 @@ def replace_(weights: MoEWeights, new: MoEWeights, op: str) -> None:
         need = weights.gate_up_order
         require(assigned is need, op, "gate_up_order", need=need, got=assigned)
     certificates = fold_certificate(new.gate_up_proj), fold_certificate(new.down_proj)
-    if layout is Layout.HOPPER_FRAGMENT:
-        _require_foldable(certificates, op)
     gate_up, down = weights.gate_up_proj, weights.down_proj
-    if layout is Layout.ROW_MAJOR:
+    rows, source = None, None
+    if isinstance(layout, WeightLayout):
+        _require_held(layout, certificates, op)
+        rows, source = prepared_rows(layout, assigned, new.intermediate_size, new.device), assigned
+        layout.pack(new.gate_up_proj, certificates[0], rows, out=gate_up)
+        layout.pack(new.down_proj, certificates[1], out=down)
+    else:
         for held, found in ((gate_up, new.gate_up_proj), (down, new.down_proj)):
             held.qdata.copy_(found.qdata)
             held.scale.copy_(found.scale)
-        rows, source = None, None
-    else:
-        rows, source = prepared_rows(layout, assigned, new.intermediate_size, new.device), assigned
-    if layout is Layout.HOPPER_FRAGMENT:
-        pack_hopper(new.gate_up_proj, certificates[0], rows, out=gate_up)
-        pack_hopper(new.down_proj, certificates[1], out=down)
-    elif layout is Layout.CDNA4_FRAGMENT:
-        pack_cdna4(new.gate_up_proj, rows, out=gate_up)
-        pack_cdna4(new.down_proj, out=down)
     if weights.gate_up_bias is not None and new.gate_up_bias is not None:
         bias = new.gate_up_bias
         weights.gate_up_bias.copy_(bias if rows is None else bias[:, rows])
@@ -133,16 +128,16 @@ def replace_(weights: MoEWeights, new: MoEWeights, op: str) -> None:
     weights.__dict__.update(fold_certificates=known, source_order=source)
 
 
-def _require_foldable(certificates: tuple[FoldCertificate, FoldCertificate], op: str) -> None:
-    """Raise a ValueError that names the experts whose rows span more than 15 binades."""
+def _require_held(
+    layout: WeightLayout, certificates: tuple[FoldCertificate, FoldCertificate], op: str
+) -> None:
+    """Raise a ValueError that names the experts that the layout cannot hold."""
+    if all(map(layout.fits, certificates)):
+        return
     outside = sum(each.blocks_outside for each in certificates)
     assert isinstance(outside, torch.Tensor)  # for the type checker
     experts = outside.nonzero().flatten().tolist()
-    require(
-        all(hopper_can_hold(each) for each in certificates),
-        op,
-        "gate_up_proj, down_proj",
-        need="rows within 15 binades and above 2^-121, as the prepared layout holds them",
-        got=f"others in experts {experts[:8]}",
-        remedy="prepare them as new weights",
-    )
+    need = f"{layout.holds}, as the prepared layout holds them"
+    got = f"others in experts {experts[:8]}"
+    remedy = "prepare them as new weights"
+    raise ValueError(message(op, "gate_up_proj, down_proj", need, got, remedy))

@@ -2,7 +2,7 @@
 
 The schema of an op follows from the type hints of its check. `kind_of` returns, for one hint, the
 schema types, and the functions that flatten a value to them and rebuild it without a second check.
-Aggregates are flattened field by field, by the field lists of `runtime.geometry`.
+Aggregates are flattened field by field, by the fields that they name.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import torch
 
 from ..formats.spec import MXFormat, ScaleSpan, get_format
-from ..formats.tensor import Layout, MXTensor
+from ..formats.tensor import FACT_FIELDS, TENSOR_FIELDS, Layout, MXTensor
 from ..problem import Activation, activation_from
-from ..runtime.geometry import FACT_FIELDS, TENSOR_FIELDS
 
 Operand = torch.Tensor | MXTensor
 FormatName = str | MXFormat

@@ -16,7 +16,7 @@ from ..errors import message, require, require_dtype, require_int, require_tenso
 from ..problem import ActivationFormat, ActivationLike, MoEProblem
 from ..routing import TOPK_ID_DTYPES, TOPK_WEIGHT_DTYPES
 from ..weights import MoEWeights
-from .explain import explain
+from .describe import describe
 from .moe import fused_moe
 from .warm_up_ranks import Ranks, compile_alone, errors_reach_all, exchanged_counts, run_together
 
@@ -131,7 +131,7 @@ class _Layer:
     def problem(self, max_tokens: object) -> MoEProblem:
         """Check all arguments; return the problem of the local layer."""
         self._check(max_tokens)
-        problem = explain(fused_moe, *self._batch(1), **self.options).problem
+        problem = explain_problem(describe(fused_moe, *self._batch(1), **self.options)).problem
         assert isinstance(problem, MoEProblem)  # for the type checker: the problem of fused_moe
         return problem
 

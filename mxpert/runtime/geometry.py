@@ -12,28 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import PLAIN_TENSORS
-from ..formats.tensor import MXTensor
+from ..formats.tensor import FACT_FIELDS, TENSOR_FIELDS, Aggregate
 from ..problem import Problem
-from ..routing import RoutingPlan
-from ..weights import MoEWeights
-
-TENSOR_FIELDS: dict[type, tuple[str, ...]] = {
-    MXTensor: ("qdata", "scale", "reference", "wide_blocks"),
-    MoEWeights: ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"),
-    RoutingPlan: (
-        "sorted_token_ids",
-        "sorted_weights",
-        "block_expert_ids",
-        "num_valid",
-        "slot_rows",
-    ),
-}
-FACT_FIELDS: dict[type, tuple[str, ...]] = {
-    MXTensor: ("format", "axis", "layout", "logical_shape", "scale_span"),
-    MoEWeights: ("gate_up_order",),
-    RoutingPlan: ("num_tokens", "top_k", "num_experts", "routing_block_m"),
-}
-"""Fields of the aggregates that ops read; fold certificates, for example, are not among them."""
 
 _MAX_GEOMETRIES = 8192
 _CACHE = "_parts"
@@ -132,7 +112,7 @@ def tensors_of(arguments: Iterable[Any]) -> Described | None:
 
 
 def parts_of(value: Any) -> Parts | None:
-    """Return tensors and geometry of an MXTensor, MoEWeights or RoutingPlan.
+    """Return tensors and geometry of an aggregate that ops take.
 
     They are cached in the object, because weights and plans are used by many calls.
     """
@@ -150,17 +130,20 @@ def assembler(
     """Return a function that builds objects like `made` from a list of tensors, without checks.
 
     Args:
-        made: an MXTensor or a RoutingPlan; for anything else the result is None.
+        made: an aggregate of plain tensors, such as an MXTensor or a RoutingPlan; for anything
+            else the result is None.
         order: the position of each tensor of `made` in that list.
     """
     cls = type(made)
-    parts = None if cls is MoEWeights or cls not in TENSOR_FIELDS else parts_of(made)
+    held = {name: getattr(made, name) for name in TENSOR_FIELDS.get(cls, ())}
+    nested = any(isinstance(value, Aggregate) for value in held.values())
+    parts = parts_of(made) if held and not nested else None
     if parts is None:
         return None
     geometry = parts[1]
-    names = [name for name in TENSOR_FIELDS[cls] if getattr(made, name) is not None]
-    places = [(name, order(getattr(made, name))) for name in names]
-    facts = {name: getattr(made, name) for name in (*TENSOR_FIELDS[cls], *FACT_FIELDS[cls])}
+    names = [name for name, value in held.items() if value is not None]
+    places = [(name, order(held[name])) for name in names]
+    facts = held | {name: getattr(made, name) for name in FACT_FIELDS[cls]}
 
     def assemble(tensors: list[torch.Tensor]) -> Any:
         instance = object.__new__(cls)

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
-from triton.experimental.gluon.nvidia import hopper as gluon
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -59,12 +58,10 @@ class DescriptorSpec:
 
     Args:
         block: (rows, columns) of a copy, or (1, rows, columns) for tensors of several matrices.
-        layout: Gluon's shared-memory layout; None for a Triton kernel.
         width: columns of the 2-D view of the tensor; None takes its last dimension.
     """
 
     block: tuple[int, ...]
-    layout: Any = None
     width: int | None = None
 
     @property
@@ -83,9 +80,11 @@ class DescriptorSpec:
             rows = tensor.view(-1, width)
         else:
             rows = tensor.view(-1, math.prod(tensor.shape[-2:]) // width, width)
-        if self.layout is None:
-            return TensorDescriptor.from_tensor(rows, block)
-        return gluon.TensorDescriptor.from_tensor(rows, block, self.layout)
+        return self.from_rows(rows, block)
+
+    def from_rows(self, rows: torch.Tensor, block: list[int]) -> Any:
+        """The descriptor of this view, for a Triton kernel."""
+        return TensorDescriptor.from_tensor(rows, block)
 
 
 class DescriptorEncoder:

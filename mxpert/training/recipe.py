@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from ..backend import made_for
 from ..dispatch import detect_target
 from ..errors import message, require
 from ..formats.spec import (
@@ -36,8 +37,10 @@ class OperandSpans(NamedTuple):
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _architecture(device: torch.device) -> str:
-    return detect_target(device).arch
+def _span_of(device: torch.device) -> str:
+    """Name of the span of recipes that leave it open."""
+    backend = made_for(detect_target(device).arch)
+    return (ScaleSpan.BLOCK if backend is None else backend.training_span).name
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class MXFP8Recipe:
         """
         span = self.scale_span
         if span is None:
-            span = ScaleSpan.AUTO if _architecture(device) == "sm_90" else ScaleSpan.BLOCK
+            span = ScaleSpan[_span_of(device)]
         # With SPAN128 the second operand has one scale a row: w in forward and dgrad, x in wgrad.
         other = ScaleSpan.ROW if span is ScaleSpan.SPAN128 else span
         return OperandSpans(x=(span, other), weight=(other, other), grad=(span, span))

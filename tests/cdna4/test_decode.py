@@ -11,25 +11,17 @@ import torch
 
 import mxpert
 from mxpert import Combine, GateUpOrder, MoEWeights, RoutingPlan, ScaleRule
-from mxpert.backends.cdna4 import KERNELS
 from mxpert.backends.cdna4.moe.config import prefill_config, require_valid
-from mxpert.formats.layouts import pack_cdna4, unpack_cdna4
+from mxpert.backends.cdna4.moe.layout import CDNA4_FRAGMENT
+from mxpert.configs import Cdna4GemmConfig
 from mxpert.formats.tensor import Layout, MXTensor
-from mxpert.problem import (
-    ACTIVATIONS,
-    Cdna4GemmConfig,
-    MoEConfig,
-    MoEOptions,
-    MoEProblem,
-    Op,
-    ReferenceConfig,
-    SiLU,
-)
+from mxpert.problem import ACTIVATIONS, MoEConfig, MoEOptions, MoEProblem, Op, ReferenceConfig, SiLU
 from mxpert.routing import TOKEN_MASK
 from mxpert.testing.gfx950 import MI355X, Emulation, emulate
 from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
 from support.exact import exact_moe_problem
+from support.kernels import kernels_of
 from support.poison import nan_filled_scratch
 
 FLOAT64 = ReferenceConfig(torch.float64)
@@ -186,10 +178,10 @@ def _with_padding(tensor: MXTensor) -> MXTensor:
     """
     experts, num_rows, depth = tensor.shape
     whole = (experts, tensor.qdata.shape[1] * 64, tensor.qdata.shape[2] * 128)
-    plain = unpack_cdna4(replace(tensor, logical_shape=whole))
+    plain = CDNA4_FRAGMENT.unpack(replace(tensor, logical_shape=whole))
     plain.qdata[:, :, depth // 2 :] = 0x77
     plain.qdata[:, num_rows:], plain.scale[:, num_rows:] = 0x77, 255
-    return replace(pack_cdna4(plain), logical_shape=tuple(tensor.shape))
+    return replace(CDNA4_FRAGMENT.pack(plain), logical_shape=tuple(tensor.shape))
 
 
 @pytest.mark.parametrize("a_format", ["mxfp8", "bf16"])
@@ -304,8 +296,8 @@ def test_weights_beyond_2_gib(unit: int, config: Cdna4GemmConfig) -> None:
 
 # --- choice -------------------------------------------------------------------------------------
 
-LAYER = next(kernel for kernel in KERNELS if kernel.op is Op.FUSED_MOE)
-GATE_UP = next(kernel for kernel in KERNELS if kernel.op is Op.MOE_GATE_UP)
+LAYER = kernels_of("cdna4")[Op.FUSED_MOE]
+GATE_UP = kernels_of("cdna4")[Op.MOE_GATE_UP]
 
 
 def problem(num_tokens: int, a_format: str = "mxfp4", **changes: object) -> MoEProblem:

@@ -21,20 +21,12 @@ from mxpert.backends.cdna4.moe.config import (
     prefill_config,
     stage_heuristic,
 )
+from mxpert.backends.cdna4.moe.layout import CDNA4_FRAGMENT
 from mxpert.backends.cdna4.moe.prefill_scales import arrange_scales
-from mxpert.formats.layouts import pack_cdna4
+from mxpert.configs import Cdna4Kernel
 from mxpert.formats.spec import MXFP4
 from mxpert.formats.tensor import Layout, MXTensor
-from mxpert.problem import (
-    ACTIVATIONS,
-    Cdna4Kernel,
-    MoEConfig,
-    MoEOptions,
-    MoEProblem,
-    Op,
-    ReferenceConfig,
-    SiLU,
-)
+from mxpert.problem import ACTIVATIONS, MoEConfig, MoEOptions, MoEProblem, Op, ReferenceConfig, SiLU
 from mxpert.testing.gfx950 import MI355X, Emulation, emulate
 from mxpert.testing.gfx950.timing import Execution, LoopReport, model_loop
 from mxpert.testing.numerics import assert_exact
@@ -220,7 +212,7 @@ def test_scales_are_arranged_like_those_of_weights() -> None:
         torch.ones(64, 1), torch.zeros(64, 1, dtype=torch.int32), num_experts=1, routing_block_m=64
     )
     codes = torch.zeros(1, 64, 80, dtype=torch.uint8)
-    expected = pack_cdna4(MXTensor(codes, scale[None], MXFP4)).scale
+    expected = CDNA4_FRAGMENT.pack(MXTensor(codes, scale[None], MXFP4)).scale
     with emulate():
         for gather in (False, True):
             arranged = arrange_scales(scale, plan, 160, 1, gather=gather, wide=False)

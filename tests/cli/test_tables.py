@@ -10,19 +10,13 @@ from pathlib import Path
 import pytest
 
 from mxpert import files
+from mxpert.backend import BACKENDS
 from mxpert.cli import tune_cells
 from mxpert.cli.tune_cells import TARGETS, Cell
+from mxpert.configs import Cdna4GemmConfig, HopperGemmConfig
 from mxpert.dispatch import explain_problem, registry, tables
 from mxpert.formats.tensor import Layout
-from mxpert.problem import (
-    Cdna4GemmConfig,
-    GemmConfig,
-    HopperGemmConfig,
-    MoEConfig,
-    MoEProblem,
-    Op,
-    StageConfig,
-)
+from mxpert.problem import GemmConfig, MoEConfig, MoEProblem, Op, StageConfig
 from mxpert.testing.problems import MoEShape
 
 H200 = TARGETS["nvidia-h200"]
@@ -90,12 +84,12 @@ def test_a_row_answers_near_its_own_token_count(shipped: Path) -> None:
 
 
 def test_dispatch_takes_the_row_of_the_chosen_backend(shipped: Path) -> None:
-    kernels = registry._kernels("triton")
-    if isinstance(kernels, str):
-        pytest.skip(kernels)
+    found = registry.kernel_of(BACKENDS["triton"], Op.FUSED_MOE)
+    if isinstance(found, str):
+        pytest.skip(found)
     rows_by_backend = {}
     for backend, layout in (("hopper", Layout.HOPPER_FRAGMENT), ("triton", Layout.ROW_MAJOR)):
-        kernel = registry._kernels(backend)[Op.FUSED_MOE]
+        kernel = registry.kernel_of(BACKENDS[backend], Op.FUSED_MOE)
         config = list(kernel.configs(problem(4, layout=layout)))[1]
         rows_by_backend[backend] = row(4, config, backend)
     tables.add_rows(shipped, HEAD, rows_by_backend.values())
@@ -115,7 +109,7 @@ def test_dispatch_takes_the_row_of_the_chosen_backend(shipped: Path) -> None:
 def test_a_row_of_another_version_is_passed_over(shipped: Path) -> None:
     """Tiles come and go; a table must not stop a layer that ran before."""
     pytest.importorskip("triton")
-    kernel = registry._kernels("hopper")[Op.FUSED_MOE]
+    kernel = registry.kernel_of(BACKENDS["hopper"], Op.FUSED_MOE)
     chosen = kernel.heuristic(problem(4))
     gone = replace(chosen, down=replace(chosen.down, consumers=7))
     tables.add_rows(shipped, HEAD, [row(4, gone)])
@@ -301,7 +295,7 @@ def test_shipped_tables_are_valid() -> None:
 )
 def test_an_invalid_row_is_found(changes: dict, backend: str, part: str | None) -> None:
     pytest.importorskip("triton")
-    kernel = registry._kernels("hopper")[Op.FUSED_MOE]
+    kernel = registry.kernel_of(BACKENDS["hopper"], Op.FUSED_MOE)
     chosen = kernel.heuristic(problem(1))
     found = tune_cells.invalid_row(
         row(1, replace(chosen, down=replace(chosen.down, **changes)), backend), H200

@@ -20,7 +20,7 @@ from mxpert.distributed import ExpertParallel, Placement, Transport, choice, wor
 from mxpert.distributed.groups import Ranks
 from mxpert.distributed.workspace import _peers
 from mxpert.errors import UnsupportedError
-from mxpert.ops.explain import describe
+from mxpert.ops.describe import describe
 from mxpert.problem import MoEProblem
 from mxpert.testing.numerics import assert_close_relative, is_exact
 

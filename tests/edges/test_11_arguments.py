@@ -12,7 +12,7 @@ import torch
 import mxpert
 from mxpert import ScaleRule, ScaleSpan
 from mxpert.formats import count_wide_blocks, quantize_blocks, quantize_spans
-from mxpert.ops.explain import describe
+from mxpert.ops.describe import describe
 from mxpert.ops.rows import activate_rows, activate_rows_backward
 from mxpert.problem import (
     ACTIVATION_FORMATS,

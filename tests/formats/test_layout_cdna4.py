@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mxpert.backends.cdna4.moe.layout import CDNA4_FRAGMENT
 from mxpert.formats import FORMATS, MXTensor
-from mxpert.formats.layouts import pack_cdna4, unpack_cdna4
 from mxpert.formats.tensor import Layout
 
 from .ocp import assert_same_bits
@@ -34,12 +34,12 @@ def permutation(size: int) -> torch.Tensor:
 def test_round_trip(shape: tuple[int, int, int], permuted: bool) -> None:
     t = random_weights(shape)
     rows = permutation(shape[1]) if permuted else None
-    packed = pack_cdna4(t, rows)
+    packed = CDNA4_FRAGMENT.pack(t, rows=rows)
     units = (shape[0], -(-shape[1] // 64), -(-shape[2] // 128))
     assert packed.qdata.shape == (*units, 4096)
     assert packed.scale.shape == (*units, 256)
     assert (packed.layout, packed.shape) == (Layout.CDNA4_FRAGMENT, t.shape)
-    back = unpack_cdna4(packed, rows)
+    back = CDNA4_FRAGMENT.unpack(packed, rows)
     assert (back.layout, back.shape) == (Layout.ROW_MAJOR, t.shape)
     assert_same_bits(back.qdata, t.qdata, "codes")
     assert_same_bits(back.scale, t.scale, "scales")
@@ -47,9 +47,9 @@ def test_round_trip(shape: tuple[int, int, int], permuted: bool) -> None:
 
 @shapes
 def test_each_lane_holds_one_block_of_a_row(shape: tuple[int, int, int]) -> None:
-    """The place of every MX block, from the documentation of `formats.layouts`."""
+    """The place of every MX block, from the documentation of its module."""
     t = random_weights(shape)
-    packed = pack_cdna4(t)
+    packed = CDNA4_FRAGMENT.pack(t)
     expert, row, block = (
         index.flatten()
         for index in torch.meshgrid(*map(torch.arange, t.scale.shape), indexing="ij")
@@ -66,11 +66,11 @@ def test_each_lane_holds_one_block_of_a_row(shape: tuple[int, int, int]) -> None
 
 def test_padding_is_zero_codes_of_scale_one() -> None:
     shape = (2, 96, 160)
-    packed = pack_cdna4(random_weights(shape))
+    packed = CDNA4_FRAGMENT.pack(random_weights(shape))
     whole = MXTensor(
         packed.qdata, packed.scale, MXFP4, -1, Layout.CDNA4_FRAGMENT, logical_shape=(2, 128, 256)
     )
-    padded = unpack_cdna4(whole)
+    padded = CDNA4_FRAGMENT.unpack(whole)
     for part in (padded.qdata[:, 96:], padded.qdata[:, :, 80:]):
         assert part.count_nonzero() == 0
     for part in (padded.scale[:, 96:], padded.scale[:, :, 5:]):
@@ -84,28 +84,28 @@ def test_padding_is_zero_codes_of_scale_one() -> None:
 )
 def test_memory_overhead(rows: int, depth: int) -> None:
     t = random_weights((1, rows, depth))
-    assert pack_cdna4(t).nbytes <= 1.023 * t.nbytes
+    assert CDNA4_FRAGMENT.pack(t).nbytes <= 1.023 * t.nbytes
 
 
 def test_views_are_packed_by_their_values() -> None:
     t = random_weights((2, 96, 160))
     codes, scale = torch.zeros(2, 100, 96).byte(), torch.zeros(2, 100, 9).byte()
     codes[:, :96, :80], scale[:, :96, :5] = t.qdata, t.scale
-    view = pack_cdna4(MXTensor(codes[:, :96, :80], scale[:, :96, :5], MXFP4))
-    assert torch.equal(view.qdata, pack_cdna4(t).qdata)
-    assert torch.equal(view.scale, pack_cdna4(t).scale)
+    view = CDNA4_FRAGMENT.pack(MXTensor(codes[:, :96, :80], scale[:, :96, :5], MXFP4))
+    assert torch.equal(view.qdata, CDNA4_FRAGMENT.pack(t).qdata)
+    assert torch.equal(view.scale, CDNA4_FRAGMENT.pack(t).scale)
 
 
 def test_refusals() -> None:
     t = random_weights((1, 64, 128))
     with pytest.raises(ValueError, match=r"unpack_cdna4: t\.layout — need Layout\.CDNA4_FRAGMENT"):
-        unpack_cdna4(t)
+        CDNA4_FRAGMENT.unpack(t)
     with pytest.raises(ValueError, match=r"pack_cdna4: t\.layout — need Layout\.ROW_MAJOR"):
-        pack_cdna4(pack_cdna4(t))
+        CDNA4_FRAGMENT.pack(CDNA4_FRAGMENT.pack(t))
     with pytest.raises(ValueError, match=r"pack_cdna4: t\.shape — need \[E, N, K\]"):
-        pack_cdna4(MXTensor(t.qdata[0], t.scale[0], MXFP4))
+        CDNA4_FRAGMENT.pack(MXTensor(t.qdata[0], t.scale[0], MXFP4))
     mxfp8 = MXTensor(
         torch.zeros(1, 64, 128).byte(), torch.zeros(1, 64, 4).byte(), FORMATS["mxfp8_e4m3"]
     )
     with pytest.raises(ValueError, match=r"pack_cdna4: t\.format — need"):
-        pack_cdna4(mxfp8)
+        CDNA4_FRAGMENT.pack(mxfp8)

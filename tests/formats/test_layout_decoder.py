@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
+from mxpert.backends.hopper.moe.layout import HOPPER_FRAGMENT
 from mxpert.formats import dequantize_blocks
-from mxpert.formats.layouts import pack_hopper
 
 from . import ocp
 from .test_layouts import SPAN, folded_code, folding_weights
@@ -199,7 +199,7 @@ def test_planted_decoder_errors_are_caught(old: str, new: str) -> None:
 def test_decoder_reads_what_pack_hopper_stores() -> None:
     """Bytes of a packed tensor through the PTX, against the dequantised weights."""
     t = folding_weights((1, 64, 128), seed=13)
-    packed = pack_hopper(t)
+    packed = HOPPER_FRAGMENT.pack(t)
     words = packed.qdata.long().view(2, 4, 8, 4, 4, 4)  # r w g t q byte
     words = sum(words[..., i] << 8 * i for i in range(4))
     shift = packed.scale.long().view(4, 8, 4, 2).permute(3, 0, 1, 2).contiguous()

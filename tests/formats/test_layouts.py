@@ -1,6 +1,6 @@
 """HOPPER_FRAGMENT: round trips, and an independent decoder of its bits.
 
-The bit layout is written down here a second time, from the documentation of `formats.layouts`, with
+The bit layout is written down here a second time, from the documentation of its module, with
 explicit indices; values come from the tables of the specification.
 """
 
@@ -12,14 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from mxpert.backends.hopper.moe.layout import HOPPER_FRAGMENT, permute_activations, row_factor
 from mxpert.formats import FORMATS, MXTensor, dequantize_blocks, fold_certificate, pack_codes
-from mxpert.formats.layouts import (
-    hopper_can_hold,
-    pack_hopper,
-    permute_activations,
-    row_factor,
-    unpack_hopper,
-)
 from mxpert.formats.tensor import Layout
 
 from . import ocp
@@ -66,14 +60,14 @@ def permutation(size: int) -> torch.Tensor:
 def test_round_trip(shape: tuple[int, int, int], permuted: bool) -> None:
     t = folding_weights(shape)
     rows = permutation(shape[1]) if permuted else None
-    packed = pack_hopper(t, rows=rows)
+    packed = HOPPER_FRAGMENT.pack(t, rows=rows)
     units = (shape[0], -(-shape[1] // 64), -(-shape[2] // 128))
     assert packed.qdata.shape == (*units, 4096)
     assert packed.scale.shape == (*units, 256)
     assert packed.reference is not None
     assert packed.reference.shape == (shape[0], units[1] * 64)
     assert (packed.layout, packed.shape) == (Layout.HOPPER_FRAGMENT, t.shape)
-    back = unpack_hopper(packed, rows)
+    back = HOPPER_FRAGMENT.unpack(packed, rows)
     assert (back.layout, back.shape) == (Layout.ROW_MAJOR, t.shape)
     assert_same_bits(back.qdata, t.qdata, "codes")
     assert_same_bits(back.scale, t.scale, "scales")
@@ -81,7 +75,7 @@ def test_round_trip(shape: tuple[int, int, int], permuted: bool) -> None:
 
 def test_the_row_order_is_part_of_the_layout() -> None:
     t = folding_weights((1, 64, 128))
-    back = unpack_hopper(pack_hopper(t, rows=permutation(64)))
+    back = HOPPER_FRAGMENT.unpack(HOPPER_FRAGMENT.pack(t, rows=permutation(64)))
     assert not torch.equal(back.qdata, t.qdata)
 
 
@@ -90,9 +84,9 @@ def test_every_shift_is_stored(shift: int) -> None:
     scale = torch.full((1, 64, 4), 140, dtype=torch.uint8)
     scale[..., 1:] -= shift
     t = MXTensor(torch.full((1, 64, 64), 0x9E, dtype=torch.uint8), scale, MXFP4)
-    packed = pack_hopper(t)
+    packed = HOPPER_FRAGMENT.pack(t)
     assert packed.scale.unique().tolist() == sorted({0, shift})
-    assert_same_bits(unpack_hopper(packed).scale, scale, "scales")
+    assert_same_bits(HOPPER_FRAGMENT.unpack(packed).scale, scale, "scales")
 
 
 def test_storage_outside_a_view_is_never_read() -> None:
@@ -101,7 +95,7 @@ def test_storage_outside_a_view_is_never_read() -> None:
     scales = torch.full((2, 100, 9), 255, dtype=torch.uint8)
     storage[:, :96, :80], scales[:, :96, :5] = t.qdata, t.scale
     view = MXTensor(storage[:, :96, :80], scales[:, :96, :5], MXFP4)
-    a, b = pack_hopper(view), pack_hopper(t)
+    a, b = HOPPER_FRAGMENT.pack(view), HOPPER_FRAGMENT.pack(t)
     assert torch.equal(a.qdata, b.qdata)
     assert torch.equal(a.scale, b.scale)
 
@@ -109,7 +103,7 @@ def test_storage_outside_a_view_is_never_read() -> None:
 def test_padding_is_zero_codes_and_zero_shifts() -> None:
     """Padded rows and columns meet other data in a kernel: they must be finite, and zero."""
     t = folding_weights((2, 96, 160))
-    values = decode_units(pack_hopper(t))
+    values = decode_units(HOPPER_FRAGMENT.pack(t))
     assert values[:, 96:].abs().max() == 0
     assert values[:, :, 160:].abs().max() == 0
 
@@ -133,7 +127,7 @@ def test_memory_overhead(rows: int, depth: int) -> None:
         MXFP4,
     )
     assert t.nbytes == rows * depth * 17 // 32
-    assert pack_hopper(t).nbytes <= 1.03 * t.nbytes
+    assert HOPPER_FRAGMENT.pack(t).nbytes <= 1.03 * t.nbytes
 
 
 # --- refusals -----------------------------------------------------------------------------------
@@ -151,10 +145,10 @@ def test_blocks_outside_the_binades_are_refused(byte: int) -> None:
     narrow = folding_weights((2, 64, 256), spread=5, top=(120, 121))
     t = with_scale(narrow, (1, 63, 7), byte)
     certificate = fold_certificate(t)
-    assert not hopper_can_hold(certificate)
+    assert not HOPPER_FRAGMENT.fits(certificate)
     for given in (None, certificate):
         with pytest.raises(ValueError, match=r"pack_hopper: t — .*keep Layout\.ROW_MAJOR"):
-            pack_hopper(t, given)
+            HOPPER_FRAGMENT.pack(t, given)
 
 
 @pytest.mark.parametrize("top, holds", [(6, False), (7, True)])
@@ -164,10 +158,10 @@ def test_row_factors_must_be_normal(top: int, holds: bool) -> None:
     t = MXTensor(codes, torch.full((1, 32, 1), top, dtype=torch.uint8), MXFP4)
     certificate = fold_certificate(t)
     assert certificate.exact
-    assert hopper_can_hold(certificate) is holds
+    assert HOPPER_FRAGMENT.fits(certificate) is holds
     if not holds:
         with pytest.raises(ValueError, match="need every block within 15 binades"):
-            pack_hopper(t)
+            HOPPER_FRAGMENT.pack(t)
     else:
         assert row_factor(certificate.reference).unique().tolist() == [2.0**-126]
 
@@ -180,14 +174,14 @@ def test_row_factor_of_every_reference() -> None:
 def test_wrong_layouts_and_formats() -> None:
     t = folding_weights((1, 64, 128))
     with pytest.raises(ValueError, match=r"unpack_hopper: t\.layout — .*HOPPER_FRAGMENT"):
-        unpack_hopper(t)
+        HOPPER_FRAGMENT.unpack(t)
     with pytest.raises(ValueError, match=r"t\.layout — .*ROW_MAJOR"):
-        pack_hopper(pack_hopper(t))
+        HOPPER_FRAGMENT.pack(HOPPER_FRAGMENT.pack(t))
     mxfp8 = MXTensor(
         torch.zeros(1, 64, 64, dtype=torch.uint8), torch.zeros(1, 64, 2, dtype=torch.uint8), MXFP8
     )
     with pytest.raises(ValueError, match=r"t\.format — need mxfp4"):
-        pack_hopper(mxfp8)
+        HOPPER_FRAGMENT.pack(mxfp8)
 
 
 # --- the bits, decoded independently ------------------------------------------------------------
@@ -245,7 +239,7 @@ def decode_units(packed: MXTensor) -> torch.Tensor:
 def test_the_documented_bits_give_the_weights(shape: tuple[int, int, int]) -> None:
     t = folding_weights(shape, seed=3)
     rows = permutation(shape[1])
-    values = decode_units(pack_hopper(t, rows=rows))[:, : shape[1], : shape[2]]
+    values = decode_units(HOPPER_FRAGMENT.pack(t, rows=rows))[:, : shape[1], : shape[2]]
     assert_same_values(values, dequantize_blocks(t, torch.float64)[:, rows])
 
 
@@ -256,13 +250,13 @@ def test_every_bit_of_a_word_counts() -> None:
         torch.full((32, 64, 4), 127, dtype=torch.uint8),
         MXFP4,
     )
-    packed = pack_hopper(t)
+    packed = HOPPER_FRAGMENT.pack(t)
     expected = decode_units(packed)
     for bit in range(32):
         packed.qdata[bit, 0, 0, 4 * 77 + bit // 8] ^= 1 << bit % 8
     wrong = (decode_units(packed) != expected).sum((1, 2))
     assert wrong.tolist() == [1] * 32
-    assert (unpack_hopper(packed).qdata != t.qdata).sum((1, 2)).tolist() == [1] * 32
+    assert (HOPPER_FRAGMENT.unpack(packed).qdata != t.qdata).sum((1, 2)).tolist() == [1] * 32
 
 
 PLANTED: dict[str, Callable[[MXTensor], None]] = {
@@ -282,7 +276,7 @@ PLANTED: dict[str, Callable[[MXTensor], None]] = {
 @pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
 def test_planted_errors_are_caught(plant: Callable[[MXTensor], None]) -> None:
     t = folding_weights((1, 64, 128), seed=5)
-    packed = pack_hopper(t)
+    packed = HOPPER_FRAGMENT.pack(t)
     plant(packed)
     with pytest.raises(AssertionError):
         assert_same_values(decode_units(packed), dequantize_blocks(t, torch.float64))

@@ -38,7 +38,8 @@ def names_in(hint: Any) -> set[str]:
 
 @pytest.mark.parametrize("kind", HINTS, ids=lambda kind: kind.__name__)
 def test_members_are_taken_by_name_and_hints_list_them(kind: Any) -> None:
-    assert names_in(HINTS[kind]) == {member.value for member in kind}
+    is_open = str in get_args(HINTS[kind])  # backends register layouts
+    assert is_open or names_in(HINTS[kind]) == {member.value for member in kind}
     for member in kind:
         assert kind.parse(member, "op", "x") is kind.parse(member.value, "op", "x") is member
     with pytest.raises(ValueError, match=r"^op: x — need a \w+ \('.* or '.*'\), got 'Row'; help$"):

@@ -7,7 +7,6 @@ bits must be those of the reference in float64, whatever the tile and the order 
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.dispatch.registry import BACKENDS
+from mxpert.backend import BACKENDS
 from mxpert.ops import rows as row_ops
 from mxpert.problem import ACTIVATION_FORMATS, Op
 from mxpert.runtime.launch import record_launches
@@ -217,10 +216,10 @@ CASES = {
 def kernels() -> set[tuple[str, Op]]:
     """Backends and ops of the kernels that may serve an MI355X."""
     return {
-        (backend, kernel.op)
-        for backend, module in BACKENDS.items()
-        if backend not in ELSEWHERE
-        for kernel in importlib.import_module(module).KERNELS
+        (name, op)
+        for name, backend in BACKENDS.items()
+        if name not in ELSEWHERE
+        for op in backend.kernels
     }
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
 from mxpert.backends.reference.grouped import pad_groups
 from mxpert.dispatch import detect_target
 from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
@@ -22,13 +21,12 @@ from mxpert.testing.numerics import (
     effective_numel,
     stage_tolerance,
 )
+from support.kernels import kernels_of
 from support.poison import nan_filled_scratch
 
-HOPPER = {
-    kernel.op: kernel
-    for kernel in pytest.importorskip("mxpert.backends.hopper", reason="needs Gluon").KERNELS
-}
-REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}
+pytest.importorskip("mxpert.backends.hopper.moe.host", reason="needs Gluon")
+HOPPER = kernels_of("hopper")
+REFERENCE = kernels_of("reference")
 FLOAT64 = ReferenceConfig(torch.float64)
 BLOCK, SPAN128, ROW = ScaleSpan.BLOCK, ScaleSpan.SPAN128, ScaleSpan.ROW
 GEMM, WGRAD, DUAL = Op.GROUPED_GEMM, Op.GROUPED_WGRAD, Op.QUANTIZE_DUAL

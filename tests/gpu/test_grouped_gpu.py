@@ -8,18 +8,17 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
-from mxpert.backends.triton import KERNELS as TRITON_KERNELS
 from mxpert.dispatch import detect_target
 from mxpert.formats import MXTensor, ScaleRule, quantize_blocks
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GroupedProblem, Op, ReferenceConfig
 from mxpert.routing import padded_group_offsets
 from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
+from support.kernels import kernels_of
 from support.poison import nan_filled_scratch
 
-REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}
-TRITON = {kernel.op: kernel for kernel in TRITON_KERNELS}
+REFERENCE = kernels_of("reference")
+TRITON = kernels_of("triton")
 FLOAT64 = ReferenceConfig(torch.float64)
 SIZES = {
     "balanced": [256] * 8,

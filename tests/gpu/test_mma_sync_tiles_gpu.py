@@ -17,7 +17,7 @@ import torch
 import mxpert
 from mxpert import Combine, ReferenceConfig, ScaleRule
 from mxpert.dispatch import explain_problem
-from mxpert.ops.explain import describe
+from mxpert.ops.describe import describe
 from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.runtime import launch
 from mxpert.target import on_device

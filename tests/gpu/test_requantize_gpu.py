@@ -7,7 +7,7 @@ import torch
 
 import mxpert
 from mxpert import GateUpOrder, Layout, MoEWeights
-from mxpert.formats.layouts import pack_hopper
+from mxpert.backends.hopper.moe.layout import HOPPER_FRAGMENT
 from mxpert.modules import quantize_weights, requantize_
 from mxpert.testing.numerics import is_exact
 
@@ -38,7 +38,7 @@ def offline(seed: int, layout: Layout | None = None) -> MoEWeights:
 def test_bits_and_addresses(
     layout: Layout | None, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mxpert.formats.layouts._GPU_CODES", at_once)
+    monkeypatch.setattr("mxpert.backends.hopper.moe.layout._GPU_CODES", at_once)
     weights, wanted = offline(0, layout), offline(1, layout)
     addresses = [t.data_ptr() for n, t in weights.state_dict().items() if n.endswith("_proj.qdata")]
     requantize_(weights, *dense(1))
@@ -53,7 +53,10 @@ def test_bits_and_addresses(
 def test_packing_on_the_gpu_has_the_cpus_bits() -> None:
     t = mxpert.quantize(torch.randn(3, 200, 288, device=DEVICE), "mxfp4")
     rows = torch.randperm(200, device=DEVICE)
-    there, here = pack_hopper(t, None, rows), pack_hopper(t.to("cpu"), None, rows.cpu())
+    there, here = (
+        HOPPER_FRAGMENT.pack(t, None, rows),
+        HOPPER_FRAGMENT.pack(t.to("cpu"), None, rows.cpu()),
+    )
     for name in ("qdata", "scale", "reference"):
         assert torch.equal(getattr(there, name).cpu(), getattr(here, name)), name
 

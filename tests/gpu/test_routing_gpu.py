@@ -12,7 +12,7 @@ import torch
 import mxpert
 from mxpert import Scoring
 from mxpert.backends.common.routing.host import PLAN
-from mxpert.ops.explain import describe
+from mxpert.ops.describe import describe
 from mxpert.problem import TopKOptions
 from support.routing import (
     CONTRACT_EXPERTS,

@@ -13,7 +13,7 @@ from mxpert import MXTensor, ScaleRule
 from mxpert.configs import GemmConfig, MoEConfig
 from mxpert.dispatch import registry
 from mxpert.formats.tensor import Layout
-from mxpert.ops.explain import describe
+from mxpert.ops.describe import describe
 from mxpert.ops.schema import Operand, kind_of
 from mxpert.problem import Op
 from mxpert.routing import group_bounds

@@ -8,17 +8,10 @@ import pytest
 import torch
 
 from mxpert.backends.hopper.moe import host as moe
+from mxpert.configs import HopperGemmConfig
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
-from mxpert.problem import (
-    HopperGemmConfig,
-    MoEConfig,
-    MoEOptions,
-    MoEProblem,
-    Op,
-    Target,
-    activation_mx_format,
-)
+from mxpert.problem import MoEConfig, MoEOptions, MoEProblem, Op, Target, activation_mx_format
 from mxpert.routing import RoutingPlan, plan_capacity
 from mxpert.testing.problems import MoEShape
 from mxpert.weights import GateUpOrder, MoEWeights

@@ -14,18 +14,18 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
-from mxpert.backends.hopper import KERNELS
 from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GemmConfig, GroupedProblem, Op
 from mxpert.routing import padded_capacity
 from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
+from support.kernels import kernels_of
 from support.launches import recorded_launches
 
 from .launches import H200, Launch, empty
 from .sass import register_operands, reused_barriers
 
-KERNEL_OF = {kernel.op: kernel for kernel in KERNELS}
+KERNEL_OF = kernels_of("hopper")
 BLOCK, SPAN128, ROW, AUTO = ScaleSpan.BLOCK, ScaleSpan.SPAN128, ScaleSpan.ROW, ScaleSpan.AUTO
 FORMATS = {
     "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),

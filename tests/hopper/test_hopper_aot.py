@@ -18,12 +18,11 @@ from triton.backends.nvidia.compiler import get_ptxas
 
 from mxpert.backends.hopper.lib import tile_list as schedule
 from mxpert.backends.hopper.moe import config as heuristics
+from mxpert.configs import HopperGemmConfig, HopperKernel
 from mxpert.problem import (
     ACTIVATION_FORMATS,
     Activation,
     ClampedSiLU,
-    HopperGemmConfig,
-    HopperKernel,
     SiLU,
     SiTUv2,
     SwiGLU,

@@ -11,8 +11,9 @@ pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon
 
 
 from mxpert.backends.hopper.moe import config as heuristics
+from mxpert.configs import HopperGemmConfig, HopperKernel
 from mxpert.formats.tensor import Layout
-from mxpert.problem import ACTIVATION_FORMATS, HopperGemmConfig, HopperKernel, MoEProblem
+from mxpert.problem import ACTIVATION_FORMATS, MoEProblem
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 
 from .launches import Recorder, describe

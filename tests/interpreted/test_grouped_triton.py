@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from mxpert.backends.common.groups import MAX_GROUPS, padded_offsets
-from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
-from mxpert.backends.triton import KERNELS as TRITON_KERNELS
 from mxpert.dispatch import detect_target
 from mxpert.formats import MXTensor, ScaleRule, quantize_blocks
 from mxpert.formats.spec import get_format
@@ -24,11 +22,12 @@ from mxpert.routing import padded_capacity, padded_group_offsets
 from mxpert.runtime.launch import record_launches
 from mxpert.target import on_device
 from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
+from support.kernels import kernels_of
 from support.poison import nan_filled_scratch
 from support.quantize_cases import block_cases
 
-REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}
-TRITON = {kernel.op: kernel for kernel in TRITON_KERNELS}
+REFERENCE = kernels_of("reference")
+TRITON = kernels_of("triton")
 FLOAT64 = ReferenceConfig(torch.float64)
 GFX950 = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
 CONFIG = GemmConfig(64, 64, 64, group_m=2)

@@ -14,8 +14,6 @@ import pytest
 import torch
 
 from mxpert.backends.common.token_rows import quantize_tokens
-from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
-from mxpert.backends.triton import KERNELS as TRITON_KERNELS
 from mxpert.dispatch import detect_target
 from mxpert.formats import MXTensor, ScaleRule, quantize_blocks, quantize_token_rows
 from mxpert.problem import (
@@ -43,6 +41,7 @@ from mxpert.testing.numerics import (
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
 from mxpert.weights import GateUpOrder
 from support.exact import exact_moe_problem
+from support.kernels import kernels_of
 from support.poison import PLANTED_ERRORS, nan_filled_scratch, poison_weights
 
 pytestmark = [
@@ -50,8 +49,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]
 
-REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}
-TRITON = {kernel.op: kernel for kernel in TRITON_KERNELS}
+REFERENCE = kernels_of("reference")
+TRITON = kernels_of("triton")
 FLOAT64 = ReferenceConfig(torch.float64)
 SHAPE = MoEShape(hidden_size=160, intermediate_size=96, num_experts=5, top_k=2, has_bias=True)
 NUM_TOKENS = 64

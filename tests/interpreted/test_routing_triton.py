@@ -10,7 +10,7 @@ import torch
 import mxpert
 from mxpert import Scoring
 from mxpert.backends.common.routing.host import MAX_EXPERTS, PLAN, TOPK, PlanConfig, TopKConfig
-from mxpert.ops.explain import describe
+from mxpert.ops.describe import describe
 from mxpert.problem import TopKOptions
 from support.routing import (
     random_topk_ids,

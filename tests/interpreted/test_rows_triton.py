@@ -9,16 +9,15 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
-from mxpert.backends.triton import KERNELS as TRITON_KERNELS
 from mxpert.backends.triton.training_rows.host import COMBINE_BLOCK
 from mxpert.dispatch import detect_target
 from mxpert.problem import Activation, Op, RowsProblem
 from mxpert.testing.numerics import assert_close_relative, rounding_rms
+from support.kernels import kernels_of
 from support.poison import nan_filled_scratch
 
-REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}
-TRITON = {kernel.op: kernel for kernel in TRITON_KERNELS}
+REFERENCE = kernels_of("reference")
+TRITON = kernels_of("triton")
 ACTIVATIONS = (mxpert.SiLU(), mxpert.SwiGLU(limit=1.0), mxpert.ClampedSiLU(1.0), mxpert.SiTUv2())
 DTYPES = (torch.bfloat16, torch.float32)
 STEPS = 16

@@ -17,7 +17,6 @@ pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon
 
 from mxpert.backends.hopper.quantize_dual import host as dual
 from mxpert.backends.hopper.quantize_dual.kernel import _quantize_dual_hopper_kernel
-from mxpert.backends.reference import KERNELS as REFERENCE_KERNELS
 from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, Op, Target
@@ -25,8 +24,9 @@ from mxpert.routing import padded_group_offsets
 from mxpert.runtime.launch import ThroughTriton
 from mxpert.target import on_device
 from mxpert.testing.numerics import assert_exact
+from support.kernels import kernels_of
 
-REFERENCE = {kernel.op: kernel for kernel in REFERENCE_KERNELS}[Op.QUANTIZE_DUAL]
+REFERENCE = kernels_of("reference")[Op.QUANTIZE_DUAL]
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
 SIZES = (0, 37, 1, 0, 200, 34)
 TAIL, WIDTH = 9, 352

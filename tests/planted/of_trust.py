@@ -22,9 +22,9 @@ import mxpert
 import mxpert.modules
 import mxpert.weights
 from mxpert import GateUpOrder, Layout, MoEWeights, UnsupportedError, files, modules
+from mxpert.backends.hopper.moe import layout as layouts
 from mxpert.distributed import all_to_all, calls, gather, transport, workspace
 from mxpert.distributed.placement import Placement
-from mxpert.formats import layouts
 from mxpert.integrations.checkpoints import load as checkpoints
 from mxpert.integrations.serving import layer_weights, loads, reload
 from mxpert.modules import quantize_weights, requantize_
@@ -286,7 +286,7 @@ FAULTS = (
     ),
     Fault(
         "new weights are written before they are checked",
-        setting(requantize, "_require_foldable", nothing),
+        setting(requantize, "_require_held", nothing),
         new_weights_change_all_or_nothing,
     ),
     Fault(

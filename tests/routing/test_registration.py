@@ -8,7 +8,7 @@ import torch
 import mxpert
 from mxpert import Scoring
 from mxpert.dispatch import resolve
-from mxpert.ops.explain import describe
+from mxpert.ops.describe import describe
 from mxpert.problem import Op
 
 LOGITS = torch.randn(12, 16, generator=torch.Generator().manual_seed(0))

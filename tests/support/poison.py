@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from mxpert.backends.hopper.moe import layout as layouts
 from mxpert.errors import message, require
-from mxpert.formats import layouts, pack_codes
+from mxpert.formats import pack_codes
 from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS
 from mxpert.formats.spec import E8M0_MAX, E8M0_NAN, MX_BLOCK_SIZE
 from mxpert.formats.tensor import Layout, MXTensor

@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mxpert.configs import HopperGemmConfig, HopperKernel
 from mxpert.dispatch import override
 from mxpert.formats.tensor import MXTensor
 from mxpert.ops.moe import moe_down, moe_gate_up
 from mxpert.ops.route import make_routing_plan
-from mxpert.problem import ActivationFormat, HopperGemmConfig, HopperKernel, MoEConfig
+from mxpert.problem import ActivationFormat, MoEConfig
 from mxpert.routing import RoutingPlan
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 

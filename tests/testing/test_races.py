@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mxpert.backends.hopper.moe.layout import HOPPER_FRAGMENT, _unpack_codes
 from mxpert.formats import MXTensor
-from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS, _unpack_codes, pack_hopper, unpack_hopper
+from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS
 from mxpert.testing.numerics import is_exact
 from mxpert.testing.problems import random_mxfp4
 from support.poison import poison_prepared
@@ -55,9 +56,9 @@ def test_poison_in_prepared_padding_leaves_the_values(shape: tuple[int, int, int
     weights = random_mxfp4(
         shape, rms=1.0, scale_spread=1.0, generator=torch.Generator().manual_seed(0)
     )
-    prepared = pack_hopper(weights)
+    prepared = HOPPER_FRAGMENT.pack(weights)
     poison_prepared(prepared)
-    assert is_exact(unpack_hopper(prepared), weights)
+    assert is_exact(HOPPER_FRAGMENT.unpack(prepared), weights)
     _, rows, depth = shape
     codes = torch.stack([_unpack_codes(each) for each in prepared.qdata])
     assert codes.shape[1:] == (

@@ -13,7 +13,8 @@ import torch
 
 import mxpert
 from mxpert import target
-from mxpert.cli.tune_cells import TARGETS, Cell, Trial, choose, expected_layouts
+from mxpert.backend import layouts_for
+from mxpert.cli.tune_cells import TARGETS, Cell, Trial, choose
 from mxpert.problem import GemmConfig
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape, random_moe_problem
 from mxpert.testing.timing import _l2_sweep, read_bandwidth
@@ -90,7 +91,7 @@ def test_training_is_launched(launches: list[tuple]) -> None:
 def test_candidates_of_the_tuner_use_scaled_mfma(num_tokens: int, a_format: str) -> None:
     """All are valid for the device, and none would be decoded to bf16; 256 CUs split K early."""
     cell = Cell("gpt-oss-120b", MODEL_SHAPES["gpt-oss-120b"], num_tokens, a_format)
-    choice = choose(cell, MI355X, expected_layouts(MI355X), "triton")
+    choice = choose(cell, MI355X, layouts_for(MI355X.arch), "triton")
     configs = choice.configs()
     assert configs[0] == choice.kernel.heuristic(choice.problem)
     assert len(configs) > 100
@@ -102,7 +103,7 @@ def test_candidates_of_the_tuner_use_scaled_mfma(num_tokens: int, a_format: str)
 
 def test_a_cell_is_timed(launches: list[tuple]) -> None:
     """Gate and timing of two configs: each is captured once and replayed as often as the other."""
-    choice = choose(Cell("here", SHAPE, 16, "mxfp8"), MI355X, expected_layouts(MI355X), "triton")
+    choice = choose(Cell("here", SHAPE, 16, "mxfp8"), MI355X, layouts_for(MI355X.arch), "triton")
     weights = random_moe_problem(SHAPE, 16).weights
     trial = Trial(choice, SHAPE, weights, weights)
     configs = choice.configs()[:2]

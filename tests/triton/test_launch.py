@@ -18,8 +18,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from mxpert.backends.hopper.lib.tma import GluonDescriptorSpec
 from mxpert.runtime import launch
-from mxpert.runtime.launch import DescriptorSpec, Launch
+from mxpert.runtime.launch import Launch
 from support.launches import without_device
 
 _HOOKS = slice(9, 13)
@@ -151,7 +152,7 @@ def test_sizes_share_a_binary(calls, learned):
 def test_copies_of_matrices(calls):
     """3-D descriptors with one matrix per leading index; reads past a matrix give zeros."""
     layout = gl.NVMMASharedLayout.get_default_for([1, 8, 64], gl.float32)
-    tile = DescriptorSpec((1, 8, 64), layout, width=64)
+    tile = GluonDescriptorSpec((1, 8, 64), 64, layout)
     small = STORAGE[:1920].view(2, 3, 5, 64)
     described = tile.descriptor(small)
     assert [*described.shape] == [6, 5, 64]
@@ -167,7 +168,7 @@ def test_descriptors_are_encoded_once_for_each_tensor(calls, learned, monkeypatc
     made = Launch(
         _copy_kernel,
         (1,),
-        {"x_desc": DescriptorSpec((8, 64), layout, width=64)},
+        {"x_desc": GluonDescriptorSpec((8, 64), 64, layout)},
         rows=3,
         COLUMNS=64,
         num_warps=4,

@@ -16,7 +16,6 @@ import torch
 import mxpert
 from mxpert.backends.common.quantize import DEQUANTIZE, QUANTIZE
 from mxpert.backends.common.routing.host import PLAN, TOPK
-from mxpert.backends.triton import KERNELS
 from mxpert.backends.triton.grouped import config as grouped_heuristics
 from mxpert.backends.triton.moe import config as moe_heuristics
 from mxpert.formats import FORMATS as MX_FORMATS
@@ -36,10 +35,11 @@ from mxpert.testing.problems import MODEL_SHAPES
 from support.aot import TRITON_RELEASE, CompiledKernel, compile_for
 from support.devices import DEVICES, MMA_SYNC
 from support.grouped_launches import FORMATS, GEMMS, launch_dual, launch_gemm, launch_wgrad
+from support.kernels import kernels_of
 from support.launches import RecordedLaunch, recorded_launches
 from support.moe_launches import describe, launch_stages
 
-TRITON = {kernel.op: kernel for kernel in KERNELS}
+TRITON = kernels_of("triton")
 MOE_GEMMS = {"_moe_gate_up_kernel": Op.MOE_GATE_UP, "_moe_down_kernel": Op.MOE_DOWN}
 ROW_BLOCKS = {16: 64, 32: 1024, 64: 2048, 128: 8192}
 """Row block of the heuristic for gpt-oss-120b → a number of tokens for which it is chosen."""

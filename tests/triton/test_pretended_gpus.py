@@ -17,7 +17,7 @@ from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.target import on_device
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.training import MXFP8Recipe, MXGroupedLinear
-from mxpert.weights import _fastest_layout
+from mxpert.weights import fastest_layout
 from support.devices import DEVICES, MMA_SYNC
 from support.launches import RecordedLaunch, recorded_launches
 
@@ -83,4 +83,4 @@ def test_dependent_launch_is_asked_for_from_sm_90_on(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", MMA_SYNC)
 def test_weights_stay_in_row_major(arch: str) -> None:
-    assert _fastest_layout(arch, foldable=True).name == "ROW_MAJOR"
+    assert fastest_layout(arch, ()).name == "ROW_MAJOR"

@@ -15,7 +15,7 @@ import torch
 import mxpert
 from mxpert.backends.common.combine import combine_slots
 from mxpert.backends.common.routing import host as routing
-from mxpert.ops.explain import describe
+from mxpert.ops.describe import describe
 from mxpert.problem import Scoring
 from mxpert.target import on_device
 from support.aot import SHARED_MEMORY_LIMIT, TARGETS, TRITON_RELEASE, compile_for, specialize

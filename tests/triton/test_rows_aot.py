@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.backends.triton import KERNELS
 from mxpert.problem import Activation, Op, RowsProblem
 from support.aot import TARGETS, Metrics, compile_for
+from support.kernels import kernels_of
 from support.launches import H200, RecordedLaunch, recorded_launches
 
-TRITON = {kernel.op: kernel for kernel in KERNELS}
+TRITON = kernels_of("triton")
 ACTIVATIONS = (mxpert.SiLU(), mxpert.SwiGLU(), mxpert.ClampedSiLU(), mxpert.SiTUv2())
 ROWS, TOP_K, WIDTH = 4096, 8, 2880
 targets = pytest.mark.parametrize("target", TARGETS)

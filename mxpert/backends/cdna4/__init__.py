@@ -1,10 +1,24 @@
 """gfx950 kernels (CDNA4): weights in matrix fragment order, scaled MFMA, written in Gluon."""
 
-from ...runtime.replay import replayed
-from .grouped.host import GROUPED_GEMM, GROUPED_WGRAD
-from .moe.host import DOWN, FUSED_MOE, GATE_UP
-from .quantize_dual.host import QUANTIZE_DUAL
+from ...backend import Backend, Status, Support
+from ...problem import Op, Target
+from .moe.config import Cdna4GemmConfig
+from .moe.layout import CDNA4_FRAGMENT
 
-KERNELS = replayed(GATE_UP, DOWN, FUSED_MOE, GROUPED_GEMM, GROUPED_WGRAD, QUANTIZE_DUAL)
-
-__all__ = ["KERNELS"]
+BACKEND = Backend(
+    "cdna4",
+    kernels={
+        Op.MOE_GATE_UP: f"{__name__}.moe.host:GATE_UP",
+        Op.MOE_DOWN: f"{__name__}.moe.host:DOWN",
+        Op.FUSED_MOE: f"{__name__}.moe.host:FUSED_MOE",
+        Op.QUANTIZE_DUAL: f"{__name__}.quantize_dual.host:QUANTIZE_DUAL",
+        Op.GROUPED_GEMM: f"{__name__}.grouped.host:GROUPED_GEMM",
+        Op.GROUPED_WGRAD: f"{__name__}.grouped.host:GROUPED_WGRAD",
+    },
+    rank={"hip": 0},
+    made_for=("gfx950",),
+    stage_config=Cdna4GemmConfig,
+    weight_layout=CDNA4_FRAGMENT,
+    gpus=(Support("MI350X, MI355X", ("gfx950",), "cdna4", Status.EMULATED),),
+    devices=(Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024),),
+)

@@ -11,7 +11,6 @@ import torch
 
 from ...formats.tensor import MXTensor
 from ...problem import (
-    GemmConfig,
     MoEConfig,
     MoEProblem,
     Op,
@@ -38,7 +37,6 @@ class TwoStageLayer:
 
     def __init__(self, gate_up: Any, down: Any, choice: ModuleType) -> None:
         self.backend: str = gate_up.backend
-        self.stage_config: type = getattr(gate_up, "stage_config", GemmConfig)
         self._gate_up, self._down, self._choice = gate_up, down, choice
 
     def unsupported(self, problem: MoEProblem) -> str | None:

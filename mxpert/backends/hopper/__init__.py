@@ -1,10 +1,33 @@
 """Hopper kernels (sm_90): TMA, warp specialisation, FP4 weights decoded to FP8 wgmma fragments."""
 
-from ...runtime.replay import replayed
-from .grouped.host import GROUPED_GEMM, GROUPED_WGRAD
-from .moe.host import DOWN, FUSED_MOE, GATE_UP
-from .quantize_dual.host import QUANTIZE_DUAL
+from ...backend import Backend, Status, Support
+from ...formats.spec import ScaleSpan
+from ...problem import Op, Target
+from .moe.config import HopperGemmConfig
+from .moe.layout import HOPPER_FRAGMENT
 
-KERNELS = replayed(GATE_UP, DOWN, FUSED_MOE, QUANTIZE_DUAL, GROUPED_GEMM, GROUPED_WGRAD)
-
-__all__ = ["KERNELS"]
+BACKEND = Backend(
+    "hopper",
+    kernels={
+        Op.MOE_GATE_UP: f"{__name__}.moe.host:GATE_UP",
+        Op.MOE_DOWN: f"{__name__}.moe.host:DOWN",
+        Op.FUSED_MOE: f"{__name__}.moe.host:FUSED_MOE",
+        Op.QUANTIZE_DUAL: f"{__name__}.quantize_dual.host:QUANTIZE_DUAL",
+        Op.GROUPED_GEMM: f"{__name__}.grouped.host:GROUPED_GEMM",
+        Op.GROUPED_WGRAD: f"{__name__}.grouped.host:GROUPED_WGRAD",
+    },
+    rank={"cuda": 0},
+    made_for=("sm_90",),
+    stage_config=HopperGemmConfig,
+    weight_layout=HOPPER_FRAGMENT,
+    training_span=ScaleSpan.AUTO,
+    gpus=(
+        Support("H200", ("sm_90",), "hopper", Status.MEASURED, r"\bH200\b"),
+        Support("H100", ("sm_90",), "hopper", Status.TESTED, r"\bH100\b"),
+        Support("GH200, H800, H20", ("sm_90",), "hopper", Status.SAME_BINARIES),
+    ),
+    devices=(
+        Target("cuda", "sm_90", "NVIDIA H200", 132, 232448),
+        Target("cuda", "sm_90", "NVIDIA H100 80GB HBM3", 132, 232448),
+    ),
+)

@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import torch
 
+from ...backend import BACKENDS
 from ...dispatch import explain_problem
-from ...dispatch.registry import BACKENDS, refusal
+from ...dispatch.registry import refusal
 from ...errors import UnsupportedError
 from ...formats.spec import MXFP4, MXFP8_E4M3, ScaleRule
 from ...formats.tensor import Layout
@@ -99,7 +100,7 @@ def examine_operations(target: Target) -> list[Row]:
     """For each operation: which backends serve it here, why others do not, which one answers."""
     rows: list[Row] = []
     for problem in small_problems(target):
-        reasons = {backend: refused(problem, backend) for backend in BACKENDS}
+        reasons = {backend: refused(problem, backend) for backend in sorted(BACKENDS)}
         rows.append(
             {
                 "op": problem_name(problem),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...dispatch.support import Status, remedy_of, support_of
+from ...backend import Status
+from ...dispatch.support import remedy_of, support_of
 from ...problem import Target
 from ..report import Row
 from .findings import BROKEN, Finding

@@ -2,16 +2,82 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from ....errors import require
 from ....formats.layouts import UNIT_CODES, UNIT_ROWS
-from ....formats.tensor import Layout
-from ....problem import Cdna4GemmConfig, Cdna4Kernel, MoEConfig, MoEProblem, Op
+from ....problem import MoEConfig, MoEProblem, Op
+from ....stage_configs import StageConfig, require_integers, require_positive, set_kernel
+from .layout import CDNA4_FRAGMENT
+
+
+class Cdna4Kernel(enum.StrEnum):
+    """The two GEMM kernels of an MoE stage on gfx950.
+
+    DECODE: few rows an expert; limited by the memory that weights are read from.
+    PREFILL: many rows an expert; limited by the matrix cores.
+
+    Source:
+        The kernels of the cdna4 backend.
+
+    Example:
+        >>> Cdna4Kernel("prefill") is Cdna4Kernel.PREFILL
+        True
+    """
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+    def __repr__(self) -> str:
+        return f"Cdna4Kernel.{self.name}"
+
+
+@dataclass(frozen=True)
+class Cdna4GemmConfig(StageConfig):
+    """Kernel, tile and schedule of one MoE stage on gfx950, to pin with `override`.
+
+    Args:
+        kernel: the kernel that runs, or its name.
+        block_m: sorted rows of a tile.
+        block_n: weight rows of a tile: outputs, or in stage 1 gate and up rows.
+        num_warps: waves of a workgroup.
+        num_stages: decode: units of 64 x 128 weights that a wave holds or loads at a time.
+            Prefill: buffers of 128 elements of the contracted dimension in LDS.
+        k_splits: workgroups that share the contracted dimension of a tile.
+        k_slices: waves of a workgroup that share the contracted dimension of a tile. The prefill
+            kernel has one.
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: an unknown kernel, or a size below 1. An op raises it too for a tile that the
+            kernel does not have.
+
+    Example:
+        >>> Cdna4GemmConfig("decode", block_m=16, block_n=256).kernel
+        Cdna4Kernel.DECODE
+    """
+
+    kernel: Cdna4Kernel
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+    k_splits: int = 1
+    k_slices: int = 1
+
+    def __post_init__(self) -> None:
+        set_kernel(self, Cdna4Kernel)
+        sizes = ("block_m", "block_n", "num_warps", "num_stages", "k_splits", "k_slices")
+        require_integers(self, sizes)
+        for name in sizes:
+            require_positive(self, name)
+
 
 STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
 """Both stages of a layer."""
@@ -44,7 +110,7 @@ def unsupported(problem: MoEProblem) -> str | None:
     """Why the kernels cannot serve `problem`, as a phrase; None if they can."""
     if problem.target.arch != "gfx950":
         return f"needs gfx950, not {problem.target.arch}"
-    if problem.weight_layout is not Layout.CDNA4_FRAGMENT:
+    if problem.weight_layout is not CDNA4_FRAGMENT:
         return "needs weights in CDNA4_FRAGMENT layout: call weights.prepare(device=...)"
     if problem.options.out_dtype not in _OUT_DTYPES:
         return f"writes bfloat16, float16 or float32, not {problem.options.out_dtype}"

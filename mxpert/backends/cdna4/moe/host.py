@@ -11,7 +11,7 @@ import torch
 from ....formats.layouts import UNIT_ROWS
 from ....formats.spec import MX_BLOCK_SIZE
 from ....formats.tensor import MXTensor
-from ....problem import Cdna4GemmConfig, Cdna4Kernel, Combine, MoEProblem, Op
+from ....problem import Combine, MoEProblem, Op
 from ....routing import RoutingPlan
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ....weights import MoEWeights
@@ -29,6 +29,7 @@ from ...common.token_rows import CodedRows
 from ..lib.gcn import WITHOUT_ACCUMULATOR_REGISTERS
 from ..lib.raster import NUM_XCDS
 from . import config as heuristics
+from .config import Cdna4GemmConfig, Cdna4Kernel
 from .decode import _moe_gemm_decode_cdna4_kernel
 from .prefill import _moe_gemm_prefill_cdna4_kernel
 from .prefill_scales import arrange_scales
@@ -66,7 +67,6 @@ class _Stage(Stage):
     """What both stages have: supported problems, choice of tiles, the GEMM."""
 
     backend = "cdna4"
-    stage_config = Cdna4GemmConfig
 
     def unsupported(self, problem: MoEProblem) -> str | None:
         """Why the kernels cannot serve `problem`, as a phrase; None if they can."""

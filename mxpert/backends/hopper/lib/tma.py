@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ....runtime.launch import DescriptorSpec
 
@@ -20,11 +22,21 @@ _GLUON_TYPES = {
 }
 
 
+@dataclass(frozen=True)
+class GluonDescriptorSpec(DescriptorSpec):
+    """A descriptor for a Gluon kernel, with the layout of the tile in shared memory."""
+
+    layout: gl.NVMMASharedLayout | None = None
+
+    def from_rows(self, rows: torch.Tensor, block: list[int]) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(rows, block, self.layout)
+
+
 @functools.lru_cache
 def _tile(block: tuple[int, ...], dtype: torch.dtype, width: int | None) -> DescriptorSpec:
     """Spec with the widest shared-memory swizzle that fits the block."""
     layout = gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_TYPES[dtype])
-    return DescriptorSpec(block, layout, width)
+    return GluonDescriptorSpec(block, width, layout)
 
 
 def rows_descriptor(

@@ -2,17 +2,83 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
-from ....errors import require
+from ....errors import message, require
 from ....formats.layouts import UNIT_ROWS
-from ....problem import HopperGemmConfig, HopperKernel, MoEConfig, MoEProblem, Op
+from ....problem import MoEConfig, MoEProblem, Op
+from ....stage_configs import StageConfig, require_integers, require_positive, set_kernel
+
+
+class HopperKernel(enum.StrEnum):
+    """The two GEMM kernels of an MoE stage on Hopper.
+
+    DECODE: few rows an expert; limited by the memory that weights are read from.
+    PREFILL: many rows an expert; limited by the tensor cores.
+
+    Source:
+        The kernels of the hopper backend.
+
+    Example:
+        >>> HopperKernel("decode") is HopperKernel.DECODE
+        True
+    """
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+    def __repr__(self) -> str:
+        return f"HopperKernel.{self.name}"
+
+
+@dataclass(frozen=True)
+class HopperGemmConfig(StageConfig):
+    """Kernel, tile and schedule of one MoE stage on Hopper, to pin with `override`.
+
+    Args:
+        kernel: the kernel that runs, or its name.
+        block_m: sorted rows of a routing block.
+        num_stages: stages of the pipeline, each 256 elements of the contracted dimension.
+        consumers: consumer warpgroups of a CTA; each computes its own 64 weight rows of a tile.
+        blocks_per_tile: most routing blocks of an expert in one tile. A weight is decoded once for
+            all of them. The decode kernel has one.
+        k_splits: CTAs that share the contracted dimension of a tile. The prefill kernel has one.
+        hi_lo: whether rows are two e4m3 parts, hi and lo, as for bfloat16 activations (a16w4).
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: an unknown kernel, or `block_m` below 1. An op raises it too for a tile that
+            the kernel does not have.
+
+    Example:
+        >>> HopperGemmConfig("decode", block_m=8, num_stages=5).kernel
+        HopperKernel.DECODE
+    """
+
+    kernel: HopperKernel
+    block_m: int
+    num_stages: int
+    consumers: int = 2
+    blocks_per_tile: int = 1
+    k_splits: int = 1
+    hi_lo: bool = False
+
+    def __post_init__(self) -> None:
+        set_kernel(self, HopperKernel)
+        if type(self.hi_lo) is not bool:
+            raise TypeError(message("HopperGemmConfig", "hi_lo", "a bool", repr(self.hi_lo)))
+        require_integers(
+            self, ("block_m", "num_stages", "consumers", "blocks_per_tile", "k_splits")
+        )
+        require_positive(self, "block_m")
+
 
 STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
 """Both stages of a layer."""

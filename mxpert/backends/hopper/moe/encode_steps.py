@@ -1,7 +1,7 @@
 """Layout, loads and stores of rows in steps of `chunks` * 128 values.
 
 A step is a tensor [chunk, q h, t, j]. In the source the order is (t, q h, j), in storage
-(q h, t, j): K is permuted as in the weights (see `formats.layouts`). A thread has 16 stored bytes,
+(q h, t, j): K is permuted as in the weights (see `layout.py`). A thread has 16 stored bytes,
 which it gathers by four loads. A step of bfloat16 is a tensor, a step of MX codes a `CodedStep`.
 """
 

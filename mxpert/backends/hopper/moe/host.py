@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....formats.tensor import Layout, MXTensor
-from ....problem import Combine, HopperGemmConfig, HopperKernel, MoEOptions, MoEProblem, Op
+from ....formats.tensor import MXTensor
+from ....problem import Combine, MoEOptions, MoEProblem, Op
 from ....routing import RoutingPlan
 from ....runtime.launch import CACHED_LAUNCHES, DescriptorSpec, Launch
 from ....weights import MoEWeights
@@ -20,9 +20,11 @@ from ...common.pdl import PDL_LAUNCH
 from ..lib.tile_list import Schedules, tile_schedule
 from ..lib.tma import matrix_descriptor, rows_descriptor
 from . import config as heuristics
+from .config import HopperGemmConfig, HopperKernel
 from .decode import _moe_gemm_decode_kernel
 from .encode import SortedRows, encode_rows, fits_one_step
 from .epilogue import LINEAR
+from .layout import HOPPER_FRAGMENT
 from .prefill import _moe_gemm_prefill_kernel
 from .split_k_combine import sum_k_splits_and_combine
 from .split_k_gate_up import sum_k_splits_and_activate, sum_k_splits_and_encode
@@ -39,13 +41,12 @@ class _Stage:
 
     op: Op
     backend = "hopper"
-    stage_config = HopperGemmConfig
 
     def unsupported(self, problem: MoEProblem) -> str | None:
         """Why the kernel cannot serve `problem`, as a phrase; None if it can."""
         if problem.target.arch != "sm_90":
             return f"needs sm_90, not {problem.target.arch}"
-        if problem.weight_layout is not Layout.HOPPER_FRAGMENT:
+        if problem.weight_layout is not HOPPER_FRAGMENT:
             return (
                 "needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...), which "
                 "keeps ROW_MAJOR where a row spans more than 15 binades"

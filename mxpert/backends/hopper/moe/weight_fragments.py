@@ -1,6 +1,6 @@
 """Register layouts of folded MXFP4 weights, and their decoding into FP8 fragments.
 
-The memory order is HOPPER_FRAGMENT of `formats.layouts`: per row unit (64 rows) and depth unit (128
+The memory order is HOPPER_FRAGMENT of `layout.py`: per row unit (64 rows) and depth unit (128
 codes) 32 × 128 bytes of codes, two a byte, and 8 × 32 bytes of shifts, one for each MX block of a
 row. Four warps hold a row unit.
 """

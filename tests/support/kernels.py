@@ -1,0 +1,12 @@
+"""Every kernel of a backend, imported."""
+
+from __future__ import annotations
+
+from mxpert.backend import BACKENDS
+from mxpert.kernel_spec import KernelSpec
+from mxpert.problem import Op
+
+
+def kernels_of(backend: str) -> dict[Op, KernelSpec]:
+    manifest = BACKENDS[backend]
+    return {op: manifest.load(op) for op in manifest.kernels}
