@@ -8,12 +8,12 @@ from .moe.layout import CDNA4_FRAGMENT
 BACKEND = Backend(
     "cdna4",
     kernels={
-        Op.MOE_GATE_UP: f"{__name__}.moe.host:GATE_UP",
-        Op.MOE_DOWN: f"{__name__}.moe.host:DOWN",
-        Op.FUSED_MOE: f"{__name__}.moe.host:FUSED_MOE",
-        Op.QUANTIZE_DUAL: f"{__name__}.quantize_dual.host:QUANTIZE_DUAL",
-        Op.GROUPED_GEMM: f"{__name__}.grouped.host:GROUPED_GEMM",
-        Op.GROUPED_WGRAD: f"{__name__}.grouped.host:GROUPED_WGRAD",
+        Op.MOE_GATE_UP: "mxpert.backends.cdna4.moe.host:GATE_UP",
+        Op.MOE_DOWN: "mxpert.backends.cdna4.moe.host:DOWN",
+        Op.FUSED_MOE: "mxpert.backends.cdna4.moe.host:FUSED_MOE",
+        Op.QUANTIZE_DUAL: "mxpert.backends.cdna4.quantize_dual.host:QUANTIZE_DUAL",
+        Op.GROUPED_GEMM: "mxpert.backends.cdna4.grouped.host:GROUPED_GEMM",
+        Op.GROUPED_WGRAD: "mxpert.backends.cdna4.grouped.host:GROUPED_WGRAD",
     },
     rank={"hip": 0},
     made_for=("gfx950",),

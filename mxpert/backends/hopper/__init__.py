@@ -9,12 +9,12 @@ from .moe.layout import HOPPER_FRAGMENT
 BACKEND = Backend(
     "hopper",
     kernels={
-        Op.MOE_GATE_UP: f"{__name__}.moe.host:GATE_UP",
-        Op.MOE_DOWN: f"{__name__}.moe.host:DOWN",
-        Op.FUSED_MOE: f"{__name__}.moe.host:FUSED_MOE",
-        Op.QUANTIZE_DUAL: f"{__name__}.quantize_dual.host:QUANTIZE_DUAL",
-        Op.GROUPED_GEMM: f"{__name__}.grouped.host:GROUPED_GEMM",
-        Op.GROUPED_WGRAD: f"{__name__}.grouped.host:GROUPED_WGRAD",
+        Op.MOE_GATE_UP: "mxpert.backends.hopper.moe.host:GATE_UP",
+        Op.MOE_DOWN: "mxpert.backends.hopper.moe.host:DOWN",
+        Op.FUSED_MOE: "mxpert.backends.hopper.moe.host:FUSED_MOE",
+        Op.QUANTIZE_DUAL: "mxpert.backends.hopper.quantize_dual.host:QUANTIZE_DUAL",
+        Op.GROUPED_GEMM: "mxpert.backends.hopper.grouped.host:GROUPED_GEMM",
+        Op.GROUPED_WGRAD: "mxpert.backends.hopper.grouped.host:GROUPED_WGRAD",
     },
     rank={"cuda": 0},
     made_for=("sm_90",),

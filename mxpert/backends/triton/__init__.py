@@ -3,25 +3,25 @@
 from ...backend import Backend, Status, Support
 from ...problem import Op, Target
 
-_COMMON = f"{__name__.rpartition('.')[0]}.common"
+_ROWS = "mxpert.backends.triton.training_rows.host"
 
 BACKEND = Backend(
     "triton",
     kernels={
-        Op.QUANTIZE: f"{_COMMON}.quantize:QUANTIZE",
-        Op.DEQUANTIZE: f"{_COMMON}.quantize:DEQUANTIZE",
-        Op.ROUTE_TOPK: f"{_COMMON}.routing.host:TOPK",
-        Op.ROUTING_PLAN: f"{_COMMON}.routing.host:PLAN",
-        Op.MOE_GATE_UP: f"{__name__}.moe.host:GATE_UP",
-        Op.MOE_DOWN: f"{__name__}.moe.host:DOWN",
-        Op.FUSED_MOE: f"{__name__}.moe.host:FUSED_MOE",
-        Op.QUANTIZE_DUAL: f"{__name__}.quantize_dual.host:QUANTIZE_DUAL",
-        Op.GROUPED_GEMM: f"{__name__}.grouped.host:GROUPED_GEMM",
-        Op.GROUPED_WGRAD: f"{__name__}.grouped.host:GROUPED_WGRAD",
-        Op.ACTIVATE_ROWS: f"{__name__}.training_rows.host:ACTIVATE_ROWS",
-        Op.ACTIVATE_ROWS_BACKWARD: f"{__name__}.training_rows.host:ACTIVATE_ROWS_BACKWARD",
-        Op.COMBINE_ROWS: f"{__name__}.training_rows.host:COMBINE_ROWS",
-        Op.COMBINE_ROWS_BACKWARD: f"{__name__}.training_rows.host:COMBINE_ROWS_BACKWARD",
+        Op.QUANTIZE: "mxpert.backends.common.quantize:QUANTIZE",
+        Op.DEQUANTIZE: "mxpert.backends.common.quantize:DEQUANTIZE",
+        Op.ROUTE_TOPK: "mxpert.backends.common.routing.host:TOPK",
+        Op.ROUTING_PLAN: "mxpert.backends.common.routing.host:PLAN",
+        Op.MOE_GATE_UP: "mxpert.backends.triton.moe.host:GATE_UP",
+        Op.MOE_DOWN: "mxpert.backends.triton.moe.host:DOWN",
+        Op.FUSED_MOE: "mxpert.backends.triton.moe.host:FUSED_MOE",
+        Op.QUANTIZE_DUAL: "mxpert.backends.triton.quantize_dual.host:QUANTIZE_DUAL",
+        Op.GROUPED_GEMM: "mxpert.backends.triton.grouped.host:GROUPED_GEMM",
+        Op.GROUPED_WGRAD: "mxpert.backends.triton.grouped.host:GROUPED_WGRAD",
+        Op.ACTIVATE_ROWS: f"{_ROWS}:ACTIVATE_ROWS",
+        Op.ACTIVATE_ROWS_BACKWARD: f"{_ROWS}:ACTIVATE_ROWS_BACKWARD",
+        Op.COMBINE_ROWS: f"{_ROWS}:COMBINE_ROWS",
+        Op.COMBINE_ROWS_BACKWARD: f"{_ROWS}:COMBINE_ROWS_BACKWARD",
     },
     rank={"cuda": 10, "hip": 10, "cpu": 10},
     gpus=(
