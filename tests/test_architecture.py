@@ -41,6 +41,7 @@ LAYERS = {
     "weights": 2,
     "weights_state": 2,
     "published": 2,
+    "inputs": 2,
     "runtime": 3,
     "dispatch": 4,
     "ops": 5,
@@ -53,6 +54,7 @@ LAYERS = {
 BACKENDS_MAY_IMPORT = {
     "errors",
     "formats",
+    "inputs",
     "kernel_spec",
     "problem",
     "routing",

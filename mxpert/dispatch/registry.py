@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from ..errors import PerformanceWarning, UnsupportedError, message, require
-from ..kernel_spec import KernelSpec, refuse
+from ..kernel_spec import AnyKernel, refuse
 from ..problem import (
     Cdna4GemmConfig,
     Config,
@@ -118,7 +118,7 @@ class Resolution:
         slower: why this is not the device's fast kernel, and the remedy; "" if it is.
     """
 
-    kernel: KernelSpec
+    kernel: AnyKernel
     config: Any
     source: str
     detail: str
@@ -187,7 +187,7 @@ def _config_text(config: object) -> str:
 
 
 @functools.cache
-def _kernels(backend: str) -> dict[Op, KernelSpec] | str:
+def _kernels(backend: str) -> dict[Op, AnyKernel] | str:
     """Kernels of a backend by op, or why the backend cannot be imported here."""
     try:
         module = importlib.import_module(BACKENDS[backend])
@@ -196,7 +196,7 @@ def _kernels(backend: str) -> dict[Op, KernelSpec] | str:
     return {kernel.op: kernel for kernel in module.KERNELS}
 
 
-def _candidate(backend: str, problem: Problem) -> KernelSpec | str:
+def _candidate(backend: str, problem: Problem) -> AnyKernel | str:
     """The backend's kernel for a problem, or the reason it has none."""
     kernels = _kernels(backend)
     if isinstance(kernels, str):
@@ -221,7 +221,7 @@ def _stage_config(problem: Problem, config: Config) -> Config:
     return config
 
 
-def _choose_config(kernel: KernelSpec, problem: Problem, config: Config) -> tuple[Any, str, str]:
+def _choose_config(kernel: AnyKernel, problem: Problem, config: Config) -> tuple[Any, str, str]:
     """Config, source and detail for a chosen kernel; `config` is what override() pins."""
     pinned = _stage_config(problem, config)
     for_reference = isinstance(pinned, ReferenceConfig)
@@ -265,7 +265,7 @@ def _block_fits(problem: Problem, config: Any) -> bool:
     )
 
 
-def _check_pinned(kernel: KernelSpec, problem: Problem, config: Any) -> None:
+def _check_pinned(kernel: AnyKernel, problem: Problem, config: Any) -> None:
     """Raise an error for a pinned config of another backend or with another row block."""
     kind = getattr(kernel, "stage_config", GemmConfig)
     stages = (config.gate_up, config.down) if isinstance(config, MoEConfig) else (config,)
@@ -283,7 +283,7 @@ def _check_pinned(kernel: KernelSpec, problem: Problem, config: Any) -> None:
     )
 
 
-def _slower(problem: Problem, kernel: KernelSpec, rejected: list[tuple[str, str]]) -> str:
+def _slower(problem: Problem, kernel: AnyKernel, rejected: list[tuple[str, str]]) -> str:
     """Why `kernel` is not the fast one of the problem's device, as a phrase; "" if it is."""
     if problem.target.kind == "cpu":
         return ""
@@ -368,7 +368,7 @@ def _resolve(
     raise refuse(problem, (f"{name} {reason}" for name, reason in rejected))
 
 
-def resolve(problem: Problem) -> tuple[KernelSpec, Any]:
+def resolve(problem: Problem) -> tuple[AnyKernel, Any]:
     """The kernel and the config for `problem`; warns once of each reason for a slow choice.
 
     Raises:
@@ -380,13 +380,13 @@ def resolve(problem: Problem) -> tuple[KernelSpec, Any]:
     return resolution.kernel, resolution.config
 
 
-def resolve_cached(call: CachedCall) -> tuple[KernelSpec, Any]:
+def resolve_cached(call: CachedCall) -> tuple[AnyKernel, Any]:
     """`resolve` for the problem of a cached call, without hashing it."""
     pins, generation = _override.get(), tables.generation()
     cached = call.resolved
     if cached is None or cached[0] is not pins or cached[1] != generation:
         call.resolved = cached = pins, generation, resolve(call.problem)
-    choice: tuple[KernelSpec, Any] = cached[2]
+    choice: tuple[AnyKernel, Any] = cached[2]
     return choice
 
 

@@ -375,3 +375,7 @@ class MXTensor(Aggregate):
             error=IndexError,
         )
         return replace(self, qdata=self.qdata[index], scale=self.scale[index])
+
+
+Operand = torch.Tensor | MXTensor
+"""A dense tensor or an MXTensor: what GEMMs multiply."""

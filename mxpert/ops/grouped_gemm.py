@@ -6,19 +6,19 @@ read on the host, so that sizes may change from step to step under one CUDA grap
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from ..dispatch import detect_target
 from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, ScaleSpan
-from ..formats.tensor import Layout, MXTensor
+from ..formats.tensor import Layout, MXTensor, Operand
+from ..inputs.grouped import GroupedGemmInputs, GroupedWgradInputs
 from ..problem import GroupedProblem, Op
 from .library import OpSpec
 from .moe_checks import OUT_DTYPES
 from .quantize_dual import COUNTS_REMEDY, check_group_offsets, refuse_counts
-from .schema import Operand
 
 
 def grouped_gemm(
@@ -70,7 +70,7 @@ def grouped_gemm(
         tensor([32., 32.,  0.])
     """
     refuse_counts(group_offsets, "grouped_gemm")
-    return _GEMM(out_dtype, trans_b, a=a, b=b, group_offsets=group_offsets)
+    return _GEMM(GemmOptions(out_dtype, trans_b), GroupedGemmInputs(a, b, group_offsets))
 
 
 def grouped_wgrad(
@@ -112,18 +112,23 @@ def grouped_wgrad(
         tensor([1., 2.])
     """
     refuse_counts(group_offsets, "grouped_wgrad")
-    inputs = dict(grad=grad, a=a, group_offsets=group_offsets, accumulate_into=accumulate_into)
+    inputs = GroupedWgradInputs(grad, a, group_offsets, accumulate_into)
     if accumulate_into is None:
-        return _WGRAD(out_dtype, **inputs)
-    _ACCUMULATE(out_dtype, **inputs)
+        return _WGRAD(out_dtype, inputs)
+    _ACCUMULATE(out_dtype, inputs)
     return accumulate_into
 
 
-def check_grouped_gemm(
-    out_dtype: torch.dtype, trans_b: bool, a: Operand, b: Operand, group_offsets: torch.Tensor
-) -> None:
+class GemmOptions(NamedTuple):
+    """Options of `grouped_gemm`."""
+
+    out_dtype: torch.dtype
+    trans_b: bool
+
+
+def check_grouped_gemm(options: GemmOptions, inputs: GroupedGemmInputs) -> None:
     """Argument checks of `grouped_gemm`."""
-    op = "grouped_gemm"
+    op, (out_dtype, trans_b), a, b = "grouped_gemm", options, inputs.a, inputs.b
     if not isinstance(trans_b, bool):
         raise TypeError(message(op, "trans_b", "a bool", repr(trans_b)))
     _check_out_dtype(out_dtype, op)
@@ -142,18 +147,13 @@ def check_grouped_gemm(
                 f"trans_b={trans_b} wants {wanted}",
             )
         )
-    check_group_offsets(group_offsets, op, a.device, a.shape[0], b.shape[0])
+    check_group_offsets(inputs.group_offsets, op, a.device, a.shape[0], b.shape[0])
 
 
-def check_grouped_wgrad(
-    out_dtype: torch.dtype,
-    grad: Operand,
-    a: Operand,
-    group_offsets: torch.Tensor,
-    accumulate_into: torch.Tensor | None,
-) -> None:
+def check_grouped_wgrad(out_dtype: torch.dtype, inputs: GroupedWgradInputs) -> None:
     """Argument checks of `grouped_wgrad`."""
-    op = "grouped_wgrad"
+    op, grad, a = "grouped_wgrad", inputs.grad, inputs.a
+    group_offsets, accumulate_into = inputs.group_offsets, inputs.accumulate_into
     _check_out_dtype(out_dtype, op)
     _check_operand(grad, "grad", 2, -1, op)
     _check_operand(a, "a", 2, -1, op)
@@ -263,9 +263,8 @@ def _check_pair(
     )
 
 
-def _gemm_problem(
-    out_dtype: torch.dtype, trans_b: bool, *, a: Operand, b: Operand, **_: Any
-) -> GroupedProblem:
+def _gemm_problem(options: GemmOptions, inputs: GroupedGemmInputs) -> GroupedProblem:
+    (out_dtype, trans_b), a, b = options, inputs.a, inputs.b
     num_rows, k = a.shape
     return GroupedProblem(
         Op.GROUPED_GEMM,
@@ -284,22 +283,16 @@ def _gemm_problem(
     )
 
 
-def _wgrad_problem(
-    out_dtype: torch.dtype,
-    *,
-    grad: Operand,
-    a: Operand,
-    group_offsets: torch.Tensor,
-    accumulate_into: torch.Tensor | None,
-) -> GroupedProblem:
+def _wgrad_problem(out_dtype: torch.dtype, inputs: GroupedWgradInputs) -> GroupedProblem:
+    grad, a = inputs.grad, inputs.a
     copies = isinstance(grad, MXTensor)
     (n, num_rows), k = (grad.shape if copies else grad.shape[::-1]), a.shape[0 if copies else 1]
-    accumulate = accumulate_into is not None
+    accumulate = inputs.accumulate_into is not None
     return GroupedProblem(
         Op.GROUPED_WGRAD,
         detect_target(grad.device),
         num_rows,
-        group_offsets.shape[0] - 1,
+        inputs.group_offsets.shape[0] - 1,
         n,
         k,
         _format_name(grad),
@@ -320,28 +313,25 @@ def _span(value: Operand) -> ScaleSpan:
     return value.scale_span if isinstance(value, MXTensor) else ScaleSpan.BLOCK
 
 
-def _fake_gemm(
-    out_dtype: torch.dtype, trans_b: bool, *, a: Operand, b: Operand, group_offsets: torch.Tensor
-) -> torch.Tensor:
-    shape = a.shape[0], b.shape[1 if trans_b else 2]
-    return group_offsets.new_empty(shape, dtype=out_dtype)
+def _fake_gemm(options: GemmOptions, inputs: GroupedGemmInputs) -> torch.Tensor:
+    shape = inputs.a.shape[0], inputs.b.shape[1 if options.trans_b else 2]
+    return inputs.group_offsets.new_empty(shape, dtype=options.out_dtype)
 
 
-def _fake_wgrad(
-    out_dtype: torch.dtype, *, grad: Operand, a: Operand, group_offsets: torch.Tensor, **_: Any
-) -> torch.Tensor:
+def _fake_wgrad(out_dtype: torch.dtype, inputs: GroupedWgradInputs) -> torch.Tensor:
+    grad, a, group_offsets = inputs.grad, inputs.a, inputs.group_offsets
     width = 0 if isinstance(grad, MXTensor) else 1
     shape = group_offsets.shape[0] - 1, grad.shape[width], a.shape[width]
     return group_offsets.new_empty(shape, dtype=out_dtype)
 
 
-_GEMM: OpSpec[torch.Tensor] = OpSpec(
+_GEMM: OpSpec[GemmOptions, GroupedGemmInputs, torch.Tensor] = OpSpec(
     "grouped_gemm", check=check_grouped_gemm, describe=_gemm_problem, fake=_fake_gemm
 )
-_WGRAD: OpSpec[torch.Tensor] = OpSpec(
+_WGRAD: OpSpec[torch.dtype, GroupedWgradInputs, torch.Tensor] = OpSpec(
     "grouped_wgrad", check=check_grouped_wgrad, describe=_wgrad_problem, fake=_fake_wgrad
 )
-_ACCUMULATE: OpSpec[None] = OpSpec(
+_ACCUMULATE: OpSpec[torch.dtype, GroupedWgradInputs, None] = OpSpec(
     "grouped_wgrad_accumulate",
     check=check_grouped_wgrad,
     describe=_wgrad_problem,

@@ -7,70 +7,69 @@ from __future__ import annotations
 
 import functools
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import ScaleRule, ScaleRuleLike
-from ..formats.tensor import MXTensor
+from ..formats.tensor import MXTensor, Operand
+from ..inputs.moe import DownInputs, FusedMoEInputs, GateUpInputs
 from ..problem import (
     ActivationLike,
     Combine,
     CombineLike,
     MoEOptions,
-    activation_mx_format,
     parse_activation,
     parse_activation_format,
 )
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, check_plan_shapes, require_topk
 from ..weights import MoEWeights
-from .schema import Operand
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """float64 is served by the reference backend alone, as an oracle."""
 
 
-def check_fused_moe(
-    options: MoEOptions,
-    x: Operand,
-    weights: MoEWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
-) -> None:
+class ReceivedOptions(NamedTuple):
+    """Options of a layer whose tokens other ranks send.
+
+    Args:
+        options: of the layer.
+        local_top_k: expected ids of a row that are not −1; configs follow it, results do not.
+    """
+
+    options: MoEOptions
+    local_top_k: float
+
+
+def check_fused_moe(options: MoEOptions, inputs: FusedMoEInputs) -> None:
     """Checks of `fused_moe`."""
-    check_received(options, x, weights, topk_weights, topk_ids, expert_map, num_local_tokens)
+    check_local_layer(options, inputs)
+    weights, expert_map, top_k = inputs.weights, inputs.expert_map, inputs.topk_ids.shape[1]
     num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
-    if topk_ids.shape[1] > num_global:
+    if top_k > num_global:
         raise ValueError(
             message(
-                "fused_moe",
-                "topk_ids.shape[1]",
-                f"at most {num_global} experts per token",
-                topk_ids.shape[1],
+                "fused_moe", "topk_ids.shape[1]", f"at most {num_global} experts per token", top_k
             )
         )
+    check_out(options, inputs)
 
 
-def check_received(
-    options: MoEOptions,
-    x: Operand,
-    weights: MoEWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
-) -> None:
+def check_received(options: ReceivedOptions, inputs: FusedMoEInputs) -> None:
+    """Checks of `fused_moe` for rows that other ranks send."""
+    check_local_layer(options.options, inputs)
+
+
+def check_local_layer(options: MoEOptions, inputs: FusedMoEInputs) -> None:
     """Checks of `fused_moe` for rows that may have more ids than there are local experts."""
-    op = "fused_moe"
+    op, x, weights = "fused_moe", inputs.x, inputs.weights
     _check_weights(weights, op)
     _check_rows(x, "x", weights, weights.hidden_size, options, op)
-    check_topk(topk_weights, topk_ids, x.shape[0], weights.device, op)
-    if expert_map is not None:
+    check_topk(inputs.topk_weights, inputs.topk_ids, x.shape[0], weights.device, op)
+    if inputs.expert_map is not None:
         require_tensor(
-            expert_map,
+            inputs.expert_map,
             op,
             "expert_map",
             dtype=torch.int32,
@@ -78,9 +77,9 @@ def check_received(
             device=weights.device,
             contiguous=True,
         )
-    if num_local_tokens is not None:
+    if inputs.num_local_tokens is not None:
         require_tensor(
-            num_local_tokens,
+            inputs.num_local_tokens,
             op,
             "num_local_tokens",
             dtype=torch.int32,
@@ -89,51 +88,23 @@ def check_received(
         )
 
 
-def check_fused_moe_received(
-    options: MoEOptions,
-    local_top_k: float,
-    x: Operand,
-    weights: MoEWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
-) -> None:
-    """Checks of `fused_moe` for rows that other ranks send."""
-    check_received(options, x, weights, topk_weights, topk_ids, expert_map, num_local_tokens)
+def check_out(options: MoEOptions, inputs: FusedMoEInputs) -> None:
+    """Check the tensor that a layer writes, if any: contiguous [T, H] in ``options.out_dtype``."""
+    if inputs.out is not None:
+        require_tensor(
+            inputs.out,
+            "fused_moe",
+            "out",
+            dtype=options.out_dtype,
+            shape=(inputs.topk_ids.shape[0], inputs.weights.hidden_size),
+            device=inputs.weights.device,
+            contiguous=True,
+        )
 
 
-def check_fused_moe_out(
-    options: MoEOptions,
-    x: Operand,
-    weights: MoEWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """Checks of `fused_moe` with `out`."""
-    check_fused_moe(options, x, weights, topk_weights, topk_ids, expert_map, num_local_tokens)
-    check_out(out, options, weights, x.shape[0])
-
-
-def check_out(out: torch.Tensor, options: MoEOptions, weights: MoEWeights, num_tokens: int) -> None:
-    """Check the tensor that a layer writes: contiguous [T, H] in ``options.out_dtype``."""
-    require_tensor(
-        out,
-        "fused_moe",
-        "out",
-        dtype=options.out_dtype,
-        shape=(num_tokens, weights.hidden_size),
-        device=weights.device,
-        contiguous=True,
-    )
-
-
-def check_gate_up(options: MoEOptions, x: Operand, weights: MoEWeights, plan: RoutingPlan) -> None:
+def check_gate_up(options: MoEOptions, inputs: GateUpInputs) -> None:
     """Checks of `moe_gate_up`."""
-    op = "moe_gate_up"
+    op, x, weights, plan = "moe_gate_up", inputs.x, inputs.weights, inputs.plan
     _check_weights(weights, op)
     _check_plan(plan, weights, op)
     _check_rows(x, "x", weights, weights.hidden_size, options, op)
@@ -143,9 +114,9 @@ def check_gate_up(options: MoEOptions, x: Operand, weights: MoEWeights, plan: Ro
         )
 
 
-def check_down(options: MoEOptions, h: Operand, weights: MoEWeights, plan: RoutingPlan) -> None:
+def check_down(options: MoEOptions, inputs: DownInputs) -> None:
     """Checks of `moe_down`."""
-    op = "moe_down"
+    op, h, weights, plan = "moe_down", inputs.h, inputs.weights, inputs.plan
     _check_weights(weights, op)
     _check_plan(plan, weights, op)
     _check_rows(h, "h", weights, weights.intermediate_size, options, op)
@@ -307,7 +278,7 @@ def _check_rows(
     rows: Operand, name: str, weights: MoEWeights, width: int, options: MoEOptions, op: str
 ) -> None:
     """Activations [rows, width]: bfloat16, or an MXTensor in the layer's activation format."""
-    expected = activation_mx_format(options.activation_format, op)
+    expected = options.mx_format
     if isinstance(rows, MXTensor):
         if expected is None or rows.format != expected:
             raise ValueError(

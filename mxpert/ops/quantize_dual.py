@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +21,8 @@ from ..formats.spec import (
     get_format,
 )
 from ..formats.tensor import MXTensor
-from ..kernel_spec import KernelSpec
+from ..inputs.quantize import DualInputs
+from ..kernel_spec import AnyKernel
 from ..problem import DualProblem, Op
 from ..routing import GROUP_OFFSET_DTYPES, padded_capacity
 from .library import OpSpec, runs_eagerly
@@ -96,7 +98,15 @@ def quantize_dual(
         spans = tuple(ScaleSpan.parse(each, "quantize_dual", "scale_span") for each in scale_span)
     if group_offsets is not None:
         refuse_counts(group_offsets, "quantize_dual")
-    return _DUAL(scale_rule, format, spans, x=x, group_offsets=group_offsets)
+    return _DUAL(DualOptions(scale_rule, format, spans), DualInputs(x, group_offsets))
+
+
+class DualOptions(NamedTuple):
+    """Options of `quantize_dual`."""
+
+    scale_rule: ScaleRule
+    format: FormatName
+    scale_span: Spans
 
 
 def _check_spans(scale_span: Spans) -> None:
@@ -117,15 +127,9 @@ def _check_spans(scale_span: Spans) -> None:
         )
 
 
-def check_quantize_dual(
-    scale_rule: ScaleRule,
-    format: FormatName,
-    scale_span: Spans,
-    x: torch.Tensor,
-    group_offsets: torch.Tensor | None,
-) -> None:
+def check_quantize_dual(options: DualOptions, inputs: DualInputs) -> None:
     """Argument checks of `quantize_dual`."""
-    op = "quantize_dual"
+    op, x, group_offsets = "quantize_dual", inputs.x, inputs.group_offsets
     require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
     require(
         x.dim() in (2, 3),
@@ -134,7 +138,7 @@ def check_quantize_dual(
         need="2 for [M, K] or 3 for weights [G, N, K]",
         got=x.dim(),
     )
-    element = get_format(format, op, "format")
+    element = get_format(options.format, op, "format")
     require(
         element.codes_per_byte == 1,
         op,
@@ -170,7 +174,7 @@ def check_quantize_dual(
             remedy="the groups of weights are their leading dimension",
         )
         check_group_offsets(group_offsets, op, x.device, x.shape[0])
-    _check_spans(scale_span)
+    _check_spans(options.scale_span)
 
 
 def refuse_counts(group_offsets: torch.Tensor, op: str) -> None:
@@ -237,14 +241,8 @@ def check_group_offsets(
     )
 
 
-def _problem(
-    scale_rule: ScaleRule,
-    format: FormatName,
-    scale_span: Spans,
-    *,
-    x: torch.Tensor,
-    group_offsets: torch.Tensor | None,
-) -> DualProblem:
+def _problem(options: DualOptions, inputs: DualInputs) -> DualProblem:
+    x, group_offsets = inputs.x, inputs.group_offsets
     if group_offsets is not None:
         num_groups = group_offsets.shape[0] - 1
     else:
@@ -254,23 +252,16 @@ def _problem(
         detect_target(x.device),
         tuple(x.shape),
         x.dtype,
-        get_format(format),
-        scale_rule,
+        get_format(options.format),
+        options.scale_rule,
         num_groups,
         group_offsets is not None,
-        *spans_of(scale_span),
+        *spans_of(options.scale_span),
     )
 
 
-def _fake(
-    scale_rule: ScaleRule,
-    format: FormatName,
-    scale_span: Spans,
-    *,
-    x: torch.Tensor,
-    group_offsets: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    problem = _problem(scale_rule, format, scale_span, x=x, group_offsets=group_offsets)
+def _fake(options: DualOptions, inputs: DualInputs) -> list[torch.Tensor]:
+    problem, x, group_offsets = _problem(options, inputs), inputs.x, inputs.group_offsets
     empty = getattr(_kernel(problem), "empty", _empty)
     *leading, rows, columns = x.shape
     padded = rows
@@ -278,7 +269,7 @@ def _fake(
         padded = padded_capacity(rows, group_offsets.shape[0] - 1)
     tensors = []
     for span, size, reduced in zip(
-        spans_of(scale_span), (rows, columns), (columns, padded), strict=True
+        spans_of(options.scale_span), (rows, columns), (columns, padded), strict=True
     ):
         copy = empty(x, (*leading, size, reduced), problem.format)
         tensors += [copy.qdata, copy.scale]
@@ -287,7 +278,7 @@ def _fake(
     return tensors
 
 
-def _kernel(problem: DualProblem) -> KernelSpec:
+def _kernel(problem: DualProblem) -> AnyKernel:
     """The kernel of a problem whose sizes may be symbols; it depends on no size."""
     sizes = (MX_BLOCK_SIZE,) * len(problem.shape)
     groups = int(problem.num_groups) if problem.grouped_rows else 0
@@ -304,25 +295,21 @@ def _empty(like: torch.Tensor, shape: tuple[int, ...], format: MXFormat) -> MXTe
 
 
 def _build(
-    tensors: list[torch.Tensor],
-    scale_rule: ScaleRule,
-    format: FormatName,
-    scale_span: Spans,
-    **_: Any,
+    tensors: Sequence[torch.Tensor], options: DualOptions, inputs: DualInputs
 ) -> tuple[MXTensor, MXTensor]:
-    row_span, column_span = spans_of(scale_span)
+    row_span, column_span = spans_of(options.scale_span)
     first = 3 if row_span is ScaleSpan.AUTO else 2  # tensors of the rowwise copy
-    name = get_format(format).name
+    name = get_format(options.format).name
     row, column = tensors[:first], tensors[first:]
     return _copy(row, name, row_span), _copy(column, name, column_span)
 
 
-def _copy(tensors: list[torch.Tensor], name: str, span: ScaleSpan) -> MXTensor:
+def _copy(tensors: Sequence[torch.Tensor], name: str, span: ScaleSpan) -> MXTensor:
     wide = tensors[2] if span is ScaleSpan.AUTO else None
     return rebuild_mx(tensors[0], tensors[1], name, span=span, wide=wide)
 
 
-_DUAL: OpSpec[tuple[MXTensor, MXTensor]] = OpSpec(
+_DUAL: OpSpec[DualOptions, DualInputs, tuple[MXTensor, MXTensor]] = OpSpec(
     "quantize_dual",
     check=check_quantize_dual,
     describe=_problem,

@@ -17,11 +17,10 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import torch
 
 from ..formats.spec import MXFormat, ScaleSpan, get_format
-from ..formats.tensor import Layout, MXTensor
+from ..formats.tensor import Layout, MXTensor, Operand
 from ..problem import Activation, activation_from
 from ..runtime.geometry import FACT_FIELDS, TENSOR_FIELDS
 
-Operand = torch.Tensor | MXTensor
 FormatName = str | MXFormat
 Spans = ScaleSpan | tuple[ScaleSpan, ScaleSpan]
 

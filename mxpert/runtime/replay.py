@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +27,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from ..kernel_spec import Launchable
+from ..problem import Problem
 from .geometry import CachedCall, assembler
 from .launch import Launch, LaunchRecord, PreparedLaunch, has_hooks, is_direct, record_launches
 
@@ -40,6 +41,10 @@ _NO_DEVICE = -1
 
 _LAUNCH = Launch.__call__
 
+_ConfigT = TypeVar("_ConfigT")
+_InputsT = TypeVar("_InputsT")
+_T = TypeVar("_T")
+
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
     (
@@ -52,10 +57,10 @@ _ALLOCATIONS = frozenset(
 )
 
 
-class Replayed:
+class Replayed(Generic[_ConfigT, _InputsT, _T]):
     """Wraps a Launchable, for example a KernelSpec, and can replay its `launch`."""
 
-    def __init__(self, kernel: Launchable) -> None:
+    def __init__(self, kernel: Launchable[Any, _ConfigT, _InputsT, _T]) -> None:
         self._kernel = kernel
         self.launch = kernel.launch
 
@@ -63,8 +68,8 @@ class Replayed:
         return getattr(self._kernel, name)
 
     def replay(
-        self, cached: CachedCall, config: Any, tensors: list[torch.Tensor], inputs: dict[str, Any]
-    ) -> Any:
+        self, cached: CachedCall, config: _ConfigT, tensors: list[torch.Tensor], inputs: _InputsT
+    ) -> _T | None:
         """Return the result of `launch`, by replay or while recording it.
 
         The result is None if the caller has to call `launch`.
@@ -72,8 +77,8 @@ class Replayed:
         Args:
             cached: the problem and the geometry of the arguments, with its recordings.
             config: the kernel's config.
-            tensors: all tensors of the arguments, in order.
-            inputs: the keyword arguments of `launch`.
+            tensors: all tensors of the inputs, in order.
+            inputs: of `launch`.
         """
         if Launch.__call__ is not _LAUNCH or torch.are_deterministic_algorithms_enabled():
             return None  # a test patches launches, or torch fills new memory
@@ -101,7 +106,7 @@ class Replayed:
         return None
 
 
-def replayed(*kernels: Launchable) -> tuple[Any, ...]:
+def replayed(*kernels: Any) -> tuple[Any, ...]:  # kernels of several ops, as in KERNELS
     """Wrap each kernel in `Replayed`, unless launches have to go through Triton."""
     return tuple(map(Replayed, kernels)) if is_direct() else kernels
 
@@ -201,16 +206,16 @@ class _Allocations(TorchDispatchMode):
 
 
 def _record(
-    kernel: Launchable,
-    problem: Any,
-    config: Any,
-    inputs: Mapping[str, Any],
+    kernel: Launchable[Any, _ConfigT, _InputsT, _T],
+    problem: Problem,
+    config: _ConfigT,
+    inputs: _InputsT,
     tensors: list[torch.Tensor],
-) -> tuple[Any, Recording | None]:
+) -> tuple[_T, Recording | None]:
     """Run the kernel's `launch`; return its result, and the recording if it can be replayed."""
     resident: Sequence[torch.Tensor] = getattr(kernel, "resident", ())
     with torch.no_grad(), record_launches() as launches, _Allocations() as allocations:
-        result = kernel.launch(problem, config, **inputs)
+        result = kernel.launch(problem, config, inputs)
     distinct = len({id(tensor) for tensor in tensors}) == len(tensors)
     aligned = not any(tensor.data_ptr() % 16 for tensor in tensors)
     direct = all(record.binary is not None for record in launches)

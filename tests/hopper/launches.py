@@ -10,6 +10,7 @@ import torch
 from mxpert.backends.hopper.moe import host as moe
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
+from mxpert.inputs.moe import DownInputs, FusedMoEInputs, GateUpInputs
 from mxpert.problem import (
     HopperGemmConfig,
     MoEConfig,
@@ -69,7 +70,7 @@ def packed(experts: int, num_rows: int, depth: int) -> MXTensor:
 
 def rows_of(num_rows: int, depth: int, a_format: str, quantised: bool) -> torch.Tensor | MXTensor:
     """Rows without data: bfloat16, or an MXTensor if `a_format` is an MX format."""
-    format = activation_mx_format(a_format, "rows_of") if quantised else None
+    format = activation_mx_format(a_format) if quantised else None
     if format is None:
         return empty(num_rows, depth, dtype=torch.bfloat16)
     return MXTensor(
@@ -121,32 +122,31 @@ class Recorder:
         weights, plan = weights_of(problem, has_bias), plan_of(problem, config.block_m)
         a_format = problem.options.activation_format
         num_rows = plan.max_blocks * plan.routing_block_m
-        moe.GATE_UP.run(
-            problem,
-            config,
-            weights=weights,
-            plan=plan,
-            num_rows=num_rows,
-            x=rows_of(problem.num_tokens, problem.hidden_size, a_format, quantised),
-        )
+        x = rows_of(problem.num_tokens, problem.hidden_size, a_format, quantised)
+        moe.GATE_UP.run(problem, config, GateUpInputs(x, weights, plan), num_rows)
         moe.DOWN.launch(
             problem,
             config,
-            weights=weights,
-            plan=plan,
-            h=rows_of(num_rows, problem.intermediate_size, a_format, quantised),
+            DownInputs(
+                weights=weights,
+                plan=plan,
+                h=rows_of(num_rows, problem.intermediate_size, a_format, quantised),
+            ),
         )
         return list(self.launches)
 
     def run_layer(self, problem: MoEProblem, config: HopperGemmConfig) -> list[Launch]:
         """Launches of both stages in a layer."""
         self.launches.clear()
+        x = rows_of(problem.num_tokens, problem.hidden_size, "bf16", False)
+        plan = plan_of(problem, config.block_m)
         moe.FUSED_MOE.stages(
             problem,
             MoEConfig(config.block_m, config, config),
-            rows_of(problem.num_tokens, problem.hidden_size, "bf16", False),
-            weights_of(problem, has_bias=False),
-            plan_of(problem, config.block_m),
+            FusedMoEInputs(
+                x, weights_of(problem, has_bias=False), plan.sorted_weights, plan.slot_rows
+            ),
+            plan,
         )
         return list(self.launches)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...kernel_spec import KernelSpec
+from ...kernel_spec import AnyKernel
 from .grouped import GROUPED_GEMM, GROUPED_WGRAD, QUANTIZE_DUAL
 from .moe import DOWN, FUSED_MOE, GATE_UP
 from .quantize import DEQUANTIZE, QUANTIZE
@@ -14,7 +14,7 @@ from .training_rows import (
     COMBINE_ROWS_BACKWARD,
 )
 
-KERNELS: tuple[KernelSpec, ...] = (
+KERNELS: tuple[AnyKernel, ...] = (
     QUANTIZE,
     DEQUANTIZE,
     TOPK,
