@@ -59,8 +59,7 @@ class CallCache(Generic[_OptionsT]):
                 return (id(options), *geometry[1])
             return (options, type(options), *geometry[1])
         if self._by_identity:
-            first, *others = options
-            return (id(first), *others, *map(type, options), *geometry[1])
+            return (id(options[0]), *options[1:], *map(type, options), *geometry[1])
         return (*options, *map(type, options), *geometry[1])
 
     def find(self, options: _OptionsT, geometry: Described | None) -> CachedCall | None:

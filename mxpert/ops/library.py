@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar, get_type_hints
 
 import torch
+from torch.autograd import forward_ad
 
 from ..dispatch import CallCache, launch, resolve_cached, without_grad
-from ..dispatch.ambient import forward_mode, refuse_transforms
+from ..dispatch.ambient import refuse_transforms
 from ..formats.tensor import MXTensor
+from ..kernel_spec import values_of
 from ..problem import MoEOptions, Problem
 from ..routing import RoutingPlan
 from ..runtime.geometry import TENSOR_FIELDS, CachedCall, Described, describe
@@ -69,6 +71,8 @@ class OpSpec(Generic[OptionsT, InputsT, ResultT]):
         options = {} if of_options is type(None) else {option: of_options}
         if _is_named_tuple(of_options):
             options = get_type_hints(of_options)
+        self.values: Callable[[InputsT], tuple[object, ...]] = values_of(of_inputs)
+        """Takes the inputs apart: the value of each field, in order."""
         inputs = get_type_hints(of_inputs)
         self._names = [name for name in inputs if name not in absent]
         kinds = [*options.items(), *[(name, inputs[name]) for name in self._names]]
@@ -79,14 +83,16 @@ class OpSpec(Generic[OptionsT, InputsT, ResultT]):
 
     def __call__(self, options: OptionsT, inputs: InputsT) -> ResultT:
         """Run the op: eagerly, or through torch's dispatcher where something observes ops."""
-        geometry = describe(vars(inputs).values()) if runs_eagerly() else None
+        geometry = describe(self.values(inputs)) if runs_eagerly() else None
         if geometry is None:
             return self._through_torch(options, inputs)
         return self._run(options, geometry, inputs)
 
     def _run(self, options: OptionsT, geometry: Described | None, inputs: InputsT) -> ResultT:
         """Check → describe → resolve → launch; the first two once for each geometry."""
-        call = self._checked(options, geometry, inputs)  # 1 check, 2 describe
+        call = self._calls.find(options, geometry)
+        if call is None:
+            call = self._checked(options, geometry, inputs)  # 1 check, 2 describe
         kernel, config = resolve_cached(call)  # 3 resolve
         result: ResultT = launch(kernel, config, call, geometry, inputs)  # 4 launch
         return result
@@ -96,13 +102,11 @@ class OpSpec(Generic[OptionsT, InputsT, ResultT]):
     ) -> CachedCall:
         """The call with this geometry; its arguments are checked if there was none before."""
         call = self._calls.find(options, geometry)
-        if call is None:
-            call = self._calls.add(options, geometry, self.problem(options, inputs))
-        return call
+        return call or self._calls.add(options, geometry, self.problem(options, inputs))
 
     def checked_call(self, options: OptionsT, inputs: InputsT) -> CachedCall:
         """Check the arguments, and return their call without launching it."""
-        return self._checked(options, describe(vars(inputs).values()), inputs)
+        return self._checked(options, describe(self.values(inputs)), inputs)
 
     def problem(self, options: OptionsT, inputs: InputsT) -> Problem:
         """Check the arguments and describe their problem."""
@@ -114,10 +118,10 @@ class OpSpec(Generic[OptionsT, InputsT, ResultT]):
         return self.problem(*self._rebuild(flat))
 
     def _through_torch(self, options: OptionsT, inputs: InputsT) -> ResultT:
-        refuse_transforms(self.name, _tensors_in(vars(inputs).values()))
+        tensors = [getattr(inputs, name) for name in self._names]  # dynamo traces no attrgetter
+        refuse_transforms(self.name, _tensors_in(tensors))
         self._check(options, inputs)
         values = options if isinstance(options, tuple) else () if options is None else (options,)
-        tensors = [getattr(inputs, name) for name in self._names]
         result = self._leaf(*self._layout.flatten([*values, *tensors]))
         made: ResultT = result if self._build is None else self._build(result, options, inputs)
         return made
@@ -144,7 +148,7 @@ class OpSpec(Generic[OptionsT, InputsT, ResultT]):
 
     def _run_flat(self, *flat: object) -> object:
         options, inputs = self._rebuild(flat)
-        return self._flat(self._run(options, describe(vars(inputs).values()), inputs))
+        return self._flat(self._run(options, describe(self.values(inputs)), inputs))
 
     def _run_fake(self, *flat: object) -> object:
         return self._flat(self._fake(*self._rebuild(flat)))
@@ -208,12 +212,13 @@ def _observers() -> tuple[Callable[[], object], ...] | None:
 
 
 _OBSERVERS = _observers()
+_is_compiling = torch.compiler.is_compiling
 
 
 def runs_eagerly() -> bool:
     """Return whether calls may skip torch's dispatcher: eager ones that nothing observes."""
-    if torch.compiler.is_compiling() or _OBSERVERS is None:
+    if _is_compiling() or _OBSERVERS is None:
         return False
     dispatch_modes, function_modes, transforms, tracing, profiler = _OBSERVERS
     observed = dispatch_modes() or function_modes() or transforms() or tracing() or profiler()
-    return not (observed or forward_mode())
+    return not (observed or forward_ad._current_level >= 0)
