@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..dispatch import detect_target
-from ..errors import message, require, require_dtype, require_tensor
+from ..errors import Checks
 from ..formats.spec import MX_BLOCK_SIZE, ScaleSpan
 from ..formats.tensor import Layout, MXTensor, Operand
 from ..inputs.grouped import GroupedGemmInputs, GroupedWgradInputs
@@ -128,75 +128,64 @@ class GemmOptions(NamedTuple):
 
 def check_grouped_gemm(options: GemmOptions, inputs: GroupedGemmInputs) -> None:
     """Argument checks of `grouped_gemm`."""
-    op, (out_dtype, trans_b), a, b = "grouped_gemm", options, inputs.a, inputs.b
+    need, (out_dtype, trans_b), a, b = Checks("grouped_gemm"), options, inputs.a, inputs.b
     if not isinstance(trans_b, bool):
-        raise TypeError(message(op, "trans_b", "a bool", repr(trans_b)))
-    _check_out_dtype(out_dtype, op)
-    _check_operand(a, "a", 2, -1, op)
-    _check_operand(b, "b", 3, -1 if trans_b else -2, op)
-    _check_pair(a, "a", b, "b", op)
+        raise need.type_error("trans_b", "a bool", repr(trans_b))
+    _check_out_dtype(out_dtype, need)
+    _check_operand(a, "a", 2, -1, need)
+    _check_operand(b, "b", 3, -1 if trans_b else -2, need)
+    _check_pair(a, "a", b, "b", need)
     reduced = b.shape[-1 if trans_b else -2]
     if reduced != a.shape[1]:
         wanted = "[G, N, K]" if trans_b else "[G, K, N]"
-        raise ValueError(
-            message(
-                op,
-                "b.shape",
-                f"K = {a.shape[1]} as in a",
-                list(b.shape),
-                f"trans_b={trans_b} wants {wanted}",
-            )
+        raise need.value_error(
+            "b.shape",
+            f"K = {a.shape[1]} as in a",
+            list(b.shape),
+            f"trans_b={trans_b} wants {wanted}",
         )
-    check_group_offsets(inputs.group_offsets, op, a.device, a.shape[0], b.shape[0])
+    check_group_offsets(inputs.group_offsets, need, a.device, a.shape[0], b.shape[0])
 
 
 def check_grouped_wgrad(out_dtype: torch.dtype, inputs: GroupedWgradInputs) -> None:
     """Argument checks of `grouped_wgrad`."""
-    op, grad, a = "grouped_wgrad", inputs.grad, inputs.a
+    need, grad, a = Checks("grouped_wgrad"), inputs.grad, inputs.a
     group_offsets, accumulate_into = inputs.group_offsets, inputs.accumulate_into
-    _check_out_dtype(out_dtype, op)
-    _check_operand(grad, "grad", 2, -1, op)
-    _check_operand(a, "a", 2, -1, op)
-    _check_pair(grad, "grad", a, "a", op)
+    _check_out_dtype(out_dtype, need)
+    _check_operand(grad, "grad", 2, -1, need)
+    _check_operand(a, "a", 2, -1, need)
+    _check_pair(grad, "grad", a, "a", need)
     copies = isinstance(grad, MXTensor)
     common = 1 if copies else 0
     num_rows = grad.shape[common]
     if a.shape[common] != num_rows:
-        raise ValueError(
-            message(
-                op,
-                f"a.shape[{common}]",
-                f"{num_rows} as in grad",
-                a.shape[common],
-                "both have the rows of the same groups",
-            )
+        raise need.value_error(
+            f"a.shape[{common}]",
+            f"{num_rows} as in grad",
+            a.shape[common],
+            "both have the rows of the same groups",
         )
-    check_group_offsets(group_offsets, op, grad.device, num_rows)
+    check_group_offsets(group_offsets, need, grad.device, num_rows)
     num_groups = group_offsets.shape[0] - 1
     if copies and num_rows < MX_BLOCK_SIZE * num_groups:
-        raise ValueError(
-            message(
-                op,
-                "grad.shape[1]",
-                f"padded_capacity(M, G), at least {MX_BLOCK_SIZE * num_groups}",
-                num_rows,
-                "pass the columnwise copies of quantize_dual(…, group_offsets=…)",
-            )
+        raise need.value_error(
+            "grad.shape[1]",
+            f"padded_capacity(M, G), at least {MX_BLOCK_SIZE * num_groups}",
+            num_rows,
+            "pass the columnwise copies of quantize_dual(…, group_offsets=…)",
         )
     if accumulate_into is not None:
         widths = (grad.shape[0], a.shape[0]) if copies else (grad.shape[1], a.shape[1])
-        require(
+        need(
             not isinstance(accumulate_into, torch.Tensor)
             or accumulate_into.shape[:1] != (num_groups + 1,),
-            op,
             "group_offsets.shape",
-            need=f"[G + 1] = [{num_groups + 2}], as accumulate_into has G = {num_groups + 1}",
-            got=[num_groups + 1],
-            remedy=COUNTS_REMEDY,
+            f"[G + 1] = [{num_groups + 2}], as accumulate_into has G = {num_groups + 1}",
+            [num_groups + 1],
+            COUNTS_REMEDY,
         )
-        require_tensor(
+        need.tensor(
             accumulate_into,
-            op,
             "accumulate_into",
             dtype=torch.float32,
             shape=(num_groups, *widths),
@@ -205,61 +194,50 @@ def check_grouped_wgrad(out_dtype: torch.dtype, inputs: GroupedWgradInputs) -> N
         )
 
 
-def _check_out_dtype(out_dtype: torch.dtype, op: str) -> None:
-    require_dtype(out_dtype, OUT_DTYPES, op, "out_dtype")
+def _check_out_dtype(out_dtype: torch.dtype, need: Checks) -> None:
+    need.dtype(out_dtype, OUT_DTYPES, "out_dtype")
 
 
-def _check_operand(value: Operand, name: str, dims: int, axis: int, op: str) -> None:
+def _check_operand(value: Operand, name: str, dims: int, axis: int, need: Checks) -> None:
     """bfloat16, or MXFP8 in logical order, quantised along the reduced axis."""
     if isinstance(value, MXTensor):
-        require(
+        need(
             value.format.codes_per_byte == 1,
-            op,
             f"{name}.format",
-            got=value.format.name,
-            need="mxfp8_e4m3 or mxfp8_e5m2",
-            remedy="quantise it to mxfp8",
+            "mxfp8_e4m3 or mxfp8_e5m2",
+            value.format.name,
+            "quantise it to mxfp8",
         )
-        require(
-            value.layout is Layout.ROW_MAJOR,
-            op,
-            f"{name}.layout",
-            need=Layout.ROW_MAJOR,
-            got=value.layout,
-        )
-        require(
+        need(value.layout is Layout.ROW_MAJOR, f"{name}.layout", Layout.ROW_MAJOR, value.layout)
+        need(
             value.axis == axis,
-            op,
             f"{name}.axis",
-            need=axis,
-            got=value.axis,
-            remedy="the quantised axis is the one that is summed over; quantize_dual makes "
-            "both copies",
+            axis,
+            value.axis,
+            "the quantised axis is the one that is summed over; quantize_dual makes both copies",
         )
-        require(len(value.shape) == dims, op, f"{name}.dim()", need=dims, got=len(value.shape))
+        need(len(value.shape) == dims, f"{name}.dim()", dims, len(value.shape))
     else:
-        require_tensor(value, op, name, dtype=torch.bfloat16, shape=(None,) * dims)
+        need.tensor(value, name, dtype=torch.bfloat16, shape=(None,) * dims)
 
 
 def _check_pair(
-    first: Operand, first_name: str, second: Operand, second_name: str, op: str
+    first: Operand, first_name: str, second: Operand, second_name: str, need: Checks
 ) -> None:
     kinds = ["an MXTensor" if isinstance(x, MXTensor) else "bfloat16" for x in (first, second)]
-    require(
+    need(
         kinds[0] == kinds[1],
-        op,
         second_name,
-        need=f"{kinds[0]} as {first_name}",
-        got=kinds[1],
-        remedy="both operands are bfloat16 or both are MX",
+        f"{kinds[0]} as {first_name}",
+        kinds[1],
+        "both operands are bfloat16 or both are MX",
     )
-    require(
+    need(
         first.device == second.device,
-        op,
         f"{second_name}.device",
-        need=first.device,
-        got=second.device,
-        remedy=f"move it with .to('{first.device}')",
+        first.device,
+        second.device,
+        f"move it with .to('{first.device}')",
     )
 
 

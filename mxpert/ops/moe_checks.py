@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import message, require, require_dtype, require_tensor
+from ..errors import Checks
 from ..formats.spec import ScaleRule, ScaleRuleLike
 from ..formats.tensor import MXTensor, Operand
 from ..inputs.moe import DownInputs, FusedMoEInputs, GateUpInputs
@@ -48,11 +48,8 @@ def check_fused_moe(options: MoEOptions, inputs: FusedMoEInputs) -> None:
     weights, expert_map, top_k = inputs.weights, inputs.expert_map, inputs.topk_ids.shape[1]
     num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
     if top_k > num_global:
-        raise ValueError(
-            message(
-                "fused_moe", "topk_ids.shape[1]", f"at most {num_global} experts per token", top_k
-            )
-        )
+        wanted = f"at most {num_global} experts per token"
+        raise Checks("fused_moe").value_error("topk_ids.shape[1]", wanted, top_k)
     check_out(options, inputs)
 
 
@@ -63,14 +60,13 @@ def check_received(options: ReceivedOptions, inputs: FusedMoEInputs) -> None:
 
 def check_local_layer(options: MoEOptions, inputs: FusedMoEInputs) -> None:
     """Checks of `fused_moe` for rows that may have more ids than there are local experts."""
-    op, x, weights = "fused_moe", inputs.x, inputs.weights
-    _check_weights(weights, op)
-    _check_rows(x, "x", weights, weights.hidden_size, options, op)
-    check_topk(inputs.topk_weights, inputs.topk_ids, x.shape[0], weights.device, op)
+    need, x, weights = Checks("fused_moe"), inputs.x, inputs.weights
+    _check_weights(weights, need)
+    _check_rows(x, "x", weights, weights.hidden_size, options, need)
+    check_topk(inputs.topk_weights, inputs.topk_ids, x.shape[0], weights.device, need)
     if inputs.expert_map is not None:
-        require_tensor(
+        need.tensor(
             inputs.expert_map,
-            op,
             "expert_map",
             dtype=torch.int32,
             shape=(None,),
@@ -78,9 +74,8 @@ def check_local_layer(options: MoEOptions, inputs: FusedMoEInputs) -> None:
             contiguous=True,
         )
     if inputs.num_local_tokens is not None:
-        require_tensor(
+        need.tensor(
             inputs.num_local_tokens,
-            op,
             "num_local_tokens",
             dtype=torch.int32,
             shape=(1,),
@@ -91,9 +86,8 @@ def check_local_layer(options: MoEOptions, inputs: FusedMoEInputs) -> None:
 def check_out(options: MoEOptions, inputs: FusedMoEInputs) -> None:
     """Check the tensor that a layer writes, if any: contiguous [T, H] in ``options.out_dtype``."""
     if inputs.out is not None:
-        require_tensor(
+        Checks("fused_moe").tensor(
             inputs.out,
-            "fused_moe",
             "out",
             dtype=options.out_dtype,
             shape=(inputs.topk_ids.shape[0], inputs.weights.hidden_size),
@@ -104,31 +98,26 @@ def check_out(options: MoEOptions, inputs: FusedMoEInputs) -> None:
 
 def check_gate_up(options: MoEOptions, inputs: GateUpInputs) -> None:
     """Checks of `moe_gate_up`."""
-    op, x, weights, plan = "moe_gate_up", inputs.x, inputs.weights, inputs.plan
-    _check_weights(weights, op)
-    _check_plan(plan, weights, op)
-    _check_rows(x, "x", weights, weights.hidden_size, options, op)
+    need, x, weights, plan = Checks("moe_gate_up"), inputs.x, inputs.weights, inputs.plan
+    _check_weights(weights, need)
+    _check_plan(plan, weights, need)
+    _check_rows(x, "x", weights, weights.hidden_size, options, need)
     if x.shape[0] != plan.num_tokens:
-        raise ValueError(
-            message(op, "x.shape[0]", f"the plan's {plan.num_tokens} tokens", x.shape[0])
-        )
+        raise need.value_error("x.shape[0]", f"the plan's {plan.num_tokens} tokens", x.shape[0])
 
 
 def check_down(options: MoEOptions, inputs: DownInputs) -> None:
     """Checks of `moe_down`."""
-    op, h, weights, plan = "moe_down", inputs.h, inputs.weights, inputs.plan
-    _check_weights(weights, op)
-    _check_plan(plan, weights, op)
-    _check_rows(h, "h", weights, weights.intermediate_size, options, op)
+    need, h, weights, plan = Checks("moe_down"), inputs.h, inputs.weights, inputs.plan
+    _check_weights(weights, need)
+    _check_plan(plan, weights, need)
+    _check_rows(h, "h", weights, weights.intermediate_size, options, need)
     if h.shape[0] != plan.capacity:
-        raise ValueError(
-            message(
-                op,
-                "h.shape[0]",
-                f"the plan's {plan.capacity} sorted rows",
-                h.shape[0],
-                "pass what moe_gate_up returned for the same plan",
-            )
+        raise need.value_error(
+            "h.shape[0]",
+            f"the plan's {plan.capacity} sorted rows",
+            h.shape[0],
+            "pass what moe_gate_up returned for the same plan",
         )
 
 
@@ -137,31 +126,26 @@ def check_topk(
     topk_ids: torch.Tensor,
     num_tokens: int | None,
     device: torch.device,
-    op: str,
+    need: Checks,
 ) -> None:
     """Router output: ids [T, k] and weights [T, k] on one device, within the packing limits."""
-    require_topk(topk_weights, topk_ids, op, num_tokens=num_tokens, device=device)
+    require_topk(topk_weights, topk_ids, need.op, num_tokens=num_tokens, device=device)
     top_k = topk_ids.shape[1]
     if not 1 <= top_k <= MAX_TOP_K:
-        raise ValueError(
-            message(op, "topk_ids.shape[1]", f"1 to {MAX_TOP_K} experts per token", top_k)
-        )
+        raise need.value_error("topk_ids.shape[1]", f"1 to {MAX_TOP_K} experts per token", top_k)
     if topk_ids.numel() >= MAX_ROUTED_ROWS:
-        raise ValueError(
-            message(
-                op,
-                "topk_ids",
-                f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
-                topk_ids.numel(),
-                "split the batch",
-            )
+        raise need.value_error(
+            "topk_ids",
+            f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
+            topk_ids.numel(),
+            "split the batch",
         )
 
 
-def _check_weights(weights: MoEWeights, op: str) -> None:
+def _check_weights(weights: MoEWeights, need: Checks) -> None:
     if not isinstance(weights, MoEWeights):
         got, remedy = type(weights).__name__, "mxpert.quantize_weights makes them of dense tensors"
-        raise TypeError(message(op, "weights", "MoEWeights", got, remedy))
+        raise need.type_error("weights", "MoEWeights", got, remedy)
     gate_up, down = weights.gate_up_proj, weights.down_proj
     for name, part in (
         ("gate_up_proj.qdata", gate_up.qdata),
@@ -170,14 +154,11 @@ def _check_weights(weights: MoEWeights, op: str) -> None:
         ("down_proj.scale", down.scale),
     ):
         if part.stride(-1) != 1 and part.shape[-1] > 1:
-            raise ValueError(
-                message(
-                    op,
-                    f"weights.{name}.stride(-1)",
-                    "1 (dense along K)",
-                    part.stride(-1),
-                    "call weights.prepare(device=...)",
-                )
+            raise need.value_error(
+                f"weights.{name}.stride(-1)",
+                "1 (dense along K)",
+                part.stride(-1),
+                "call weights.prepare(device=...)",
             )
 
 
@@ -187,20 +168,17 @@ def refuse_foreign_call(arguments: tuple[object, ...]) -> None:
     Args:
         arguments: the positional ones.
     """
-    op = "fused_moe"
+    need = Checks("fused_moe")
     if len(arguments) > 4 or isinstance(arguments[1], torch.Tensor):
-        raise TypeError(
-            message(
-                op,
-                "arguments",
-                "fused_moe(x, weights, topk_weights, topk_ids, activation='silu')",
-                f"{len(arguments)} by position, as vLLM's fused_experts(x, w1, w2, topk_weights, "
-                "topk_ids) takes them",
-                "once: weights = mxpert.quantize_weights(w1, w2, gate_up_order='concatenated')"
-                ".prepare(device=x.device)",
-            )
+        raise need.type_error(
+            "arguments",
+            "fused_moe(x, weights, topk_weights, topk_ids, activation='silu')",
+            f"{len(arguments)} by position, as vLLM's fused_experts(x, w1, w2, topk_weights, "
+            "topk_ids) takes them",
+            "once: weights = mxpert.quantize_weights(w1, w2, gate_up_order='concatenated')"
+            ".prepare(device=x.device)",
         )
-    parse_activation(None, op)
+    parse_activation(None, need.op)
 
 
 def moe_options(
@@ -247,111 +225,81 @@ def _checked_options(
 
 
 @functools.lru_cache(1024, typed=True)
-def _cached_options(op: str, *choices: Any) -> MoEOptions:
+def _cached_options(op: str, *choices: Any) -> MoEOptions:  # Any: those of _checked_options
     options = _checked_options(op, *choices)
     parsed = tuple(getattr(options, each.name) for each in fields(options))
     return options if parsed == choices else _cached_options(op, *parsed)
 
 
 def _check_options(options: MoEOptions, op: str) -> None:
+    need = Checks(op)
     if not isinstance(options.apply_router_weight_on_input, bool):
-        raise TypeError(
-            message(
-                op,
-                "apply_router_weight_on_input",
-                "a bool",
-                repr(options.apply_router_weight_on_input),
-            )
+        raise need.type_error(
+            "apply_router_weight_on_input", "a bool", repr(options.apply_router_weight_on_input)
         )
-    require_dtype(options.out_dtype, OUT_DTYPES, op, "out_dtype")
-    require(
+    need.dtype(options.out_dtype, OUT_DTYPES, "out_dtype")
+    need(
         op != "fused_moe" or options.combine is not Combine.FLAT,
-        op,
         "combine",
-        need="REDUCE or ATOMIC",
-        got="FLAT",
-        remedy="call make_routing_plan, moe_gate_up and moe_down: FLAT rows need the plan",
+        "REDUCE or ATOMIC",
+        "FLAT",
+        "call make_routing_plan, moe_gate_up and moe_down: FLAT rows need the plan",
     )
 
 
 def _check_rows(
-    rows: Operand, name: str, weights: MoEWeights, width: int, options: MoEOptions, op: str
+    rows: Operand, name: str, weights: MoEWeights, width: int, options: MoEOptions, need: Checks
 ) -> None:
     """Activations [rows, width]: bfloat16, or an MXTensor in the layer's activation format."""
     expected = options.mx_format
     if isinstance(rows, MXTensor):
         if expected is None or rows.format != expected:
-            raise ValueError(
-                message(
-                    op,
-                    f"{name}.format",
-                    options.activation_format,
-                    rows.format.name,
-                    f"pass activation_format={rows.format.name.split('_')[0]!r}",
-                )
+            raise need.value_error(
+                f"{name}.format",
+                options.activation_format,
+                rows.format.name,
+                f"pass activation_format={rows.format.name.split('_')[0]!r}",
             )
-        require(rows.axis == -1, op, f"{name}.axis", need=-1, got=rows.axis)
+        need(rows.axis == -1, f"{name}.axis", -1, rows.axis)
         if not (rows.qdata.is_contiguous() and rows.scale.is_contiguous()):
-            raise ValueError(
-                message(
-                    op,
-                    name,
-                    "contiguous codes and scales",
-                    f"strides {rows.qdata.stride()}, {rows.scale.stride()}",
-                    "quantise along the last axis",
-                )
+            raise need.value_error(
+                name,
+                "contiguous codes and scales",
+                f"strides {rows.qdata.stride()}, {rows.scale.stride()}",
+                "quantise along the last axis",
             )
         shape = rows.shape
     else:
-        require_tensor(rows, op, name, dtype=torch.bfloat16)
-        if op == "moe_down" and expected is not None:
-            raise ValueError(
-                message(op, name, f"an MXTensor for {options.activation_format}", "a Tensor")
-            )
+        need.tensor(rows, name, dtype=torch.bfloat16)
+        if need.op == "moe_down" and expected is not None:
+            raise need.value_error(name, f"an MXTensor for {options.activation_format}", "a Tensor")
         if not (rows.dim() == 2 and (rows.stride(-1) == 1 or rows.numel() == 0)):
-            raise ValueError(
-                message(
-                    op,
-                    name,
-                    "two dimensions, the last one dense",
-                    f"shape {list(rows.shape)}, strides {rows.stride()}",
-                    "call .contiguous()",
-                )
+            raise need.value_error(
+                name,
+                "two dimensions, the last one dense",
+                f"shape {list(rows.shape)}, strides {rows.stride()}",
+                "call .contiguous()",
             )
         shape = rows.shape
     if not (len(shape) == 2 and shape[1] == width):
-        raise ValueError(message(op, f"{name}.shape", f"[*, {width}]", list(shape)))
+        raise need.value_error(f"{name}.shape", f"[*, {width}]", list(shape))
     if rows.device != weights.device:
-        raise ValueError(
-            message(
-                op,
-                f"{name}.device",
-                weights.device,
-                rows.device,
-                f"weights are on {weights.device}; move one of them",
-            )
+        raise need.value_error(
+            f"{name}.device",
+            weights.device,
+            rows.device,
+            f"weights are on {weights.device}; move one of them",
         )
 
 
-def _check_plan(plan: RoutingPlan, weights: MoEWeights, op: str) -> None:
+def _check_plan(plan: RoutingPlan, weights: MoEWeights, need: Checks) -> None:
     if not isinstance(plan, RoutingPlan):
-        raise TypeError(
-            message(
-                op,
-                "plan",
-                "a RoutingPlan",
-                type(plan).__name__,
-                "build it with mxpert.make_routing_plan",
-            )
+        raise need.type_error(
+            "plan", "a RoutingPlan", type(plan).__name__, "build it with mxpert.make_routing_plan"
         )
-    check_plan_shapes(plan, op)
+    check_plan_shapes(plan, need.op)
     if plan.num_experts != weights.num_experts:
-        raise ValueError(
-            message(
-                op,
-                "plan.num_experts",
-                f"the weights' {weights.num_experts} experts",
-                plan.num_experts,
-            )
+        raise need.value_error(
+            "plan.num_experts", f"the weights' {weights.num_experts} experts", plan.num_experts
         )
-    require(plan.device == weights.device, op, "plan.device", need=weights.device, got=plan.device)
+    need(plan.device == weights.device, "plan.device", weights.device, plan.device)

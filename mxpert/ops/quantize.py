@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..dispatch import detect_target
-from ..errors import message, require, require_dtype, require_tensor
+from ..errors import Checks
 from ..formats.spec import MXFormatLike, ScaleRule, ScaleRuleLike, get_format
 from ..formats.tensor import Layout, MXTensor
 from ..inputs.quantize import DequantizeInputs, QuantizeInputs
@@ -95,42 +95,31 @@ class QuantizeOptions(NamedTuple):
 
 def check_quantize(options: QuantizeOptions, inputs: QuantizeInputs) -> None:
     """Argument checks of `quantize`."""
-    op, x, axis = "quantize", inputs.x, options.axis
-    require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
+    need, x, axis = Checks("quantize"), inputs.x, options.axis
+    need.tensor(x, "x", dtype=FLOAT_DTYPES)
     if not isinstance(axis, int) or isinstance(axis, bool):
-        raise TypeError(message(op, "axis", "an int", repr(axis), "for example -1"))
+        raise need.type_error("axis", "an int", repr(axis), "for example -1")
     if not (x.dim() > 0 and -x.dim() <= axis < x.dim()):
-        raise ValueError(message(op, "axis", f"an axis of a {x.dim()}-dimensional tensor", axis))
+        raise need.value_error("axis", f"an axis of a {x.dim()}-dimensional tensor", axis)
     if x.shape[axis] % 32 != 0:  # composed on failure alone: sizes may be symbols
-        raise ValueError(
-            message(
-                op,
-                f"x.shape[{axis}]",
-                "a multiple of 32",
-                x.shape[axis],
-                "pad with zeros (torch.nn.functional.pad)",
-            )
+        raise need.value_error(
+            f"x.shape[{axis}]",
+            "a multiple of 32",
+            x.shape[axis],
+            "pad with zeros (torch.nn.functional.pad)",
         )
-    get_format(options.format, op, "format")
+    get_format(options.format, need.op, "format")
 
 
 def check_dequantize(dtype: torch.dtype, inputs: DequantizeInputs) -> None:
     """Argument checks of `dequantize`."""
-    op, tensor = "dequantize", inputs.tensor
+    need, tensor = Checks("dequantize"), inputs.tensor
     if not isinstance(tensor, MXTensor):
-        raise TypeError(
-            message(
-                op, "tensor", "an MXTensor", type(tensor).__name__, "make one with mxpert.quantize"
-            )
+        raise need.type_error(
+            "tensor", "an MXTensor", type(tensor).__name__, "make one with mxpert.quantize"
         )
-    require_dtype(dtype, FLOAT_DTYPES, op)
-    require(
-        tensor.layout is Layout.ROW_MAJOR,
-        op,
-        "tensor.layout",
-        need=Layout.ROW_MAJOR,
-        got=tensor.layout,
-    )
+    need.dtype(dtype, FLOAT_DTYPES)
+    need(tensor.layout is Layout.ROW_MAJOR, "tensor.layout", Layout.ROW_MAJOR, tensor.layout)
 
 
 def _quantize_problem(options: QuantizeOptions, inputs: QuantizeInputs) -> QuantizeProblem:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..dispatch import detect_target, resolve
-from ..errors import message, require, require_tensor
+from ..errors import Checks
 from ..formats.spec import (
     MX_BLOCK_SIZE,
     MXFormat,
@@ -91,7 +91,7 @@ def quantize_dual(
     """
     if not isinstance(scale_rule, ScaleRule):
         scale_rule = ScaleRule.parse(scale_rule, "quantize_dual", "scale_rule")
-    spans: Any = scale_span
+    spans: Any = scale_span  # what is no span goes on to the checks
     if isinstance(scale_span, str):
         spans = ScaleSpan.parse(scale_span, "quantize_dual", "scale_span")
     elif isinstance(scale_span, tuple) and str in [type(each) for each in scale_span]:
@@ -109,72 +109,55 @@ class DualOptions(NamedTuple):
     scale_span: Spans
 
 
-def _check_spans(scale_span: Spans) -> None:
+def _check_spans(scale_span: Spans, need: Checks) -> None:
     spans = spans_of(scale_span)
     if not (
         isinstance(spans, tuple)
         and len(spans) == 2
         and all(isinstance(span, ScaleSpan) for span in spans)
     ):
-        raise TypeError(
-            message(
-                "quantize_dual",
-                "scale_span",
-                "a ScaleSpan or two",
-                repr(scale_span),
-                "for example mxpert.ScaleSpan.ROW",
-            )
-        )
+        remedy = "for example mxpert.ScaleSpan.ROW"
+        raise need.type_error("scale_span", "a ScaleSpan or two", repr(scale_span), remedy)
 
 
 def check_quantize_dual(options: DualOptions, inputs: DualInputs) -> None:
     """Argument checks of `quantize_dual`."""
-    op, x, group_offsets = "quantize_dual", inputs.x, inputs.group_offsets
-    require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
-    require(
-        x.dim() in (2, 3),
-        op,
-        "x.dim()",
-        need="2 for [M, K] or 3 for weights [G, N, K]",
-        got=x.dim(),
-    )
-    element = get_format(options.format, op, "format")
-    require(
+    need, x, group_offsets = Checks("quantize_dual"), inputs.x, inputs.group_offsets
+    need.tensor(x, "x", dtype=FLOAT_DTYPES)
+    need(x.dim() in (2, 3), "x.dim()", "2 for [M, K] or 3 for weights [G, N, K]", x.dim())
+    element = get_format(options.format, need.op, "format")
+    need(
         element.codes_per_byte == 1,
-        op,
         "format",
-        need="mxfp8_e4m3 or mxfp8_e5m2",
-        got=repr(element.name),
-        remedy="quantise mxfp4 with mxpert.quantize, axis by axis",
+        "mxfp8_e4m3 or mxfp8_e5m2",
+        repr(element.name),
+        "quantise mxfp4 with mxpert.quantize, axis by axis",
     )
-    require(
+    need(
         x.shape[-1] % MX_BLOCK_SIZE == 0,
-        op,
         "x.shape[-1]",
-        need="a multiple of 32",
-        got=x.shape[-1],
-        remedy="pad with zeros (torch.nn.functional.pad)",
+        "a multiple of 32",
+        x.shape[-1],
+        "pad with zeros (torch.nn.functional.pad)",
     )
     if group_offsets is None:
-        require(
+        need(
             x.shape[-2] % MX_BLOCK_SIZE == 0,
-            op,
             "x.shape[-2]",
-            need="a multiple of 32",
-            got=x.shape[-2],
-            remedy="pad with zeros, or pass group_offsets, which pads",
+            "a multiple of 32",
+            x.shape[-2],
+            "pad with zeros, or pass group_offsets, which pads",
         )
     else:
-        require(
+        need(
             x.dim() == 2,
-            op,
             "group_offsets",
-            need="None for weights [G, N, K]",
-            got="a tensor",
-            remedy="the groups of weights are their leading dimension",
+            "None for weights [G, N, K]",
+            "a tensor",
+            "the groups of weights are their leading dimension",
         )
-        check_group_offsets(group_offsets, op, x.device, x.shape[0])
-    _check_spans(options.scale_span)
+        check_group_offsets(group_offsets, need, x.device, x.shape[0])
+    _check_spans(options.scale_span, need)
 
 
 def refuse_counts(group_offsets: torch.Tensor, op: str) -> None:
@@ -185,27 +168,26 @@ def refuse_counts(group_offsets: torch.Tensor, op: str) -> None:
     if not (isinstance(group_offsets, torch.Tensor) and group_offsets.is_cpu and runs_eagerly()):
         return
     if group_offsets.dim() == 1 and group_offsets.dtype in GROUP_OFFSET_DTYPES:
-        require(
+        need = Checks(op)
+        need(
             not (group_offsets[1:] < group_offsets[:-1]).any(),
-            op,
             "group_offsets",
-            need="offsets that do not decrease",
-            got=group_offsets.tolist()[:8],
-            remedy=COUNTS_REMEDY,
+            "offsets that do not decrease",
+            group_offsets.tolist()[:8],
+            COUNTS_REMEDY,
         )
 
 
 def check_group_offsets(
     group_offsets: torch.Tensor,
-    op: str,
+    need: Checks,
     device: torch.device,
     num_rows: int,
     num_groups: int | None = None,
 ) -> None:
     """Check dtype, shape and device of group offsets, not their values."""
-    require_tensor(
+    need.tensor(
         group_offsets,
-        op,
         "group_offsets",
         dtype=GROUP_OFFSET_DTYPES,
         shape=(None,),
@@ -213,31 +195,26 @@ def check_group_offsets(
         contiguous=True,
     )
     groups = group_offsets.shape[0] - 1
-    require(
+    need(
         groups >= 1,
-        op,
         "group_offsets.shape",
-        need="[G + 1], one group at least",
-        got=list(group_offsets.shape),
-        remedy="begin with 0 and append each group's end",
+        "[G + 1], one group at least",
+        list(group_offsets.shape),
+        "begin with 0 and append each group's end",
     )
     if num_groups is not None and groups != num_groups:
-        raise ValueError(
-            message(
-                op,
-                "group_offsets.shape",
-                f"[G + 1] = [{num_groups + 1}]",
-                list(group_offsets.shape),
-                COUNTS_REMEDY if groups + 1 == num_groups else "",
-            )
+        raise need.value_error(
+            "group_offsets.shape",
+            f"[G + 1] = [{num_groups + 1}]",
+            list(group_offsets.shape),
+            COUNTS_REMEDY if groups + 1 == num_groups else "",
         )
-    require(
+    need(
         padded_capacity(num_rows, groups) <= MAX_GROUPED_ROWS,
-        op,
         "rows",
-        got=num_rows,
-        need=f"at most {MAX_GROUPED_ROWS} with padding",
-        remedy="split the batch",
+        f"at most {MAX_GROUPED_ROWS} with padding",
+        num_rows,
+        "split the batch",
     )
 
 

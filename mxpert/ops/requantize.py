@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import message, require, require_tensor
+from ..errors import Checks
 from ..formats.folding import FoldCertificate, fold_certificate
 from ..formats.gate_up import GateUpOrder
 from ..formats.layouts import hopper_can_hold, pack_cdna4, pack_hopper
@@ -54,32 +54,32 @@ def requantize_(
         >>> weights.down_proj.dequantize().unique()
         tensor([1.])
     """
-    op = "requantize_"
+    need = Checks("requantize_")
     if not isinstance(weights, MoEWeights):
-        raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
+        raise need.type_error("weights", "MoEWeights", type(weights).__name__)
     if not isinstance(scale_rule, ScaleRule):
-        raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(scale_rule)))
+        raise need.type_error("scale_rule", "a ScaleRule", repr(scale_rule))
     experts, hidden, inner = weights.num_experts, weights.hidden_size, weights.intermediate_size
     for name, tensor, shape in (
         ("gate_up_proj", gate_up_proj, (experts, 2 * inner, hidden)),
         ("down_proj", down_proj, (experts, hidden, inner)),
     ):
-        require_tensor(tensor, op, name, dtype=FLOAT_DTYPES, shape=shape, device=weights.device)
+        need.tensor(tensor, name, dtype=FLOAT_DTYPES, shape=shape, device=weights.device)
     biases = []
     for name, bias, held, width in (
         ("gate_up_bias", gate_up_bias, weights.gate_up_bias, 2 * inner),
         ("down_bias", down_bias, weights.down_bias, hidden),
     ):
-        need, got = ("None" if each is None else "a tensor" for each in (held, bias))
-        require(need == got, op, name, need=need, got=got)
+        wanted, got = ("None" if each is None else "a tensor" for each in (held, bias))
+        need(wanted == got, name, wanted, got)
         if bias is not None:
-            require_tensor(bias, op, name, dtype=FLOAT_DTYPES, shape=(experts, width))
+            need.tensor(bias, name, dtype=FLOAT_DTYPES, shape=(experts, width))
             bias = bias.detach().to(weights.device, torch.float32).contiguous()
         biases.append(bias)
     order = gate_up_order or weights.source_order or weights.gate_up_order
     gate_up, down = (_quantized(each, scale_rule) for each in (gate_up_proj, down_proj))
     new = MoEWeights(gate_up, down, biases[0], biases[1], gate_up_order=order)
-    replace_(weights, new, op)
+    replace_(weights, new, need)
 
 
 def _quantized(weight: torch.Tensor, rule: ScaleRule) -> MXTensor:
@@ -95,21 +95,21 @@ def _quantized(weight: torch.Tensor, rule: ScaleRule) -> MXTensor:
     return MXTensor(codes, scale, MXFP4)
 
 
-def replace_(weights: MoEWeights, new: MoEWeights, op: str) -> None:
+def replace_(weights: MoEWeights, new: MoEWeights, need: Checks) -> None:
     """Write the values of ROW_MAJOR weights into prepared ones of any layout, or raise before it.
 
     Args:
         new: of the same sizes and biases, on the device of `weights`, in memory of their own.
-        op: what messages start with.
+        need: checks of the calling function.
     """
     layout, assigned = weights.layout, new.gate_up_order
     assert assigned is not None  # for the type checker
     if layout is Layout.ROW_MAJOR:
-        need = weights.gate_up_order
-        require(assigned is need, op, "gate_up_order", need=need, got=assigned)
+        order = weights.gate_up_order
+        need(assigned is order, "gate_up_order", order, assigned)
     certificates = fold_certificate(new.gate_up_proj), fold_certificate(new.down_proj)
     if layout is Layout.HOPPER_FRAGMENT:
-        _require_foldable(certificates, op)
+        _require_foldable(certificates, need)
     gate_up, down = weights.gate_up_proj, weights.down_proj
     if layout is Layout.ROW_MAJOR:
         for held, found in ((gate_up, new.gate_up_proj), (down, new.down_proj)):
@@ -133,16 +133,15 @@ def replace_(weights: MoEWeights, new: MoEWeights, op: str) -> None:
     weights.__dict__.update(fold_certificates=known, source_order=source)
 
 
-def _require_foldable(certificates: tuple[FoldCertificate, FoldCertificate], op: str) -> None:
+def _require_foldable(certificates: tuple[FoldCertificate, FoldCertificate], need: Checks) -> None:
     """Raise a ValueError that names the experts whose rows span more than 15 binades."""
     outside = sum(each.blocks_outside for each in certificates)
     assert isinstance(outside, torch.Tensor)  # for the type checker
     experts = outside.nonzero().flatten().tolist()
-    require(
+    need(
         all(hopper_can_hold(each) for each in certificates),
-        op,
         "gate_up_proj, down_proj",
-        need="rows within 15 binades and above 2^-121, as the prepared layout holds them",
-        got=f"others in experts {experts[:8]}",
-        remedy="prepare them as new weights",
+        "rows within 15 binades and above 2^-121, as the prepared layout holds them",
+        f"others in experts {experts[:8]}",
+        "prepare them as new weights",
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..dispatch import detect_target
-from ..errors import message, require, require_number, require_tensor
+from ..errors import Checks
 from ..inputs.routing import PlanInputs, TopKInputs
 from ..problem import (
     GroupScore,
@@ -172,41 +172,34 @@ def check_route_topk(
     op: str = "route_topk",
 ) -> None:
     """Argument checks of `route_topk`, and of layers that will call it."""
-    require_tensor(logits, op, "logits", dtype=LOGIT_DTYPES, shape=(None, None))
+    need = Checks(op)
+    need.tensor(logits, "logits", dtype=LOGIT_DTYPES, shape=(None, None))
     num_experts = logits.shape[1]
-    _require_count(op, "top_k", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)
+    _require_count(need, "top_k", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)
     if not isinstance(options.scoring, Scoring):
-        raise TypeError(
-            message(
-                op,
-                "scoring",
-                "a Scoring",
-                repr(options.scoring),
-                "for example mxpert.Scoring.SIGMOID",
-            )
+        raise need.type_error(
+            "scoring", "a Scoring", repr(options.scoring), "for example mxpert.Scoring.SIGMOID"
         )
     for name, value in (("normalize", options.normalize), ("clamp_nan", options.clamp_nan)):
         if not isinstance(value, bool):
-            raise TypeError(message(op, name, "a bool", repr(value)))
+            raise need.type_error(name, "a bool", repr(value))
     group_score = options.group_score
     if group_score is not None:
-        group_score = GroupScore.parse(group_score, op, "group_score")
-    require_number(options.routed_scaling_factor, op, "routed_scaling_factor")
+        group_score = GroupScore.parse(group_score, need.op, "group_score")
+    need.number(options.routed_scaling_factor, "routed_scaling_factor")
     if not (_is_one(options.num_groups) and _is_one(options.top_groups)):
-        _check_groups(op, num_experts, top_k, options.num_groups, options.top_groups)
+        _check_groups(need, num_experts, top_k, options.num_groups, options.top_groups)
         if group_score is None and correction_bias is None:
-            require(
+            need(
                 options.top_groups == options.num_groups,
-                op,
                 "group_score",
-                need="'max' or 'top2' for groups without correction_bias",
-                got=None,
-                remedy="DeepSeek-V2 and vLLM take 'max', DeepSeek-V3 'top2'",
+                "'max' or 'top2' for groups without correction_bias",
+                None,
+                "DeepSeek-V2 and vLLM take 'max', DeepSeek-V3 'top2'",
             )
     if correction_bias is not None:
-        require_tensor(
+        need.tensor(
             correction_bias,
-            op,
             "correction_bias",
             dtype=torch.float32,
             shape=(num_experts,),
@@ -219,26 +212,26 @@ def _is_one(value: object) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and value == 1
 
 
-def _check_groups(op: str, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
+def _check_groups(
+    need: Checks, num_experts: int, top_k: int, num_groups: int, top_groups: int
+) -> None:
     _require_count(
-        op, "num_groups", num_groups, max(1, num_experts // 2), "groups of two or more experts"
+        need, "num_groups", num_groups, max(1, num_experts // 2), "groups of two or more experts"
     )
-    require(
+    need(
         num_experts % num_groups == 0,
-        op,
         "num_groups",
-        need=f"a divisor of the {num_experts} experts",
-        got=num_groups,
+        f"a divisor of the {num_experts} experts",
+        num_groups,
     )
-    _require_count(op, "top_groups", top_groups, num_groups, "num_groups")
+    _require_count(need, "top_groups", top_groups, num_groups, "num_groups")
     reachable = top_groups * (num_experts // num_groups)
-    require(
+    need(
         top_k <= reachable,
-        op,
         "top_groups",
-        got=top_groups,
-        need=f"groups that hold top_k = {top_k} experts together",
-        remedy=f"they hold {reachable}; choose more groups or fewer experts",
+        f"groups that hold top_k = {top_k} experts together",
+        top_groups,
+        f"they hold {reachable}; choose more groups or fewer experts",
     )
 
 
@@ -257,37 +250,30 @@ class PlanOptions(NamedTuple):
 
 def check_routing_plan(options: PlanOptions, inputs: PlanInputs) -> None:
     """Argument checks of `make_routing_plan`."""
-    op, topk_ids, num_experts = "make_routing_plan", inputs.topk_ids, options.num_experts
-    require_topk(inputs.topk_weights, topk_ids, op)
+    need, topk_ids, num_experts = Checks("make_routing_plan"), inputs.topk_ids, options.num_experts
+    require_topk(inputs.topk_weights, topk_ids, need.op)
     num_tokens, top_k = topk_ids.shape
     for name, value in zip(options._fields, options, strict=True):
-        _require_count(op, name, value, MAX_SORTED_ROWS, "rows of a plan")
-    _require_count(op, "topk_ids.shape[1]", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)
+        _require_count(need, name, value, MAX_SORTED_ROWS, "rows of a plan")
+    _require_count(need, "topk_ids.shape[1]", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)
     if num_tokens * top_k >= MAX_ROUTED_ROWS:
-        raise ValueError(
-            message(
-                op,
-                "topk_ids.shape",
-                f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
-                num_tokens * top_k,
-                "split the tokens into smaller batches",
-            )
+        raise need.value_error(
+            "topk_ids.shape",
+            f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
+            num_tokens * top_k,
+            "split the tokens into smaller batches",
         )
     capacity = options.capacity(topk_ids)
     if capacity > MAX_SORTED_ROWS:
-        raise ValueError(
-            message(
-                op,
-                "routing_block_m",
-                f"at most {MAX_SORTED_ROWS} padded rows",
-                capacity,
-                f"use a smaller block than {options.routing_block_m}",
-            )
+        raise need.value_error(
+            "routing_block_m",
+            f"at most {MAX_SORTED_ROWS} padded rows",
+            capacity,
+            f"use a smaller block than {options.routing_block_m}",
         )
     if inputs.expert_map is not None:
-        require_tensor(
+        need.tensor(
             inputs.expert_map,
-            op,
             "expert_map",
             dtype=torch.int32,
             shape=(num_experts,),
@@ -295,9 +281,8 @@ def check_routing_plan(options: PlanOptions, inputs: PlanInputs) -> None:
             contiguous=True,
         )
     if inputs.num_local_tokens is not None:
-        require_tensor(
+        need.tensor(
             inputs.num_local_tokens,
-            op,
             "num_local_tokens",
             dtype=torch.int32,
             shape=(1,),
@@ -305,13 +290,13 @@ def check_routing_plan(options: PlanOptions, inputs: PlanInputs) -> None:
         )
 
 
-def _require_count(op: str, name: str, value: int, most: int, of: str) -> None:
+def _require_count(need: Checks, name: str, value: int, most: int, of: str) -> None:
     """Check that `value` is an int in 1 … `most`; the common case returns at once."""
     if type(value) is int and 1 <= value <= most:
         return
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        raise TypeError(message(op, name, "an int", repr(value)))
-    require(1 <= value <= most, op, name, need=f"1 … {most} ({of})", got=value)
+        raise need.type_error(name, "an int", repr(value))
+    need(1 <= value <= most, name, f"1 … {most} ({of})", value)
 
 
 class _TopKChoice(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..dispatch import detect_target
-from ..errors import require, require_dtype, require_tensor
+from ..errors import Checks
 from ..inputs.rows import (
     ActivateBackwardInputs,
     ActivateInputs,
@@ -114,61 +114,55 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
 
 
 def _check_activate(activation: Activation, inputs: ActivateInputs) -> None:
-    _check_gate_up(inputs.gate_up, "activate_rows")
+    _check_gate_up(inputs.gate_up, Checks("activate_rows"))
 
 
-def _check_gate_up(gate_up: torch.Tensor, op: str) -> None:
-    require_tensor(gate_up, op, "gate_up", dtype=ROW_DTYPES, shape=(None, None))
-    require(
+def _check_gate_up(gate_up: torch.Tensor, need: Checks) -> None:
+    need.tensor(gate_up, "gate_up", dtype=ROW_DTYPES, shape=(None, None))
+    need(
         gate_up.shape[1] % 2 == 0,
-        op,
         "gate_up.shape[1]",
-        need="an even number",
-        got=gate_up.shape[1],
-        remedy="gate first, then up",
+        "an even number",
+        gate_up.shape[1],
+        "gate first, then up",
     )
 
 
 def _check_activate_backward(activation: Activation, inputs: ActivateBackwardInputs) -> None:
-    op, gate_up = "activate_rows_backward", inputs.gate_up
-    _check_gate_up(gate_up, op)
+    need, gate_up = Checks("activate_rows_backward"), inputs.gate_up
+    _check_gate_up(gate_up, need)
     rows, width = gate_up.shape
     shape, device = (rows, width // 2), gate_up.device
-    require_tensor(inputs.grad, op, "grad", dtype=gate_up.dtype, shape=shape, device=device)
+    need.tensor(inputs.grad, "grad", dtype=gate_up.dtype, shape=shape, device=device)
 
 
 def _check_combine(options: None, inputs: CombineInputs) -> None:
-    op = "combine_rows"
-    _check_rows(inputs.rows, inputs.row_ids, inputs.weights, op)
-    require_dtype(inputs.out_dtype, ROW_DTYPES, op, "out_dtype")
+    need = Checks("combine_rows")
+    _check_rows(inputs.rows, inputs.row_ids, inputs.weights, need)
+    need.dtype(inputs.out_dtype, ROW_DTYPES, "out_dtype")
 
 
 def _check_combine_backward(options: None, inputs: CombineBackwardInputs) -> None:
-    op, rows, row_ids = "combine_rows_backward", inputs.rows, inputs.row_ids
-    _check_rows(rows, row_ids, inputs.weights, op)
+    need, rows, row_ids = Checks("combine_rows_backward"), inputs.rows, inputs.row_ids
+    _check_rows(rows, row_ids, inputs.weights, need)
     shape = row_ids.shape[0], rows.shape[1]
-    require_tensor(inputs.grad, op, "grad", dtype=ROW_DTYPES, shape=shape, device=rows.device)
+    need.tensor(inputs.grad, "grad", dtype=ROW_DTYPES, shape=shape, device=rows.device)
 
 
 def _check_rows(
-    rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor | None, op: str
+    rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor | None, need: Checks
 ) -> None:
-    require_tensor(rows, op, "rows", dtype=ROW_DTYPES, shape=(None, None))
-    require_tensor(
-        row_ids, op, "row_ids", dtype=torch.int64, shape=(None, None), device=rows.device
-    )
-    require(
+    need.tensor(rows, "rows", dtype=ROW_DTYPES, shape=(None, None))
+    need.tensor(row_ids, "row_ids", dtype=torch.int64, shape=(None, None), device=rows.device)
+    need(
         row_ids.numel() >= rows.shape[0],
-        op,
         "row_ids",
-        need=f"at least {rows.shape[0]} entries, one for each row",
-        got=row_ids.numel(),
+        f"at least {rows.shape[0]} entries, one for each row",
+        row_ids.numel(),
     )
     if weights is not None:
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-        require_tensor(
-            weights, op, "weights", dtype=wide, shape=tuple(row_ids.shape), device=rows.device
-        )
+        need.tensor(weights, "weights", dtype=wide, shape=tuple(row_ids.shape), device=rows.device)
 
 
 def _activate_problem(
