@@ -119,7 +119,7 @@ class Resolution:
     """
 
     kernel: AnyKernel
-    config: Any
+    config: Any  # of the kernel's own type
     source: str
     detail: str
     slower: str = ""
@@ -221,7 +221,7 @@ def _stage_config(problem: Problem, config: Config) -> Config:
     return config
 
 
-def _choose_config(kernel: AnyKernel, problem: Problem, config: Config) -> tuple[Any, str, str]:
+def _choose_config(kernel: AnyKernel, problem: Problem, config: Config) -> tuple[object, str, str]:
     """Config, source and detail for a chosen kernel; `config` is what override() pins."""
     pinned = _stage_config(problem, config)
     for_reference = isinstance(pinned, ReferenceConfig)
@@ -257,7 +257,7 @@ def offers_row(problem: MoEProblem, row: tables.TunedRow) -> bool:
     )
 
 
-def _block_fits(problem: Problem, config: Any) -> bool:
+def _block_fits(problem: Problem, config: object) -> bool:
     return (
         not isinstance(config, StageConfig)
         or not isinstance(problem, MoEProblem)
@@ -265,7 +265,7 @@ def _block_fits(problem: Problem, config: Any) -> bool:
     )
 
 
-def _check_pinned(kernel: AnyKernel, problem: Problem, config: Any) -> None:
+def _check_pinned(kernel: AnyKernel, problem: Problem, config: object) -> None:
     """Raise an error for a pinned config of another backend or with another row block."""
     kind = getattr(kernel, "stage_config", GemmConfig)
     stages = (config.gate_up, config.down) if isinstance(config, MoEConfig) else (config,)

@@ -21,7 +21,11 @@ from . import grouped_gemm, moe, quantize, quantize_dual, route  # noqa: F401  (
 from .library import OPS
 
 
-def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(
+    op: Callable[..., object],
+    *args: Any,  # of any op
+    **kwargs: Any,
+) -> Explanation:
     """Say which backend and config `op(*args, **kwargs)` would run with, and why.
 
     Nothing is launched or sent. `override()` blocks are honoured. With `expert_parallel` the answer
@@ -61,7 +65,11 @@ def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return explanation if ranks is None else replace(explanation, transport=ranks.explain())
 
 
-def describe(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
+def describe(
+    op: Callable[..., object],
+    *args: Any,  # of any op
+    **kwargs: Any,
+) -> Problem:
     """The problem that ``op(*args, **kwargs)`` resolves. Nothing is launched.
 
     Raises:

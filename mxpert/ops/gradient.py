@@ -41,7 +41,11 @@ class _WithoutBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, result: torch.Tensor, source: torch.Tensor, op: str, remedy: str
+        ctx: Any,  # torch's, which takes any attribute
+        result: torch.Tensor,
+        source: torch.Tensor,
+        op: str,
+        remedy: str,
     ) -> torch.Tensor:
         ctx.op, ctx.remedy = op, remedy
         return result.view_as(result)

@@ -117,7 +117,7 @@ class _Seen(NamedTuple):
     It holds the config, because the key contains the config's id.
     """
 
-    config: Any
+    config: object
     is_recordable: bool = True
 
 
@@ -149,7 +149,7 @@ class Recording:
     tensors.
     """
 
-    config: Any
+    config: object
     launches: tuple[PreparedLaunch, ...]
     scratch: int
     outputs: tuple[_Buffer, ...]
@@ -233,12 +233,12 @@ class _UnplacedError(Exception):
 
 
 def _recording(
-    config: Any,
+    config: object,
     launches: list[LaunchRecord],
     tensors: list[torch.Tensor],
     made: list[torch.Tensor],
     resident: Sequence[torch.Tensor],
-    result: Any,
+    result: object,
 ) -> Recording:
     outputs: list[torch.Tensor] = []
     build = _builder(result, functools.partial(_output_index, outputs, tensors))
@@ -341,7 +341,7 @@ def _finder(
 
 
 def _builder(
-    result: Any, output: Callable[[torch.Tensor], int]
+    result: object, output: Callable[[torch.Tensor], int]
 ) -> Callable[[list[torch.Tensor]], Any]:
     """Return a function that makes the call's result from the list of outputs and arguments.
 
