@@ -11,7 +11,7 @@ from .errors import require
 from .formats.layouts import WeightLayout
 from .formats.spec import ScaleSpan
 from .formats.tensor import Layout
-from .kernel_spec import KernelSpec
+from .kernel_spec import AnyKernel
 from .problem import GemmConfig, Op, StageConfig, Target
 
 
@@ -77,10 +77,10 @@ class Backend:
     gpus: tuple[Support, ...] = ()
     devices: tuple[Target, ...] = ()
 
-    def load(self, op: Op) -> KernelSpec:
+    def load(self, op: Op) -> AnyKernel:
         """Import the kernel of an op that it has."""
         module, _, name = self.kernels[op].partition(":")
-        kernel: KernelSpec = getattr(importlib.import_module(module), name)
+        kernel: AnyKernel = getattr(importlib.import_module(module), name)
         return kernel
 
 

@@ -218,6 +218,63 @@ def require_int(value: object, op: str, argument: str, *, least: int = 0) -> Non
         raise ValueError(message(op, argument, f"at least {least}", value))
 
 
+class Checks:
+    """Checks of one op's arguments; their errors start with its name.
+
+    Args:
+        op: the function that reports an error.
+
+    Example:
+        >>> need = Checks("quantize")
+        >>> need(3 % 32 == 0, "x.shape[-1]", "a multiple of 32", 3, "pad with zeros")
+        Traceback (most recent call last):
+        ValueError: quantize: x.shape[-1] — need a multiple of 32, got 3; pad with zeros
+    """
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def __call__(
+        self, holds: bool, argument: str, wanted: object, got: object, remedy: str = ""
+    ) -> None:
+        """`require` of this op."""
+        if not holds:
+            raise self.value_error(argument, wanted, got, remedy)
+
+    def value_error(
+        self, argument: str, wanted: object, got: object, remedy: str = ""
+    ) -> ValueError:
+        """The error to raise where a text holds sizes: they may be symbols before it fails."""
+        return ValueError(message(self.op, argument, wanted, got, remedy))
+
+    def type_error(self, argument: str, wanted: object, got: object, remedy: str = "") -> TypeError:
+        """The error of an argument of a wrong type."""
+        return TypeError(message(self.op, argument, wanted, got, remedy))
+
+    def tensor(
+        self,
+        value: object,
+        argument: str,
+        *,
+        dtype: torch.dtype | Sequence[torch.dtype] | None = None,
+        shape: Sequence[int | None] | None = None,
+        device: torch.device | None = None,
+        contiguous: bool = False,
+    ) -> None:
+        """`require_tensor` of this op."""
+        require_tensor(
+            value, self.op, argument, dtype=dtype, shape=shape, device=device, contiguous=contiguous
+        )
+
+    def dtype(self, value: object, allowed: Sequence[torch.dtype], argument: str = "dtype") -> None:
+        """`require_dtype` of this op."""
+        require_dtype(value, allowed, self.op, argument)
+
+    def number(self, value: object, argument: str) -> None:
+        """`require_number` of this op."""
+        require_number(value, self.op, argument)
+
+
 def require_device(device: object, op: str, argument: str = "device") -> torch.device:
     """Return the torch.device that `device` names; it must exist. "meta" always does.
 

@@ -81,6 +81,11 @@ class MoEOptions:
     combine: Combine = Combine.REDUCE
     out_dtype: torch.dtype = torch.bfloat16
 
+    @property
+    def mx_format(self) -> MXFormat | None:
+        """The MX format of activations; None where ops exchange bfloat16."""
+        return activation_mx_format(self.activation_format)
+
 
 @dataclass(frozen=True)
 class Target:

@@ -18,7 +18,7 @@ from ..dispatch.tables import Source, TunedRow, problem_key, table_name
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import Layout
-from ..kernel_spec import KernelSpec
+from ..inputs.moe import FusedMoEInputs, LayerKernel
 from ..ops.moe import fused_moe
 from ..problem import (
     MoEConfig,
@@ -81,7 +81,7 @@ class Cell:
 class Choice:
     """The kernel that serves a cell, and the problem as it is described to that kernel."""
 
-    kernel: KernelSpec
+    kernel: LayerKernel
     problem: MoEProblem
 
     @property
@@ -228,17 +228,8 @@ class Trial:
     def run(self, config: MoEConfig, batch: Sequence[torch.Tensor]) -> torch.Tensor:
         """The layer's output for one batch."""
         x, topk_weights, topk_ids = batch
-        result: torch.Tensor = self.choice.kernel.launch(
-            self.choice.problem,
-            config,
-            x=x,
-            weights=self.weights,
-            topk_ids=topk_ids,
-            topk_weights=topk_weights,
-            expert_map=None,
-            num_local_tokens=None,
-        )
-        return result
+        inputs = FusedMoEInputs(x, self.weights, topk_weights, topk_ids)
+        return self.choice.kernel.launch(self.choice.problem, config, inputs)
 
     def error(self, config: MoEConfig) -> float:
         """The larger of two errors: of the probes to float64, of all tokens to a right result.

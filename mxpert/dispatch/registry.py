@@ -20,7 +20,7 @@ from typing import Any
 
 from ..backend import BACKENDS, Backend, Status, add_backend, made_for
 from ..errors import PerformanceWarning, UnsupportedError, message, require
-from ..kernel_spec import KernelSpec, refuse
+from ..kernel_spec import AnyKernel, refuse
 from ..problem import (
     Config,
     GemmConfig,
@@ -101,8 +101,8 @@ class Resolution:
         slower: why this is not the device's fast kernel, and the remedy; "" if it is.
     """
 
-    kernel: KernelSpec
-    config: Any
+    kernel: AnyKernel
+    config: Any  # of the kernel's own type
     source: str
     detail: str
     slower: str = ""
@@ -180,7 +180,7 @@ def register_backend(backend: Backend) -> None:
 
 
 @functools.cache
-def kernel_of(backend: Backend, op: Op) -> KernelSpec | str:
+def kernel_of(backend: Backend, op: Op) -> AnyKernel | str:
     """The backend's kernel for an op, imported at the first request, or the reason it has none."""
     if op not in backend.kernels:
         return f"has no {op.value}"
@@ -195,7 +195,7 @@ def kernel_of(backend: Backend, op: Op) -> KernelSpec | str:
     return kernel
 
 
-def _candidate(backend: str, problem: Problem) -> KernelSpec | str:
+def _candidate(backend: str, problem: Problem) -> AnyKernel | str:
     """The backend's kernel for a problem, or the reason it has none."""
     kernel = kernel_of(BACKENDS[backend], problem.op)
     return kernel if isinstance(kernel, str) else kernel.unsupported(problem) or kernel
@@ -214,7 +214,7 @@ def _stage_config(problem: Problem, config: Config) -> Config:
     return config
 
 
-def _choose_config(kernel: KernelSpec, problem: Problem, config: Config) -> tuple[Any, str, str]:
+def _choose_config(kernel: AnyKernel, problem: Problem, config: Config) -> tuple[object, str, str]:
     """Config, source and detail for a chosen kernel; `config` is what override() pins."""
     pinned = _stage_config(problem, config)
     for_reference = isinstance(pinned, ReferenceConfig)
@@ -250,7 +250,7 @@ def offers_row(problem: MoEProblem, row: tables.TunedRow) -> bool:
     )
 
 
-def _block_fits(problem: Problem, config: Any) -> bool:
+def _block_fits(problem: Problem, config: object) -> bool:
     return (
         not isinstance(config, StageConfig)
         or not isinstance(problem, MoEProblem)
@@ -258,7 +258,7 @@ def _block_fits(problem: Problem, config: Any) -> bool:
     )
 
 
-def _check_pinned(kernel: KernelSpec, problem: Problem, config: Any) -> None:
+def _check_pinned(kernel: AnyKernel, problem: Problem, config: object) -> None:
     """Raise an error for a pinned config of another backend or with another row block."""
     own = BACKENDS[kernel.backend].stage_config
     kind = own if isinstance(problem, MoEProblem) else GemmConfig
@@ -277,7 +277,7 @@ def _check_pinned(kernel: KernelSpec, problem: Problem, config: Any) -> None:
     )
 
 
-def _slower(problem: Problem, kernel: KernelSpec, rejected: list[tuple[str, str]]) -> str:
+def _slower(problem: Problem, kernel: AnyKernel, rejected: list[tuple[str, str]]) -> str:
     """Why `kernel` is not the fast one of the problem's device, as a phrase; "" if it is."""
     if problem.target.kind == "cpu":
         return ""
@@ -363,7 +363,7 @@ def _resolve(
     raise refuse(problem, (f"{name} {reason}" for name, reason in rejected))
 
 
-def resolve(problem: Problem) -> tuple[KernelSpec, Any]:
+def resolve(problem: Problem) -> tuple[AnyKernel, Any]:
     """The kernel and the config for `problem`; warns once of each reason for a slow choice.
 
     Raises:
@@ -375,13 +375,13 @@ def resolve(problem: Problem) -> tuple[KernelSpec, Any]:
     return resolution.kernel, resolution.config
 
 
-def resolve_cached(call: CachedCall) -> tuple[KernelSpec, Any]:
+def resolve_cached(call: CachedCall) -> tuple[AnyKernel, Any]:
     """`resolve` for the problem of a cached call, without hashing it."""
     pins, generation = _override.get(), tables.generation()
     cached = call.resolved
     if cached is None or cached[0] is not pins or cached[1] != generation:
         call.resolved = cached = pins, generation, resolve(call.problem)
-    choice: tuple[KernelSpec, Any] = cached[2]
+    choice: tuple[AnyKernel, Any] = cached[2]
     return choice
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..formats.spec import ScaleRule
-from ..kernel_spec import KernelSpec
+from ..inputs.moe import LayerKernel
 from ..ops.schema import rebuild
 from .calls import Call, require_same
 from .groups import Ranks
@@ -132,7 +132,7 @@ class AllToAllExchange:
         way: _Way = dispatched.state
         return self._exchange(rows[way.tokens], way)
 
-    def layer_kernel(self, kernel: KernelSpec, *, bound: int, out_dtype: torch.dtype) -> None:
+    def layer_kernel(self, kernel: LayerKernel, *, bound: int, out_dtype: torch.dtype) -> None:
         """None: a local layer is a kernel of its own."""
 
     def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:

@@ -13,13 +13,13 @@ import torch
 from ..errors import message, require, require_device, require_dtype, require_int, require_tensor
 from ..formats.spec import ScaleRule, ScaleRuleLike
 from ..formats.tensor import Layout, MXTensor
-from ..kernel_spec import KernelSpec, Launchable
+from ..inputs.moe import FusedMoEInputs, LayerKernel, LayerLaunch
 from ..problem import MoEOptions
 from ..routing import require_topk
 from .calls import Call
 from .choice import choose, make_exchange
 from .groups import agree, default_device, find_group
-from .layer import LAYER, LAYER_OUT, OBJECTS
+from .layer import LAYER, LAYER_OUT, OBJECTS, RanksOptions
 from .placement import Placement
 from .streams import StreamGuard
 from .transport import (
@@ -327,20 +327,18 @@ class ExpertParallel:
         with torch.no_grad():
             return self.combine_unchecked(rows, dispatched, out)
 
-    def run_layer(
-        self, options: MoEOptions, inputs: dict[str, Any], out: torch.Tensor | None
-    ) -> torch.Tensor:
+    def run_layer(self, options: MoEOptions, inputs: FusedMoEInputs) -> torch.Tensor:
         """What `mxpert.fused_moe` with `expert_parallel` calls.
 
         Args:
             options: of the layer, checked.
-            inputs: x, weights, topk_weights and topk_ids.
-            out: as for `mxpert.fused_moe`.
+            inputs: without an expert map, a number of tokens and arrivals.
         """
-        if out is None:
-            return LAYER(options, self._handle, **inputs)
-        LAYER_OUT(options, self._handle, **inputs, out=out)
-        return out
+        layer = RanksOptions(options, self._handle)
+        if inputs.out is None:
+            return LAYER(layer, inputs)
+        LAYER_OUT(layer, inputs)
+        return inputs.out
 
     def dispatch_unchecked(
         self,
@@ -359,7 +357,7 @@ class ExpertParallel:
             x, topk_weights, topk_ids, **options, out_dtype=out_dtype, call=call
         )
 
-    def layer_kernel(self, kernel: KernelSpec, out_dtype: torch.dtype) -> Launchable | None:
+    def layer_kernel(self, kernel: LayerKernel, out_dtype: torch.dtype) -> LayerLaunch | None:
         """The whole layer as one kernel; None if the transport has none for `kernel`.
 
         Args:

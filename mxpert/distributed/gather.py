@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ..formats.spec import ScaleRule
-from ..kernel_spec import KernelSpec
+from ..inputs.moe import LayerKernel
 from ..ops.schema import rebuild
 from .calls import Call, require_same
 from .groups import Ranks
@@ -113,7 +113,7 @@ class GatherExchange:
         sent = _padded(rows.contiguous(), dispatched.state)
         return self._gather(sent.view(torch.uint8)).view(rows.dtype)
 
-    def layer_kernel(self, kernel: KernelSpec, *, bound: int, out_dtype: torch.dtype) -> None:
+    def layer_kernel(self, kernel: LayerKernel, *, bound: int, out_dtype: torch.dtype) -> None:
         """None: a local layer is a kernel of its own."""
 
     def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:

@@ -7,21 +7,19 @@ knows its `ExpertParallel` by a number.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..dispatch import launch, resolve_cached, without_grad
 from ..errors import message
+from ..inputs.moe import FusedMoEInputs
 from ..ops.library import OpSpec
 from ..ops.local_weights import check_wire_format
-from ..ops.moe import fused_moe_received, received_problem
-from ..ops.moe_checks import check_out, check_received, moe_options
-from ..ops.schema import Operand
-from ..problem import MoEOptions, MoEProblem
+from ..ops.moe import fake_layer, fused_moe_received, moe_problem
+from ..ops.moe_checks import check_local_layer, check_out, moe_options
+from ..problem import MoEOptions, MoEProblem, Op
 from ..runtime.geometry import CachedCall, Described
-from ..weights import MoEWeights
 from .calls import call_of
 
 if TYPE_CHECKING:
@@ -31,17 +29,24 @@ OBJECTS: weakref.WeakValueDictionary[int, ExpertParallel] = weakref.WeakValueDic
 """The living objects by their number."""
 
 
-class LayerOp(OpSpec[torch.Tensor]):
-    """`fused_moe` over several ranks. Options are the layer's and the number of its object."""
+class RanksOptions(NamedTuple):
+    """Options of a layer, and the number of its object in `OBJECTS`."""
+
+    options: MoEOptions
+    handle: int
+
+
+class LayerOp(OpSpec[RanksOptions, FusedMoEInputs, torch.Tensor]):
+    """`fused_moe` over several ranks."""
 
     def _run(
-        self, options: Sequence[Any], geometry: Described | None, inputs: dict[str, Any]
-    ) -> Any:
+        self, options: RanksOptions, geometry: Described | None, inputs: FusedMoEInputs
+    ) -> torch.Tensor:
         """Check → describe → resolve → exchange and launch; nothing is sent before the launch."""
         call = self._checked(options, geometry, inputs)
         # An error here comes before the others wait for this rank.
         kernel, config = resolve_cached(call)
-        ranks, out_dtype = OBJECTS[options[1]], options[0].out_dtype
+        ranks, out_dtype = OBJECTS[options.handle], options.options.out_dtype
         whole = ranks.layer_kernel(kernel, out_dtype)
         if whole is not None:
             return launch(whole, config, call, geometry, inputs)
@@ -50,60 +55,36 @@ class LayerOp(OpSpec[torch.Tensor]):
 
 @without_grad
 def _exchange(
-    ranks: ExpertParallel, out_dtype: torch.dtype, call: CachedCall, inputs: dict[str, Any]
+    ranks: ExpertParallel, out_dtype: torch.dtype, call: CachedCall, inputs: FusedMoEInputs
 ) -> torch.Tensor:
     """Dispatch, the local layer as an op of its own, combine."""
-    local: Any = call.problem
-    routed = inputs["x"], inputs["topk_weights"], inputs["topk_ids"]
-    options, weights = local.options, inputs["weights"]
+    local, weights = call.problem, inputs.weights
+    assert isinstance(local, MoEProblem)  # for the type checker: the problem of a layer
+    options = local.options
     dispatched = ranks.dispatch_unchecked(
-        *routed,
+        inputs.x,
+        inputs.topk_weights,
+        inputs.topk_ids,
         scale_rule=options.scale_rule,
         out_dtype=out_dtype,
         call=call_of(options, weights, ranks.max_tokens),
     )
-    rows = fused_moe_received(dispatched, weights, options, ranks.local_top_k, call)
-    return ranks.combine_unchecked(rows, dispatched, inputs.get("out"))
+    received = FusedMoEInputs(dispatched.x, weights, dispatched.topk_weights, dispatched.topk_ids)
+    rows = fused_moe_received(received, options, ranks.local_top_k, call)
+    return ranks.combine_unchecked(rows, dispatched, inputs.out)
 
 
-def check_layer(
-    options: MoEOptions,
-    handle: int,
-    x: Operand,
-    weights: MoEWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-) -> None:
+def check_layer(options: RanksOptions, inputs: FusedMoEInputs) -> None:
     """Checks of `fused_moe` with `expert_parallel`."""
-    check_received(options, x, weights, topk_weights, topk_ids, None, None)
+    check_local_layer(options.options, inputs)
     if not torch.compiler.is_compiling():  # a traced layer is checked when it runs
-        _check_ranks(OBJECTS[handle], options, x, weights, topk_weights, topk_ids)
+        _check_ranks(OBJECTS[options.handle], options.options, inputs)
+    check_out(options.options, inputs)
 
 
-def check_layer_out(
-    options: MoEOptions,
-    handle: int,
-    x: Operand,
-    weights: MoEWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """Checks of `fused_moe` with `expert_parallel` and `out`."""
-    check_layer(options, handle, x, weights, topk_weights, topk_ids)
-    check_out(out, options, weights, topk_ids.shape[0])
-
-
-def _check_ranks(
-    ranks: ExpertParallel,
-    options: MoEOptions,
-    x: Operand,
-    weights: MoEWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-) -> None:
-    op = "fused_moe"
-    ranks.check_tokens(op, x, topk_weights, topk_ids)
+def _check_ranks(ranks: ExpertParallel, options: MoEOptions, inputs: FusedMoEInputs) -> None:
+    op, weights = "fused_moe", inputs.weights
+    ranks.check_tokens(op, inputs.x, inputs.topk_weights, inputs.topk_ids)
     if weights.num_experts != ranks.num_local_experts:
         raise ValueError(
             message(
@@ -117,40 +98,35 @@ def _check_ranks(
     check_wire_format(op, ranks, options.activation_format)
 
 
-def _describe(
-    options: MoEOptions, handle: int, *, weights: MoEWeights, topk_ids: torch.Tensor, **_: Any
-) -> MoEProblem:
-    ranks = OBJECTS[handle]
+def _describe(options: RanksOptions, inputs: FusedMoEInputs) -> MoEProblem:
+    layer, ranks = options.options, OBJECTS[options.handle]
     local = moe_options(
         "fused_moe",
-        options.activation,
-        options.activation_format,
-        options.scale_rule,
-        options.apply_router_weight_on_input,
-        options.combine,
+        layer.activation,
+        layer.activation_format,
+        layer.scale_rule,
+        layer.apply_router_weight_on_input,
+        layer.combine,
         ranks.combine_dtype,
     )
-    num_rows = ranks.size * ranks.max_tokens
-    return received_problem(
-        local, ranks.local_top_k, weights=weights, num_rows=num_rows, top_k=topk_ids.shape[1]
-    )
-
-
-def _fake(
-    options: MoEOptions, handle: int, *, weights: MoEWeights, topk_ids: torch.Tensor, **_: Any
-) -> torch.Tensor:
-    shape = topk_ids.shape[0], weights.hidden_size
-    return topk_ids.new_empty(shape, dtype=options.out_dtype)
+    sizes = ranks.size * ranks.max_tokens, inputs.topk_ids.shape[1]
+    return moe_problem(Op.FUSED_MOE, local, inputs.weights, *sizes, local_top_k=ranks.local_top_k)
 
 
 LAYER = LayerOp(
-    "fused_moe_expert_parallel", check=check_layer, describe=_describe, fake=_fake, is_public=False
+    "fused_moe_expert_parallel",
+    check=check_layer,
+    describe=_describe,
+    fake=lambda options, inputs: fake_layer(options.options, inputs),
+    absent=("expert_map", "num_local_tokens", "out", "arrivals"),
+    is_public=False,
 )
 LAYER_OUT = LayerOp(
     "fused_moe_expert_parallel_out",
-    check=check_layer_out,
+    check=check_layer,
     describe=_describe,
-    fake=_fake,
+    fake=lambda options, inputs: fake_layer(options.options, inputs),
+    absent=("expert_map", "num_local_tokens", "arrivals"),
     returns="()",
     mutates="out",
     is_public=False,

@@ -18,10 +18,10 @@ from ..dispatch import detect_target
 from ..errors import PeerLostError, message
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
-from ..kernel_spec import KernelSpec, Launchable
+from ..inputs.moe import FusedMoEInputs, LayerKernel, LayerLaunch
 from ..ops.schema import rebuild
+from ..problem import MoEConfig, MoEProblem
 from ..runtime.replay import replayed
-from ..weights import MoEWeights
 from .calls import Call, call_of, difference_error, differences
 from .groups import gather_objects
 from .transport import DispatchedTokens, ExchangeSpec, Rows
@@ -87,7 +87,7 @@ class SymmetricExchange:
         }
         self._no_id = torch.full((1,), -1, dtype=torch.int32, device=device)
         self._buffers: dict[int, _Buffers] = {}
-        self._layers: dict[tuple[KernelSpec, int, torch.dtype], Launchable] = {}
+        self._layers: dict[tuple[LayerKernel, int, torch.dtype], LayerLaunch] = {}
         self._is_dispatched = False
         self._lost: Exception | None = None
 
@@ -199,8 +199,8 @@ class SymmetricExchange:
         self._is_dispatched = False
 
     def layer_kernel(
-        self, kernel: KernelSpec, *, bound: int, out_dtype: torch.dtype
-    ) -> Launchable | None:
+        self, kernel: LayerKernel, *, bound: int, out_dtype: torch.dtype
+    ) -> LayerLaunch | None:
         """The whole layer as one kernel; None for the reference, whose sort does not wait.
 
         Raises:
@@ -278,7 +278,7 @@ class _LayerKernel:
     """
 
     def __init__(
-        self, exchange: SymmetricExchange, kernel: KernelSpec, bound: int, out_dtype: torch.dtype
+        self, exchange: SymmetricExchange, kernel: LayerKernel, bound: int, out_dtype: torch.dtype
     ) -> None:
         self._exchange, self._kernel = weakref.proxy(exchange), kernel
         self._bound, self._out_dtype = bound, out_dtype
@@ -290,41 +290,30 @@ class _LayerKernel:
         return made
 
     def launch(
-        self,
-        problem: Any,
-        config: Any,
-        *,
-        x: Rows,
-        weights: MoEWeights,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        out: torch.Tensor | None = None,
+        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs
     ) -> torch.Tensor:
         """Return this rank's tokens [T, H], or `out`. problem, config: of the local layer."""
-        out_dtype = self._out_dtype
+        out_dtype, weights, out = self._out_dtype, inputs.weights, inputs.out
         received = self._exchange.dispatch(
-            x,
-            topk_weights,
-            topk_ids,
+            inputs.x,
+            inputs.topk_weights,
+            inputs.topk_ids,
             bound=self._bound,
             scale_rule=problem.options.scale_rule,
             out_dtype=out_dtype,
             waits=False,
             call=call_of(problem.options, weights, self._bound),
         )
-        rows = self._kernel.launch(
-            problem,
-            config,
-            x=received.x,
-            weights=weights,
-            topk_weights=received.topk_weights,
-            topk_ids=received.topk_ids,
-            expert_map=None,
-            num_local_tokens=None,
+        local = FusedMoEInputs(
+            received.x,
+            weights,
+            received.topk_weights,
+            received.topk_ids,
             arrivals=self._exchange.arrivals(self._bound),
         )
+        rows = self._kernel.launch(problem, config, local)
         if out is None:
-            out = torch.empty(x.shape, dtype=out_dtype, device=rows.device)
+            out = torch.empty(inputs.x.shape, dtype=out_dtype, device=rows.device)
         self._exchange.combine(rows, received, out)
         return out
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ..errors import message, require, require_dtype, require_int
 from ..formats.spec import MX_BLOCK_SIZE, ScaleRule, ValueEnum
 from ..formats.tensor import MXTensor
-from ..kernel_spec import KernelSpec, Launchable
+from ..inputs.moe import LayerKernel, LayerLaunch
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K
 from .calls import Call
 from .placement import Placement
@@ -189,12 +189,11 @@ class Exchange(Protocol):
         """
 
     def layer_kernel(
-        self, kernel: KernelSpec, *, bound: int, out_dtype: torch.dtype
-    ) -> Launchable | None:
+        self, kernel: LayerKernel, *, bound: int, out_dtype: torch.dtype
+    ) -> LayerLaunch | None:
         """Dispatch, a local layer and combine, as one kernel; None if the transport has none.
 
-        Its `launch` takes the local layer's problem and config, then x, weights, topk_weights,
-        topk_ids, and `out` where the caller has one.
+        Its `launch` takes the local layer's problem and config, and inputs without an expert map.
 
         Args:
             kernel: of the local layer.

@@ -59,7 +59,6 @@ def parse_activation_format(
     return found
 
 
-def activation_mx_format(name: str, op: str) -> MXFormat | None:
-    """The MX format that `name` stands for ("mxfp8" is e4m3); None where ops exchange bfloat16."""
-    own = parse_activation_format(name, op)
-    return None if own in ("bf16", FP8_TOKEN) else get_format(own)
+def activation_mx_format(format: OwnFormat) -> MXFormat | None:
+    """The MX format of activations ("mxfp8" is e4m3); None where ops exchange bfloat16."""
+    return None if format in ("bf16", FP8_TOKEN) else get_format(format)

@@ -451,3 +451,7 @@ class MXTensor(
             error=IndexError,
         )
         return replace(self, qdata=self.qdata[index], scale=self.scale[index])
+
+
+Operand = torch.Tensor | MXTensor
+"""A dense tensor or an MXTensor: what GEMMs multiply."""

@@ -20,7 +20,11 @@ from .describe import describe
 from .library import OPS
 
 
-def explain(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(
+    op: Callable[..., object],
+    *args: Any,  # of any op
+    **kwargs: Any,
+) -> Explanation:
     """Say which backend and config `op(*args, **kwargs)` would run with, and why.
 
     Nothing is launched or sent. `override()` blocks are honoured. With `expert_parallel` the answer

@@ -6,18 +6,18 @@ read on the host, so that sizes may change from step to step under one CUDA grap
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from ..dispatch import detect_target
-from ..errors import message, require, require_dtype, require_tensor
+from ..errors import Checks
 from ..formats.spec import MX_BLOCK_SIZE, ScaleSpan
-from ..formats.tensor import Layout, MXTensor
+from ..formats.tensor import Layout, MXTensor, Operand
+from ..inputs.grouped import GroupedGemmInputs, GroupedWgradInputs
 from ..problem import OUT_DTYPES, GroupedProblem, Op
 from .library import OpSpec
 from .quantize_dual import COUNTS_REMEDY, check_group_offsets, refuse_counts
-from .schema import Operand
 
 
 def grouped_gemm(
@@ -70,7 +70,7 @@ def grouped_gemm(
         tensor([32., 32.,  0.])
     """
     refuse_counts(group_offsets, "grouped_gemm")
-    return _GEMM(out_dtype, trans_b, a=a, b=b, group_offsets=group_offsets)
+    return _GEMM(GemmOptions(out_dtype, trans_b), GroupedGemmInputs(a, b, group_offsets))
 
 
 def grouped_wgrad(
@@ -112,91 +112,80 @@ def grouped_wgrad(
         tensor([1., 2.])
     """
     refuse_counts(group_offsets, "grouped_wgrad")
-    inputs = dict(grad=grad, a=a, group_offsets=group_offsets, accumulate_into=accumulate_into)
+    inputs = GroupedWgradInputs(grad, a, group_offsets, accumulate_into)
     if accumulate_into is None:
-        return _WGRAD(out_dtype, **inputs)
-    _ACCUMULATE(out_dtype, **inputs)
+        return _WGRAD(out_dtype, inputs)
+    _ACCUMULATE(out_dtype, inputs)
     return accumulate_into
 
 
-def check_grouped_gemm(
-    out_dtype: torch.dtype, trans_b: bool, a: Operand, b: Operand, group_offsets: torch.Tensor
-) -> None:
+class GemmOptions(NamedTuple):
+    """Options of `grouped_gemm`."""
+
+    out_dtype: torch.dtype
+    trans_b: bool
+
+
+def check_grouped_gemm(options: GemmOptions, inputs: GroupedGemmInputs) -> None:
     """Argument checks of `grouped_gemm`."""
-    op = "grouped_gemm"
+    need, (out_dtype, trans_b), a, b = Checks("grouped_gemm"), options, inputs.a, inputs.b
     if not isinstance(trans_b, bool):
-        raise TypeError(message(op, "trans_b", "a bool", repr(trans_b)))
-    _check_out_dtype(out_dtype, op)
-    _check_operand(a, "a", 2, -1, op)
-    _check_operand(b, "b", 3, -1 if trans_b else -2, op)
-    _check_pair(a, "a", b, "b", op)
+        raise need.type_error("trans_b", "a bool", repr(trans_b))
+    _check_out_dtype(out_dtype, need)
+    _check_operand(a, "a", 2, -1, need)
+    _check_operand(b, "b", 3, -1 if trans_b else -2, need)
+    _check_pair(a, "a", b, "b", need)
     reduced = b.shape[-1 if trans_b else -2]
     if reduced != a.shape[1]:
         wanted = "[G, N, K]" if trans_b else "[G, K, N]"
-        raise ValueError(
-            message(
-                op,
-                "b.shape",
-                f"K = {a.shape[1]} as in a",
-                list(b.shape),
-                f"trans_b={trans_b} wants {wanted}",
-            )
+        raise need.value_error(
+            "b.shape",
+            f"K = {a.shape[1]} as in a",
+            list(b.shape),
+            f"trans_b={trans_b} wants {wanted}",
         )
-    check_group_offsets(group_offsets, op, a.device, a.shape[0], b.shape[0])
+    check_group_offsets(inputs.group_offsets, need, a.device, a.shape[0], b.shape[0])
 
 
-def check_grouped_wgrad(
-    out_dtype: torch.dtype,
-    grad: Operand,
-    a: Operand,
-    group_offsets: torch.Tensor,
-    accumulate_into: torch.Tensor | None,
-) -> None:
+def check_grouped_wgrad(out_dtype: torch.dtype, inputs: GroupedWgradInputs) -> None:
     """Argument checks of `grouped_wgrad`."""
-    op = "grouped_wgrad"
-    _check_out_dtype(out_dtype, op)
-    _check_operand(grad, "grad", 2, -1, op)
-    _check_operand(a, "a", 2, -1, op)
-    _check_pair(grad, "grad", a, "a", op)
+    need, grad, a = Checks("grouped_wgrad"), inputs.grad, inputs.a
+    group_offsets, accumulate_into = inputs.group_offsets, inputs.accumulate_into
+    _check_out_dtype(out_dtype, need)
+    _check_operand(grad, "grad", 2, -1, need)
+    _check_operand(a, "a", 2, -1, need)
+    _check_pair(grad, "grad", a, "a", need)
     copies = isinstance(grad, MXTensor)
     common = 1 if copies else 0
     num_rows = grad.shape[common]
     if a.shape[common] != num_rows:
-        raise ValueError(
-            message(
-                op,
-                f"a.shape[{common}]",
-                f"{num_rows} as in grad",
-                a.shape[common],
-                "both have the rows of the same groups",
-            )
+        raise need.value_error(
+            f"a.shape[{common}]",
+            f"{num_rows} as in grad",
+            a.shape[common],
+            "both have the rows of the same groups",
         )
-    check_group_offsets(group_offsets, op, grad.device, num_rows)
+    check_group_offsets(group_offsets, need, grad.device, num_rows)
     num_groups = group_offsets.shape[0] - 1
     if copies and num_rows < MX_BLOCK_SIZE * num_groups:
-        raise ValueError(
-            message(
-                op,
-                "grad.shape[1]",
-                f"padded_capacity(M, G), at least {MX_BLOCK_SIZE * num_groups}",
-                num_rows,
-                "pass the columnwise copies of quantize_dual(…, group_offsets=…)",
-            )
+        raise need.value_error(
+            "grad.shape[1]",
+            f"padded_capacity(M, G), at least {MX_BLOCK_SIZE * num_groups}",
+            num_rows,
+            "pass the columnwise copies of quantize_dual(…, group_offsets=…)",
         )
     if accumulate_into is not None:
         widths = (grad.shape[0], a.shape[0]) if copies else (grad.shape[1], a.shape[1])
-        require(
+        need(
             not isinstance(accumulate_into, torch.Tensor)
             or accumulate_into.shape[:1] != (num_groups + 1,),
-            op,
             "group_offsets.shape",
-            need=f"[G + 1] = [{num_groups + 2}], as accumulate_into has G = {num_groups + 1}",
-            got=[num_groups + 1],
-            remedy=COUNTS_REMEDY,
+            f"[G + 1] = [{num_groups + 2}], as accumulate_into has G = {num_groups + 1}",
+            [num_groups + 1],
+            COUNTS_REMEDY,
         )
-        require_tensor(
+        need.tensor(
             accumulate_into,
-            op,
             "accumulate_into",
             dtype=torch.float32,
             shape=(num_groups, *widths),
@@ -205,67 +194,55 @@ def check_grouped_wgrad(
         )
 
 
-def _check_out_dtype(out_dtype: torch.dtype, op: str) -> None:
-    require_dtype(out_dtype, OUT_DTYPES, op, "out_dtype")
+def _check_out_dtype(out_dtype: torch.dtype, need: Checks) -> None:
+    need.dtype(out_dtype, OUT_DTYPES, "out_dtype")
 
 
-def _check_operand(value: Operand, name: str, dims: int, axis: int, op: str) -> None:
+def _check_operand(value: Operand, name: str, dims: int, axis: int, need: Checks) -> None:
     """bfloat16, or MXFP8 in logical order, quantised along the reduced axis."""
     if isinstance(value, MXTensor):
-        require(
+        need(
             value.format.codes_per_byte == 1,
-            op,
             f"{name}.format",
-            got=value.format.name,
-            need="mxfp8_e4m3 or mxfp8_e5m2",
-            remedy="quantise it to mxfp8",
+            "mxfp8_e4m3 or mxfp8_e5m2",
+            value.format.name,
+            "quantise it to mxfp8",
         )
-        require(
-            value.layout is Layout.ROW_MAJOR,
-            op,
-            f"{name}.layout",
-            need=Layout.ROW_MAJOR,
-            got=value.layout,
-        )
-        require(
+        need(value.layout is Layout.ROW_MAJOR, f"{name}.layout", Layout.ROW_MAJOR, value.layout)
+        need(
             value.axis == axis,
-            op,
             f"{name}.axis",
-            need=axis,
-            got=value.axis,
-            remedy="the quantised axis is the one that is summed over; quantize_dual makes "
-            "both copies",
+            axis,
+            value.axis,
+            "the quantised axis is the one that is summed over; quantize_dual makes both copies",
         )
-        require(len(value.shape) == dims, op, f"{name}.dim()", need=dims, got=len(value.shape))
+        need(len(value.shape) == dims, f"{name}.dim()", dims, len(value.shape))
     else:
-        require_tensor(value, op, name, dtype=torch.bfloat16, shape=(None,) * dims)
+        need.tensor(value, name, dtype=torch.bfloat16, shape=(None,) * dims)
 
 
 def _check_pair(
-    first: Operand, first_name: str, second: Operand, second_name: str, op: str
+    first: Operand, first_name: str, second: Operand, second_name: str, need: Checks
 ) -> None:
     kinds = ["an MXTensor" if isinstance(x, MXTensor) else "bfloat16" for x in (first, second)]
-    require(
+    need(
         kinds[0] == kinds[1],
-        op,
         second_name,
-        need=f"{kinds[0]} as {first_name}",
-        got=kinds[1],
-        remedy="both operands are bfloat16 or both are MX",
+        f"{kinds[0]} as {first_name}",
+        kinds[1],
+        "both operands are bfloat16 or both are MX",
     )
-    require(
+    need(
         first.device == second.device,
-        op,
         f"{second_name}.device",
-        need=first.device,
-        got=second.device,
-        remedy=f"move it with .to('{first.device}')",
+        first.device,
+        second.device,
+        f"move it with .to('{first.device}')",
     )
 
 
-def _gemm_problem(
-    out_dtype: torch.dtype, trans_b: bool, *, a: Operand, b: Operand, **_: Any
-) -> GroupedProblem:
+def _gemm_problem(options: GemmOptions, inputs: GroupedGemmInputs) -> GroupedProblem:
+    (out_dtype, trans_b), a, b = options, inputs.a, inputs.b
     num_rows, k = a.shape
     return GroupedProblem(
         Op.GROUPED_GEMM,
@@ -284,22 +261,16 @@ def _gemm_problem(
     )
 
 
-def _wgrad_problem(
-    out_dtype: torch.dtype,
-    *,
-    grad: Operand,
-    a: Operand,
-    group_offsets: torch.Tensor,
-    accumulate_into: torch.Tensor | None,
-) -> GroupedProblem:
+def _wgrad_problem(out_dtype: torch.dtype, inputs: GroupedWgradInputs) -> GroupedProblem:
+    grad, a = inputs.grad, inputs.a
     copies = isinstance(grad, MXTensor)
     (n, num_rows), k = (grad.shape if copies else grad.shape[::-1]), a.shape[0 if copies else 1]
-    accumulate = accumulate_into is not None
+    accumulate = inputs.accumulate_into is not None
     return GroupedProblem(
         Op.GROUPED_WGRAD,
         detect_target(grad.device),
         num_rows,
-        group_offsets.shape[0] - 1,
+        inputs.group_offsets.shape[0] - 1,
         n,
         k,
         _format_name(grad),
@@ -320,28 +291,25 @@ def _span(value: Operand) -> ScaleSpan:
     return value.scale_span if isinstance(value, MXTensor) else ScaleSpan.BLOCK
 
 
-def _fake_gemm(
-    out_dtype: torch.dtype, trans_b: bool, *, a: Operand, b: Operand, group_offsets: torch.Tensor
-) -> torch.Tensor:
-    shape = a.shape[0], b.shape[1 if trans_b else 2]
-    return group_offsets.new_empty(shape, dtype=out_dtype)
+def _fake_gemm(options: GemmOptions, inputs: GroupedGemmInputs) -> torch.Tensor:
+    shape = inputs.a.shape[0], inputs.b.shape[1 if options.trans_b else 2]
+    return inputs.group_offsets.new_empty(shape, dtype=options.out_dtype)
 
 
-def _fake_wgrad(
-    out_dtype: torch.dtype, *, grad: Operand, a: Operand, group_offsets: torch.Tensor, **_: Any
-) -> torch.Tensor:
+def _fake_wgrad(out_dtype: torch.dtype, inputs: GroupedWgradInputs) -> torch.Tensor:
+    grad, a, group_offsets = inputs.grad, inputs.a, inputs.group_offsets
     width = 0 if isinstance(grad, MXTensor) else 1
     shape = group_offsets.shape[0] - 1, grad.shape[width], a.shape[width]
     return group_offsets.new_empty(shape, dtype=out_dtype)
 
 
-_GEMM: OpSpec[torch.Tensor] = OpSpec(
+_GEMM: OpSpec[GemmOptions, GroupedGemmInputs, torch.Tensor] = OpSpec(
     "grouped_gemm", check=check_grouped_gemm, describe=_gemm_problem, fake=_fake_gemm
 )
-_WGRAD: OpSpec[torch.Tensor] = OpSpec(
+_WGRAD: OpSpec[torch.dtype, GroupedWgradInputs, torch.Tensor] = OpSpec(
     "grouped_wgrad", check=check_grouped_wgrad, describe=_wgrad_problem, fake=_fake_wgrad
 )
-_ACCUMULATE: OpSpec[None] = OpSpec(
+_ACCUMULATE: OpSpec[torch.dtype, GroupedWgradInputs, None] = OpSpec(
     "grouped_wgrad_accumulate",
     check=check_grouped_wgrad,
     describe=_wgrad_problem,

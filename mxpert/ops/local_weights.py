@@ -1,4 +1,7 @@
-"""The experts of one rank: taken out of a layer's weights, and checked against its ranks."""
+"""The experts of one rank: taken out of a layer's weights, and checked against its ranks.
+
+`ranks: Any` is an ExpertParallel, a class that ops do not import.
+"""
 
 from __future__ import annotations
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Never, Protocol, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Never, cast
 
 import torch
 
 from ..dispatch import detect_target, launch, resolve_cached
 from ..errors import message
 from ..formats.spec import ScaleRule, ScaleRuleLike
-from ..formats.tensor import MXTensor
+from ..formats.tensor import MXTensor, Operand
+from ..inputs.moe import DownInputs, FusedMoEInputs, GateUpInputs
 from ..problem import (
     Activation,
     ActivationFormat,
@@ -20,7 +22,6 @@ from ..problem import (
     MoEProblem,
     Op,
     SiLU,
-    activation_mx_format,
 )
 from ..routing import RoutingPlan
 from ..runtime.geometry import CachedCall, tensors_of
@@ -29,34 +30,21 @@ from .gradient import without_backward
 from .library import OpSpec
 from .local_weights import require_ranks
 from .moe_checks import (
+    ReceivedOptions,
     check_down,
     check_fused_moe,
-    check_fused_moe_out,
-    check_fused_moe_received,
     check_gate_up,
+    check_received,
     moe_options,
     refuse_foreign_call,
 )
-from .schema import Operand, rebuild_mx
+from .schema import rebuild_mx
 
 if TYPE_CHECKING:
     from ..distributed import ExpertParallel
 
 REQUIRED = cast("Activation", None)
 """Default of an argument that must be given: the error of a call without it is ours."""
-
-
-class ReceivedTokens(Protocol):
-    """Tokens that other ranks sent: `mxpert.distributed.DispatchedTokens`."""
-
-    @property
-    def x(self) -> Operand: ...
-
-    @property
-    def topk_weights(self) -> torch.Tensor: ...
-
-    @property
-    def topk_ids(self) -> torch.Tensor: ...
 
 
 def fused_moe(
@@ -127,23 +115,20 @@ def fused_moe(
         refuse_foreign_call((x, weights, topk_weights, topk_ids, *others))
     choices = scale_rule, apply_router_weight_on_input, combine, out_dtype
     options = moe_options("fused_moe", activation, activation_format, *choices)
-    inputs: dict[str, Any] = {"x": x, "weights": weights}
-    inputs |= {"topk_weights": topk_weights, "topk_ids": topk_ids}
-    inputs |= {"expert_map": expert_map, "num_local_tokens": num_local_tokens}
+    inputs = FusedMoEInputs(x, weights, topk_weights, topk_ids, expert_map, num_local_tokens, out)
     if expert_parallel is not None:
-        y = _on_ranks(expert_parallel, options, inputs, out)
+        y = _on_ranks(expert_parallel, options, inputs)
     elif out is None:
-        y = _FUSED_MOE(options, **inputs)
+        y = _FUSED_MOE(options, inputs)
     else:
-        _FUSED_MOE_OUT(options, **inputs, out=out)
+        _FUSED_MOE_OUT(options, inputs)
         return out
     guard = torch.is_grad_enabled() and y is not out
     return without_backward("fused_moe", y, x, topk_weights) if guard else y
 
 
 def fused_moe_received(
-    received: ReceivedTokens,
-    weights: MoEWeights,
+    inputs: FusedMoEInputs,
     options: MoEOptions,
     local_top_k: float,
     caller: CachedCall | None = None,
@@ -151,9 +136,9 @@ def fused_moe_received(
     """Run `fused_moe` on the rows that other ranks sent, with this rank's experts.
 
     Args:
-        received: contiguous x [R, H], weights and local ids [R, k]; a row may have more ids than
-            there are local experts, −1 for those that lie elsewhere.
-        weights: MoEWeights of this rank's experts.
+        inputs: contiguous x [R, H], weights of this rank's experts, topk_weights and local ids
+            [R, k]; a row may have more ids than there are local experts, −1 for those that lie
+            elsewhere.
         options: of the local layer; `moe_options` makes them.
         local_top_k: expected ids of a row that are not −1; configs follow it, results do not.
         caller: the call of the whole layer, if there is one. It keeps the call of the last local
@@ -162,29 +147,18 @@ def fused_moe_received(
     Returns:
         [R, H] in ``options.out_dtype``: the weighted sum over this rank's experts.
     """
-    inputs: dict[str, Any] = dict(
-        x=received.x,
-        weights=weights,
-        topk_weights=received.topk_weights,
-        topk_ids=received.topk_ids,
-        expert_map=None,
-        num_local_tokens=None,
-    )
+    received = ReceivedOptions(options, local_top_k)
     if caller is None:
-        return _FUSED_MOE_RECEIVED(options, local_top_k, **inputs)
-    call: Any = caller.inner
-    if call is None or call.problem.num_tokens != received.topk_ids.shape[0]:
-        call = caller.inner = _FUSED_MOE_RECEIVED.checked_call(options, local_top_k, **inputs)
+        return _FUSED_MOE_RECEIVED(received, inputs)
+    call, num_rows = caller.inner, inputs.topk_ids.shape[0]
+    known = None if call is None else call.problem
+    if call is None or not (isinstance(known, MoEProblem) and known.num_tokens == num_rows):
+        call = caller.inner = _FUSED_MOE_RECEIVED.checked_call(received, inputs)
     kernel, config = resolve_cached(call)
-    result: torch.Tensor = launch(kernel, config, call, tensors_of(inputs.values()), inputs)
+    result: torch.Tensor = launch(
+        kernel, config, call, tensors_of(_FUSED_MOE_RECEIVED.values(inputs)), inputs
+    )
     return result
-
-
-def received_problem(
-    options: MoEOptions, local_top_k: float, *, weights: MoEWeights, num_rows: int, top_k: int
-) -> MoEProblem:
-    """The problem of `fused_moe_received` for `num_rows` rows."""
-    return _problem(Op.FUSED_MOE, options, weights, num_rows, top_k, local_top_k=local_top_k)
 
 
 _REMEDY_ON_RANKS = {
@@ -193,17 +167,15 @@ _REMEDY_ON_RANKS = {
 }
 
 
-def _on_ranks(
-    ranks: ExpertParallel, options: MoEOptions, inputs: dict[str, Any], out: torch.Tensor | None
-) -> torch.Tensor:
+def _on_ranks(ranks: ExpertParallel, options: MoEOptions, inputs: FusedMoEInputs) -> torch.Tensor:
     """Run a layer on several ranks, which takes neither an expert map nor a number of tokens."""
     require_ranks("fused_moe", ranks)
     for name, remedy in _REMEDY_ON_RANKS.items():
-        if inputs.pop(name) is not None:
+        if getattr(inputs, name) is not None:
             raise ValueError(
                 message("fused_moe", name, "None with expert_parallel", "a tensor", remedy)
             )
-    return ranks.run_layer(options, inputs, out)
+    return ranks.run_layer(options, inputs)
 
 
 def moe_gate_up(
@@ -260,7 +232,7 @@ def moe_gate_up(
     options = moe_options(
         "moe_gate_up", activation, activation_format, scale_rule, apply_router_weight_on_input
     )
-    h = _GATE_UP(options, x=x, weights=weights, plan=plan)
+    h = _GATE_UP(options, GateUpInputs(x, weights, plan))
     return h if isinstance(h, MXTensor) else without_backward("moe_gate_up", h, x)
 
 
@@ -323,51 +295,37 @@ def moe_down(
         combine,
         out_dtype,
     )
-    return without_backward("moe_down", _DOWN(options, h=h, weights=weights, plan=plan), h)
+    return without_backward("moe_down", _DOWN(options, DownInputs(h, weights, plan)), h)
 
 
-def _layer_problem(
-    options: MoEOptions,
-    *,
-    weights: MoEWeights,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    **_: Any,
-) -> MoEProblem:
-    num_tokens, top_k = topk_ids.shape
+def _layer_problem(options: MoEOptions, inputs: FusedMoEInputs) -> MoEProblem:
+    weights, expert_map, top_k = inputs.weights, inputs.expert_map, inputs.topk_ids.shape[1]
     local_top_k = None
     if expert_map is not None and expert_map.shape[0] > weights.num_experts:
         local_top_k = top_k * weights.num_experts / expert_map.shape[0]
-    return _problem(Op.FUSED_MOE, options, weights, num_tokens, top_k, local_top_k=local_top_k)
+    tokens = inputs.topk_ids.shape[0], top_k
+    return moe_problem(Op.FUSED_MOE, options, weights, *tokens, local_top_k=local_top_k)
 
 
-def _received_problem(
-    options: MoEOptions,
-    local_top_k: float,
-    *,
-    weights: MoEWeights,
-    topk_ids: torch.Tensor,
-    **_: Any,
-) -> MoEProblem:
-    num_rows, top_k = topk_ids.shape
-    return received_problem(options, local_top_k, weights=weights, num_rows=num_rows, top_k=top_k)
+def _received_problem(options: ReceivedOptions, inputs: FusedMoEInputs) -> MoEProblem:
+    (layer, local_top_k), weights = options, inputs.weights
+    num_rows, top_k = inputs.topk_ids.shape
+    return moe_problem(Op.FUSED_MOE, layer, weights, num_rows, top_k, local_top_k=local_top_k)
 
 
-def _gate_up_problem(
-    options: MoEOptions, *, weights: MoEWeights, plan: RoutingPlan, **_: Any
-) -> MoEProblem:
-    unit = plan.routing_block_m
-    return _problem(Op.MOE_GATE_UP, options, weights, plan.num_tokens, plan.top_k, unit)
+def _gate_up_problem(options: MoEOptions, inputs: GateUpInputs) -> MoEProblem:
+    plan = inputs.plan
+    sizes = plan.num_tokens, plan.top_k, plan.routing_block_m
+    return moe_problem(Op.MOE_GATE_UP, options, inputs.weights, *sizes)
 
 
-def _down_problem(
-    options: MoEOptions, *, weights: MoEWeights, plan: RoutingPlan, **_: Any
-) -> MoEProblem:
-    unit = plan.routing_block_m
-    return _problem(Op.MOE_DOWN, options, weights, plan.num_tokens, plan.top_k, unit)
+def _down_problem(options: MoEOptions, inputs: DownInputs) -> MoEProblem:
+    plan = inputs.plan
+    sizes = plan.num_tokens, plan.top_k, plan.routing_block_m
+    return moe_problem(Op.MOE_DOWN, options, inputs.weights, *sizes)
 
 
-def _problem(
+def moe_problem(
     op: Op,
     options: MoEOptions,
     weights: MoEWeights,
@@ -376,6 +334,7 @@ def _problem(
     routing_block_m: int = 0,
     local_top_k: float | None = None,
 ) -> MoEProblem:
+    """The problem of a layer or a stage with these weights, on their device."""
     experts, hidden, intermediate = weights.down_proj.shape
     return MoEProblem(
         op,
@@ -399,61 +358,60 @@ def _rows_format(rows: Operand, named: str | None) -> str:
     return rows.format.name.split("_")[0] if isinstance(rows, MXTensor) else "bf16"
 
 
-def _fake_layer(
-    options: MoEOptions, *, weights: MoEWeights, topk_ids: torch.Tensor, **_: Any
-) -> torch.Tensor:
-    shape = topk_ids.shape[0], weights.hidden_size
-    return topk_ids.new_empty(shape, dtype=options.out_dtype)
+def fake_layer(options: MoEOptions, inputs: FusedMoEInputs) -> torch.Tensor:
+    """An empty result of a layer, on one rank or several."""
+    shape = inputs.topk_ids.shape[0], inputs.weights.hidden_size
+    return inputs.topk_ids.new_empty(shape, dtype=options.out_dtype)
 
 
-def _fake_received(options: MoEOptions, local_top_k: float, **inputs: Any) -> torch.Tensor:
-    return _fake_layer(options, **inputs)
-
-
-def _fake_gate_up(
-    options: MoEOptions, *, weights: MoEWeights, plan: RoutingPlan, **_: Any
-) -> list[torch.Tensor]:
-    rows, features = plan.capacity, weights.intermediate_size
-    format = activation_mx_format(options.activation_format, "moe_gate_up")
-    new = plan.sorted_token_ids.new_empty
+def _fake_gate_up(options: MoEOptions, inputs: GateUpInputs) -> list[torch.Tensor]:
+    rows, features = inputs.plan.capacity, inputs.weights.intermediate_size
+    format, new = options.mx_format, inputs.plan.sorted_token_ids.new_empty
     if format is None:
         return [new((rows, features), dtype=torch.bfloat16)]
     widths = features // format.codes_per_byte, features // format.block_size
     return [new((rows, width), dtype=torch.uint8) for width in widths]
 
 
-def _build_gate_up(tensors: list[torch.Tensor], options: MoEOptions, **_: Any) -> Operand:
-    format = activation_mx_format(options.activation_format, "moe_gate_up")
+def _build_gate_up(
+    tensors: Sequence[torch.Tensor], options: MoEOptions, inputs: GateUpInputs
+) -> Operand:
+    format = options.mx_format
     return tensors[0] if format is None else rebuild_mx(tensors[0], tensors[1], format.name)
 
 
-def _fake_down(
-    options: MoEOptions, *, h: Operand, weights: MoEWeights, plan: RoutingPlan
-) -> torch.Tensor:
-    rows = h.shape[0] if options.combine is Combine.FLAT else plan.num_tokens
-    return plan.sorted_weights.new_empty((rows, weights.hidden_size), dtype=options.out_dtype)
+def _fake_down(options: MoEOptions, inputs: DownInputs) -> torch.Tensor:
+    rows = inputs.h.shape[0] if options.combine is Combine.FLAT else inputs.plan.num_tokens
+    shape = rows, inputs.weights.hidden_size
+    return inputs.plan.sorted_weights.new_empty(shape, dtype=options.out_dtype)
 
 
-_FUSED_MOE: OpSpec[torch.Tensor] = OpSpec(
-    "fused_moe", check=check_fused_moe, describe=_layer_problem, fake=_fake_layer
-)
-_FUSED_MOE_OUT: OpSpec[None] = OpSpec(
-    "fused_moe_out",
-    check=check_fused_moe_out,
+_FUSED_MOE: OpSpec[MoEOptions, FusedMoEInputs, torch.Tensor] = OpSpec(
+    "fused_moe",
+    check=check_fused_moe,
     describe=_layer_problem,
-    fake=_fake_layer,
+    fake=fake_layer,
+    absent=("out", "arrivals"),
+)
+_FUSED_MOE_OUT: OpSpec[MoEOptions, FusedMoEInputs, None] = OpSpec(
+    "fused_moe_out",
+    check=check_fused_moe,
+    describe=_layer_problem,
+    fake=fake_layer,
+    absent=("arrivals",),
     returns="()",
     mutates="out",
     is_public=False,
 )
-_FUSED_MOE_RECEIVED: OpSpec[torch.Tensor] = OpSpec(
+_FUSED_MOE_RECEIVED: OpSpec[ReceivedOptions, FusedMoEInputs, torch.Tensor] = OpSpec(
     "fused_moe_received",
-    check=check_fused_moe_received,
+    check=check_received,
     describe=_received_problem,
-    fake=_fake_received,
+    fake=lambda received, inputs: fake_layer(received.options, inputs),
+    absent=("out", "arrivals"),
     is_public=False,
 )
-_GATE_UP: OpSpec[Operand] = OpSpec(
+_GATE_UP: OpSpec[MoEOptions, GateUpInputs, Operand] = OpSpec(
     "moe_gate_up",
     check=check_gate_up,
     describe=_gate_up_problem,
@@ -461,6 +419,6 @@ _GATE_UP: OpSpec[Operand] = OpSpec(
     returns="Tensor[]",
     build=_build_gate_up,
 )
-_DOWN: OpSpec[torch.Tensor] = OpSpec(
-    "moe_down", check=check_down, describe=_down_problem, fake=_fake_down
+_DOWN: OpSpec[MoEOptions, DownInputs, torch.Tensor] = OpSpec(
+    "moe_down", check=check_down, describe=_down_problem, fake=_fake_down, absent=("out",)
 )

@@ -7,79 +7,73 @@ from __future__ import annotations
 
 import functools
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import message, require, require_dtype, require_tensor
+from ..errors import Checks
 from ..formats.spec import ScaleRule, ScaleRuleLike
-from ..formats.tensor import MXTensor
+from ..formats.tensor import MXTensor, Operand
+from ..inputs.moe import DownInputs, FusedMoEInputs, GateUpInputs
 from ..problem import (
     OUT_DTYPES,
     ActivationLike,
     Combine,
     CombineLike,
     MoEOptions,
-    activation_mx_format,
     parse_activation,
     parse_activation_format,
 )
 from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, check_plan_shapes, require_topk
 from ..weights import MoEWeights
-from .schema import Operand
 
 
-def check_fused_moe(
-    options: MoEOptions,
-    x: Operand,
-    weights: MoEWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
-) -> None:
+class ReceivedOptions(NamedTuple):
+    """Options of a layer whose tokens other ranks send.
+
+    Args:
+        options: of the layer.
+        local_top_k: expected ids of a row that are not −1; configs follow it, results do not.
+    """
+
+    options: MoEOptions
+    local_top_k: float
+
+
+def check_fused_moe(options: MoEOptions, inputs: FusedMoEInputs) -> None:
     """Checks of `fused_moe`."""
-    check_received(options, x, weights, topk_weights, topk_ids, expert_map, num_local_tokens)
+    check_local_layer(options, inputs)
+    weights, expert_map, top_k = inputs.weights, inputs.expert_map, inputs.topk_ids.shape[1]
     num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
-    if topk_ids.shape[1] > num_global:
-        raise ValueError(
-            message(
-                "fused_moe",
-                "topk_ids.shape[1]",
-                f"at most {num_global} experts per token",
-                topk_ids.shape[1],
-            )
-        )
+    if top_k > num_global:
+        wanted = f"at most {num_global} experts per token"
+        raise Checks("fused_moe").value_error("topk_ids.shape[1]", wanted, top_k)
+    check_out(options, inputs)
 
 
-def check_received(
-    options: MoEOptions,
-    x: Operand,
-    weights: MoEWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
-) -> None:
+def check_received(options: ReceivedOptions, inputs: FusedMoEInputs) -> None:
+    """Checks of `fused_moe` for rows that other ranks send."""
+    check_local_layer(options.options, inputs)
+
+
+def check_local_layer(options: MoEOptions, inputs: FusedMoEInputs) -> None:
     """Checks of `fused_moe` for rows that may have more ids than there are local experts."""
-    op = "fused_moe"
-    _check_weights(weights, op)
-    _check_rows(x, "x", weights, weights.hidden_size, options, op)
-    check_topk(topk_weights, topk_ids, x.shape[0], weights.device, op)
-    if expert_map is not None:
-        require_tensor(
-            expert_map,
-            op,
+    need, x, weights = Checks("fused_moe"), inputs.x, inputs.weights
+    _check_weights(weights, need)
+    _check_rows(x, "x", weights, weights.hidden_size, options, need)
+    check_topk(inputs.topk_weights, inputs.topk_ids, x.shape[0], weights.device, need)
+    if inputs.expert_map is not None:
+        need.tensor(
+            inputs.expert_map,
             "expert_map",
             dtype=torch.int32,
             shape=(None,),
             device=weights.device,
             contiguous=True,
         )
-    if num_local_tokens is not None:
-        require_tensor(
-            num_local_tokens,
-            op,
+    if inputs.num_local_tokens is not None:
+        need.tensor(
+            inputs.num_local_tokens,
             "num_local_tokens",
             dtype=torch.int32,
             shape=(1,),
@@ -87,75 +81,41 @@ def check_received(
         )
 
 
-def check_fused_moe_received(
-    options: MoEOptions,
-    local_top_k: float,
-    x: Operand,
-    weights: MoEWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
-) -> None:
-    """Checks of `fused_moe` for rows that other ranks send."""
-    check_received(options, x, weights, topk_weights, topk_ids, expert_map, num_local_tokens)
-
-
-def check_fused_moe_out(
-    options: MoEOptions,
-    x: Operand,
-    weights: MoEWeights,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """Checks of `fused_moe` with `out`."""
-    check_fused_moe(options, x, weights, topk_weights, topk_ids, expert_map, num_local_tokens)
-    check_out(out, options, weights, x.shape[0])
-
-
-def check_out(out: torch.Tensor, options: MoEOptions, weights: MoEWeights, num_tokens: int) -> None:
-    """Check the tensor that a layer writes: contiguous [T, H] in ``options.out_dtype``."""
-    require_tensor(
-        out,
-        "fused_moe",
-        "out",
-        dtype=options.out_dtype,
-        shape=(num_tokens, weights.hidden_size),
-        device=weights.device,
-        contiguous=True,
-    )
-
-
-def check_gate_up(options: MoEOptions, x: Operand, weights: MoEWeights, plan: RoutingPlan) -> None:
-    """Checks of `moe_gate_up`."""
-    op = "moe_gate_up"
-    _check_weights(weights, op)
-    _check_plan(plan, weights, op)
-    _check_rows(x, "x", weights, weights.hidden_size, options, op)
-    if x.shape[0] != plan.num_tokens:
-        raise ValueError(
-            message(op, "x.shape[0]", f"the plan's {plan.num_tokens} tokens", x.shape[0])
+def check_out(options: MoEOptions, inputs: FusedMoEInputs) -> None:
+    """Check the tensor that a layer writes, if any: contiguous [T, H] in ``options.out_dtype``."""
+    if inputs.out is not None:
+        Checks("fused_moe").tensor(
+            inputs.out,
+            "out",
+            dtype=options.out_dtype,
+            shape=(inputs.topk_ids.shape[0], inputs.weights.hidden_size),
+            device=inputs.weights.device,
+            contiguous=True,
         )
 
 
-def check_down(options: MoEOptions, h: Operand, weights: MoEWeights, plan: RoutingPlan) -> None:
+def check_gate_up(options: MoEOptions, inputs: GateUpInputs) -> None:
+    """Checks of `moe_gate_up`."""
+    need, x, weights, plan = Checks("moe_gate_up"), inputs.x, inputs.weights, inputs.plan
+    _check_weights(weights, need)
+    _check_plan(plan, weights, need)
+    _check_rows(x, "x", weights, weights.hidden_size, options, need)
+    if x.shape[0] != plan.num_tokens:
+        raise need.value_error("x.shape[0]", f"the plan's {plan.num_tokens} tokens", x.shape[0])
+
+
+def check_down(options: MoEOptions, inputs: DownInputs) -> None:
     """Checks of `moe_down`."""
-    op = "moe_down"
-    _check_weights(weights, op)
-    _check_plan(plan, weights, op)
-    _check_rows(h, "h", weights, weights.intermediate_size, options, op)
+    need, h, weights, plan = Checks("moe_down"), inputs.h, inputs.weights, inputs.plan
+    _check_weights(weights, need)
+    _check_plan(plan, weights, need)
+    _check_rows(h, "h", weights, weights.intermediate_size, options, need)
     if h.shape[0] != plan.capacity:
-        raise ValueError(
-            message(
-                op,
-                "h.shape[0]",
-                f"the plan's {plan.capacity} sorted rows",
-                h.shape[0],
-                "pass what moe_gate_up returned for the same plan",
-            )
+        raise need.value_error(
+            "h.shape[0]",
+            f"the plan's {plan.capacity} sorted rows",
+            h.shape[0],
+            "pass what moe_gate_up returned for the same plan",
         )
 
 
@@ -164,31 +124,26 @@ def check_topk(
     topk_ids: torch.Tensor,
     num_tokens: int | None,
     device: torch.device,
-    op: str,
+    need: Checks,
 ) -> None:
     """Router output: ids [T, k] and weights [T, k] on one device, within the packing limits."""
-    require_topk(topk_weights, topk_ids, op, num_tokens=num_tokens, device=device)
+    require_topk(topk_weights, topk_ids, need.op, num_tokens=num_tokens, device=device)
     top_k = topk_ids.shape[1]
     if not 1 <= top_k <= MAX_TOP_K:
-        raise ValueError(
-            message(op, "topk_ids.shape[1]", f"1 to {MAX_TOP_K} experts per token", top_k)
-        )
+        raise need.value_error("topk_ids.shape[1]", f"1 to {MAX_TOP_K} experts per token", top_k)
     if topk_ids.numel() >= MAX_ROUTED_ROWS:
-        raise ValueError(
-            message(
-                op,
-                "topk_ids",
-                f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
-                topk_ids.numel(),
-                "split the batch",
-            )
+        raise need.value_error(
+            "topk_ids",
+            f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
+            topk_ids.numel(),
+            "split the batch",
         )
 
 
-def _check_weights(weights: MoEWeights, op: str) -> None:
+def _check_weights(weights: MoEWeights, need: Checks) -> None:
     if not isinstance(weights, MoEWeights):
         got, remedy = type(weights).__name__, "mxpert.quantize_weights makes them of dense tensors"
-        raise TypeError(message(op, "weights", "MoEWeights", got, remedy))
+        raise need.type_error("weights", "MoEWeights", got, remedy)
     gate_up, down = weights.gate_up_proj, weights.down_proj
     for name, part in (
         ("gate_up_proj.qdata", gate_up.qdata),
@@ -197,14 +152,11 @@ def _check_weights(weights: MoEWeights, op: str) -> None:
         ("down_proj.scale", down.scale),
     ):
         if part.stride(-1) != 1 and part.shape[-1] > 1:
-            raise ValueError(
-                message(
-                    op,
-                    f"weights.{name}.stride(-1)",
-                    "1 (dense along K)",
-                    part.stride(-1),
-                    "call weights.prepare(device=...)",
-                )
+            raise need.value_error(
+                f"weights.{name}.stride(-1)",
+                "1 (dense along K)",
+                part.stride(-1),
+                "call weights.prepare(device=...)",
             )
 
 
@@ -214,20 +166,17 @@ def refuse_foreign_call(arguments: tuple[object, ...]) -> None:
     Args:
         arguments: the positional ones.
     """
-    op = "fused_moe"
+    need = Checks("fused_moe")
     if len(arguments) > 4 or isinstance(arguments[1], torch.Tensor):
-        raise TypeError(
-            message(
-                op,
-                "arguments",
-                "fused_moe(x, weights, topk_weights, topk_ids, activation='silu')",
-                f"{len(arguments)} by position, as vLLM's fused_experts(x, w1, w2, topk_weights, "
-                "topk_ids) takes them",
-                "once: weights = mxpert.quantize_weights(w1, w2, gate_up_order='concatenated')"
-                ".prepare(device=x.device)",
-            )
+        raise need.type_error(
+            "arguments",
+            "fused_moe(x, weights, topk_weights, topk_ids, activation='silu')",
+            f"{len(arguments)} by position, as vLLM's fused_experts(x, w1, w2, topk_weights, "
+            "topk_ids) takes them",
+            "once: weights = mxpert.quantize_weights(w1, w2, gate_up_order='concatenated')"
+            ".prepare(device=x.device)",
         )
-    parse_activation(None, op)
+    parse_activation(None, need.op)
 
 
 def moe_options(
@@ -274,111 +223,81 @@ def _checked_options(
 
 
 @functools.lru_cache(1024, typed=True)
-def _cached_options(op: str, *choices: Any) -> MoEOptions:
+def _cached_options(op: str, *choices: Any) -> MoEOptions:  # Any: those of _checked_options
     options = _checked_options(op, *choices)
     parsed = tuple(getattr(options, each.name) for each in fields(options))
     return options if parsed == choices else _cached_options(op, *parsed)
 
 
 def _check_options(options: MoEOptions, op: str) -> None:
+    need = Checks(op)
     if not isinstance(options.apply_router_weight_on_input, bool):
-        raise TypeError(
-            message(
-                op,
-                "apply_router_weight_on_input",
-                "a bool",
-                repr(options.apply_router_weight_on_input),
-            )
+        raise need.type_error(
+            "apply_router_weight_on_input", "a bool", repr(options.apply_router_weight_on_input)
         )
-    require_dtype(options.out_dtype, OUT_DTYPES, op, "out_dtype")
-    require(
+    need.dtype(options.out_dtype, OUT_DTYPES, "out_dtype")
+    need(
         op != "fused_moe" or options.combine is not Combine.FLAT,
-        op,
         "combine",
-        need="REDUCE or ATOMIC",
-        got="FLAT",
-        remedy="call make_routing_plan, moe_gate_up and moe_down: FLAT rows need the plan",
+        "REDUCE or ATOMIC",
+        "FLAT",
+        "call make_routing_plan, moe_gate_up and moe_down: FLAT rows need the plan",
     )
 
 
 def _check_rows(
-    rows: Operand, name: str, weights: MoEWeights, width: int, options: MoEOptions, op: str
+    rows: Operand, name: str, weights: MoEWeights, width: int, options: MoEOptions, need: Checks
 ) -> None:
     """Activations [rows, width]: bfloat16, or an MXTensor in the layer's activation format."""
-    expected = activation_mx_format(options.activation_format, op)
+    expected = options.mx_format
     if isinstance(rows, MXTensor):
         if expected is None or rows.format != expected:
-            raise ValueError(
-                message(
-                    op,
-                    f"{name}.format",
-                    options.activation_format,
-                    rows.format.name,
-                    f"pass activation_format={rows.format.name.split('_')[0]!r}",
-                )
+            raise need.value_error(
+                f"{name}.format",
+                options.activation_format,
+                rows.format.name,
+                f"pass activation_format={rows.format.name.split('_')[0]!r}",
             )
-        require(rows.axis == -1, op, f"{name}.axis", need=-1, got=rows.axis)
+        need(rows.axis == -1, f"{name}.axis", -1, rows.axis)
         if not (rows.qdata.is_contiguous() and rows.scale.is_contiguous()):
-            raise ValueError(
-                message(
-                    op,
-                    name,
-                    "contiguous codes and scales",
-                    f"strides {rows.qdata.stride()}, {rows.scale.stride()}",
-                    "quantise along the last axis",
-                )
+            raise need.value_error(
+                name,
+                "contiguous codes and scales",
+                f"strides {rows.qdata.stride()}, {rows.scale.stride()}",
+                "quantise along the last axis",
             )
         shape = rows.shape
     else:
-        require_tensor(rows, op, name, dtype=torch.bfloat16)
-        if op == "moe_down" and expected is not None:
-            raise ValueError(
-                message(op, name, f"an MXTensor for {options.activation_format}", "a Tensor")
-            )
+        need.tensor(rows, name, dtype=torch.bfloat16)
+        if need.op == "moe_down" and expected is not None:
+            raise need.value_error(name, f"an MXTensor for {options.activation_format}", "a Tensor")
         if not (rows.dim() == 2 and (rows.stride(-1) == 1 or rows.numel() == 0)):
-            raise ValueError(
-                message(
-                    op,
-                    name,
-                    "two dimensions, the last one dense",
-                    f"shape {list(rows.shape)}, strides {rows.stride()}",
-                    "call .contiguous()",
-                )
+            raise need.value_error(
+                name,
+                "two dimensions, the last one dense",
+                f"shape {list(rows.shape)}, strides {rows.stride()}",
+                "call .contiguous()",
             )
         shape = rows.shape
     if not (len(shape) == 2 and shape[1] == width):
-        raise ValueError(message(op, f"{name}.shape", f"[*, {width}]", list(shape)))
+        raise need.value_error(f"{name}.shape", f"[*, {width}]", list(shape))
     if rows.device != weights.device:
-        raise ValueError(
-            message(
-                op,
-                f"{name}.device",
-                weights.device,
-                rows.device,
-                f"weights are on {weights.device}; move one of them",
-            )
+        raise need.value_error(
+            f"{name}.device",
+            weights.device,
+            rows.device,
+            f"weights are on {weights.device}; move one of them",
         )
 
 
-def _check_plan(plan: RoutingPlan, weights: MoEWeights, op: str) -> None:
+def _check_plan(plan: RoutingPlan, weights: MoEWeights, need: Checks) -> None:
     if not isinstance(plan, RoutingPlan):
-        raise TypeError(
-            message(
-                op,
-                "plan",
-                "a RoutingPlan",
-                type(plan).__name__,
-                "build it with mxpert.make_routing_plan",
-            )
+        raise need.type_error(
+            "plan", "a RoutingPlan", type(plan).__name__, "build it with mxpert.make_routing_plan"
         )
-    check_plan_shapes(plan, op)
+    check_plan_shapes(plan, need.op)
     if plan.num_experts != weights.num_experts:
-        raise ValueError(
-            message(
-                op,
-                "plan.num_experts",
-                f"the weights' {weights.num_experts} experts",
-                plan.num_experts,
-            )
+        raise need.value_error(
+            "plan.num_experts", f"the weights' {weights.num_experts} experts", plan.num_experts
         )
-    require(plan.device == weights.device, op, "plan.device", need=weights.device, got=plan.device)
+    need(plan.device == weights.device, "plan.device", weights.device, plan.device)

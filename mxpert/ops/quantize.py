@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from ..dispatch import detect_target
-from ..errors import message, require, require_dtype, require_tensor
+from ..errors import Checks
 from ..formats.spec import MXFormatLike, ScaleRule, ScaleRuleLike, get_format
 from ..formats.tensor import Layout, MXTensor
+from ..inputs.quantize import DequantizeInputs, QuantizeInputs
 from ..problem import Op, QuantizeProblem
 from .library import OpSpec
 from .schema import FormatName, rebuild_mx
@@ -52,7 +56,7 @@ def quantize(
     """
     if not isinstance(scale_rule, ScaleRule):
         scale_rule = ScaleRule.parse(scale_rule, "quantize", "scale_rule")
-    return _QUANTIZE(scale_rule, format, axis, x=x)
+    return _QUANTIZE(QuantizeOptions(scale_rule, format, axis), QuantizeInputs(x))
 
 
 def dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -78,64 +82,61 @@ def dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> torch
         >>> mxpert.dequantize(mxpert.quantize(torch.ones(2, 32), "mxfp8")).sum().item()
         64.0
     """
-    return _DEQUANTIZE(dtype, tensor=tensor)
+    return _DEQUANTIZE(dtype, DequantizeInputs(tensor))
 
 
-def check_quantize(scale_rule: ScaleRule, format: FormatName, axis: int, x: torch.Tensor) -> None:
+class QuantizeOptions(NamedTuple):
+    """Options of `quantize`."""
+
+    scale_rule: ScaleRule
+    format: FormatName
+    axis: int
+
+
+def check_quantize(options: QuantizeOptions, inputs: QuantizeInputs) -> None:
     """Argument checks of `quantize`."""
-    op = "quantize"
-    require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
+    need, x, axis = Checks("quantize"), inputs.x, options.axis
+    need.tensor(x, "x", dtype=FLOAT_DTYPES)
     if not isinstance(axis, int) or isinstance(axis, bool):
-        raise TypeError(message(op, "axis", "an int", repr(axis), "for example -1"))
+        raise need.type_error("axis", "an int", repr(axis), "for example -1")
     if not (x.dim() > 0 and -x.dim() <= axis < x.dim()):
-        raise ValueError(message(op, "axis", f"an axis of a {x.dim()}-dimensional tensor", axis))
+        raise need.value_error("axis", f"an axis of a {x.dim()}-dimensional tensor", axis)
     if x.shape[axis] % 32 != 0:  # composed on failure alone: sizes may be symbols
-        raise ValueError(
-            message(
-                op,
-                f"x.shape[{axis}]",
-                "a multiple of 32",
-                x.shape[axis],
-                "pad with zeros (torch.nn.functional.pad)",
-            )
+        raise need.value_error(
+            f"x.shape[{axis}]",
+            "a multiple of 32",
+            x.shape[axis],
+            "pad with zeros (torch.nn.functional.pad)",
         )
-    get_format(format, op, "format")
+    get_format(options.format, need.op, "format")
 
 
-def check_dequantize(dtype: torch.dtype, tensor: MXTensor) -> None:
+def check_dequantize(dtype: torch.dtype, inputs: DequantizeInputs) -> None:
     """Argument checks of `dequantize`."""
-    op = "dequantize"
+    need, tensor = Checks("dequantize"), inputs.tensor
     if not isinstance(tensor, MXTensor):
-        raise TypeError(
-            message(
-                op, "tensor", "an MXTensor", type(tensor).__name__, "make one with mxpert.quantize"
-            )
+        raise need.type_error(
+            "tensor", "an MXTensor", type(tensor).__name__, "make one with mxpert.quantize"
         )
-    require_dtype(dtype, FLOAT_DTYPES, op)
-    require(
-        tensor.layout is Layout.ROW_MAJOR,
-        op,
-        "tensor.layout",
-        need=Layout.ROW_MAJOR,
-        got=tensor.layout,
-    )
+    need.dtype(dtype, FLOAT_DTYPES)
+    need(tensor.layout is Layout.ROW_MAJOR, "tensor.layout", Layout.ROW_MAJOR, tensor.layout)
 
 
-def _quantize_problem(
-    scale_rule: ScaleRule, format: FormatName, axis: int, x: torch.Tensor
-) -> QuantizeProblem:
+def _quantize_problem(options: QuantizeOptions, inputs: QuantizeInputs) -> QuantizeProblem:
+    x = inputs.x
     return QuantizeProblem(
         Op.QUANTIZE,
         detect_target(x.device),
         tuple(x.shape),
-        _negative(axis, x),
+        _negative(options.axis, x),
         x.dtype,
-        get_format(format),
-        scale_rule,
+        get_format(options.format),
+        options.scale_rule,
     )
 
 
-def _dequantize_problem(dtype: torch.dtype, tensor: MXTensor) -> QuantizeProblem:
+def _dequantize_problem(dtype: torch.dtype, inputs: DequantizeInputs) -> QuantizeProblem:
+    tensor = inputs.tensor
     return QuantizeProblem(
         Op.DEQUANTIZE,
         detect_target(tensor.device),
@@ -151,10 +152,8 @@ def _negative(axis: int, x: torch.Tensor) -> int:
     return axis if axis < 0 else axis - x.dim()
 
 
-def _fake_quantize(
-    scale_rule: ScaleRule, format: FormatName, axis: int, x: torch.Tensor
-) -> list[torch.Tensor]:
-    element = get_format(format)
+def _fake_quantize(options: QuantizeOptions, inputs: QuantizeInputs) -> list[torch.Tensor]:
+    x, axis, element = inputs.x, options.axis, get_format(options.format)
     codes, scales = list(x.shape), list(x.shape)
     codes[axis] //= element.codes_per_byte
     scales[axis] //= element.block_size
@@ -162,17 +161,18 @@ def _fake_quantize(
 
 
 def _build_quantize(
-    tensors: list[torch.Tensor], _: ScaleRule, format: FormatName, axis: int, x: torch.Tensor
+    tensors: Sequence[torch.Tensor], options: QuantizeOptions, inputs: QuantizeInputs
 ) -> MXTensor:
     qdata, scale = tensors
-    return rebuild_mx(qdata, scale, get_format(format).name, axis=_negative(axis, x))
+    axis = _negative(options.axis, inputs.x)
+    return rebuild_mx(qdata, scale, get_format(options.format).name, axis=axis)
 
 
-def _fake_dequantize(dtype: torch.dtype, tensor: MXTensor) -> torch.Tensor:
-    return tensor.qdata.new_empty(tensor.shape, dtype=dtype)
+def _fake_dequantize(dtype: torch.dtype, inputs: DequantizeInputs) -> torch.Tensor:
+    return inputs.tensor.qdata.new_empty(inputs.tensor.shape, dtype=dtype)
 
 
-_QUANTIZE: OpSpec[MXTensor] = OpSpec(
+_QUANTIZE: OpSpec[QuantizeOptions, QuantizeInputs, MXTensor] = OpSpec(
     "quantize",
     check=check_quantize,
     describe=_quantize_problem,
@@ -180,6 +180,6 @@ _QUANTIZE: OpSpec[MXTensor] = OpSpec(
     returns="(Tensor, Tensor)",
     build=_build_quantize,
 )
-_DEQUANTIZE: OpSpec[torch.Tensor] = OpSpec(
+_DEQUANTIZE: OpSpec[torch.dtype, DequantizeInputs, torch.Tensor] = OpSpec(
     "dequantize", check=check_dequantize, describe=_dequantize_problem, fake=_fake_dequantize
 )

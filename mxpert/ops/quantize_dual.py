@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..dispatch import detect_target, resolve
-from ..errors import message, require, require_tensor
+from ..errors import Checks
 from ..formats.spec import (
     MX_BLOCK_SIZE,
     MXFormat,
@@ -20,7 +21,8 @@ from ..formats.spec import (
     get_format,
 )
 from ..formats.tensor import MXTensor
-from ..kernel_spec import KernelSpec
+from ..inputs.quantize import DualInputs
+from ..kernel_spec import AnyKernel
 from ..problem import DualProblem, Op
 from ..routing import GROUP_OFFSET_DTYPES, padded_capacity
 from .library import OpSpec, runs_eagerly
@@ -89,88 +91,73 @@ def quantize_dual(
     """
     if not isinstance(scale_rule, ScaleRule):
         scale_rule = ScaleRule.parse(scale_rule, "quantize_dual", "scale_rule")
-    spans: Any = scale_span
+    spans: Any = scale_span  # what is no span goes on to the checks
     if isinstance(scale_span, str):
         spans = ScaleSpan.parse(scale_span, "quantize_dual", "scale_span")
     elif isinstance(scale_span, tuple) and str in [type(each) for each in scale_span]:
         spans = tuple(ScaleSpan.parse(each, "quantize_dual", "scale_span") for each in scale_span)
     if group_offsets is not None:
         refuse_counts(group_offsets, "quantize_dual")
-    return _DUAL(scale_rule, format, spans, x=x, group_offsets=group_offsets)
+    return _DUAL(DualOptions(scale_rule, format, spans), DualInputs(x, group_offsets))
 
 
-def _check_spans(scale_span: Spans) -> None:
+class DualOptions(NamedTuple):
+    """Options of `quantize_dual`."""
+
+    scale_rule: ScaleRule
+    format: FormatName
+    scale_span: Spans
+
+
+def _check_spans(scale_span: Spans, need: Checks) -> None:
     spans = spans_of(scale_span)
     if not (
         isinstance(spans, tuple)
         and len(spans) == 2
         and all(isinstance(span, ScaleSpan) for span in spans)
     ):
-        raise TypeError(
-            message(
-                "quantize_dual",
-                "scale_span",
-                "a ScaleSpan or two",
-                repr(scale_span),
-                "for example mxpert.ScaleSpan.ROW",
-            )
-        )
+        remedy = "for example mxpert.ScaleSpan.ROW"
+        raise need.type_error("scale_span", "a ScaleSpan or two", repr(scale_span), remedy)
 
 
-def check_quantize_dual(
-    scale_rule: ScaleRule,
-    format: FormatName,
-    scale_span: Spans,
-    x: torch.Tensor,
-    group_offsets: torch.Tensor | None,
-) -> None:
+def check_quantize_dual(options: DualOptions, inputs: DualInputs) -> None:
     """Argument checks of `quantize_dual`."""
-    op = "quantize_dual"
-    require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
-    require(
-        x.dim() in (2, 3),
-        op,
-        "x.dim()",
-        need="2 for [M, K] or 3 for weights [G, N, K]",
-        got=x.dim(),
-    )
-    element = get_format(format, op, "format")
-    require(
+    need, x, group_offsets = Checks("quantize_dual"), inputs.x, inputs.group_offsets
+    need.tensor(x, "x", dtype=FLOAT_DTYPES)
+    need(x.dim() in (2, 3), "x.dim()", "2 for [M, K] or 3 for weights [G, N, K]", x.dim())
+    element = get_format(options.format, need.op, "format")
+    need(
         element.codes_per_byte == 1,
-        op,
         "format",
-        need="mxfp8_e4m3 or mxfp8_e5m2",
-        got=repr(element.name),
-        remedy="quantise mxfp4 with mxpert.quantize, axis by axis",
+        "mxfp8_e4m3 or mxfp8_e5m2",
+        repr(element.name),
+        "quantise mxfp4 with mxpert.quantize, axis by axis",
     )
-    require(
+    need(
         x.shape[-1] % MX_BLOCK_SIZE == 0,
-        op,
         "x.shape[-1]",
-        need="a multiple of 32",
-        got=x.shape[-1],
-        remedy="pad with zeros (torch.nn.functional.pad)",
+        "a multiple of 32",
+        x.shape[-1],
+        "pad with zeros (torch.nn.functional.pad)",
     )
     if group_offsets is None:
-        require(
+        need(
             x.shape[-2] % MX_BLOCK_SIZE == 0,
-            op,
             "x.shape[-2]",
-            need="a multiple of 32",
-            got=x.shape[-2],
-            remedy="pad with zeros, or pass group_offsets, which pads",
+            "a multiple of 32",
+            x.shape[-2],
+            "pad with zeros, or pass group_offsets, which pads",
         )
     else:
-        require(
+        need(
             x.dim() == 2,
-            op,
             "group_offsets",
-            need="None for weights [G, N, K]",
-            got="a tensor",
-            remedy="the groups of weights are their leading dimension",
+            "None for weights [G, N, K]",
+            "a tensor",
+            "the groups of weights are their leading dimension",
         )
-        check_group_offsets(group_offsets, op, x.device, x.shape[0])
-    _check_spans(scale_span)
+        check_group_offsets(group_offsets, need, x.device, x.shape[0])
+    _check_spans(options.scale_span, need)
 
 
 def refuse_counts(group_offsets: torch.Tensor, op: str) -> None:
@@ -181,27 +168,26 @@ def refuse_counts(group_offsets: torch.Tensor, op: str) -> None:
     if not (isinstance(group_offsets, torch.Tensor) and group_offsets.is_cpu and runs_eagerly()):
         return
     if group_offsets.dim() == 1 and group_offsets.dtype in GROUP_OFFSET_DTYPES:
-        require(
+        need = Checks(op)
+        need(
             not (group_offsets[1:] < group_offsets[:-1]).any(),
-            op,
             "group_offsets",
-            need="offsets that do not decrease",
-            got=group_offsets.tolist()[:8],
-            remedy=COUNTS_REMEDY,
+            "offsets that do not decrease",
+            group_offsets.tolist()[:8],
+            COUNTS_REMEDY,
         )
 
 
 def check_group_offsets(
     group_offsets: torch.Tensor,
-    op: str,
+    need: Checks,
     device: torch.device,
     num_rows: int,
     num_groups: int | None = None,
 ) -> None:
     """Check dtype, shape and device of group offsets, not their values."""
-    require_tensor(
+    need.tensor(
         group_offsets,
-        op,
         "group_offsets",
         dtype=GROUP_OFFSET_DTYPES,
         shape=(None,),
@@ -209,42 +195,31 @@ def check_group_offsets(
         contiguous=True,
     )
     groups = group_offsets.shape[0] - 1
-    require(
+    need(
         groups >= 1,
-        op,
         "group_offsets.shape",
-        need="[G + 1], one group at least",
-        got=list(group_offsets.shape),
-        remedy="begin with 0 and append each group's end",
+        "[G + 1], one group at least",
+        list(group_offsets.shape),
+        "begin with 0 and append each group's end",
     )
     if num_groups is not None and groups != num_groups:
-        raise ValueError(
-            message(
-                op,
-                "group_offsets.shape",
-                f"[G + 1] = [{num_groups + 1}]",
-                list(group_offsets.shape),
-                COUNTS_REMEDY if groups + 1 == num_groups else "",
-            )
+        raise need.value_error(
+            "group_offsets.shape",
+            f"[G + 1] = [{num_groups + 1}]",
+            list(group_offsets.shape),
+            COUNTS_REMEDY if groups + 1 == num_groups else "",
         )
-    require(
+    need(
         padded_capacity(num_rows, groups) <= MAX_GROUPED_ROWS,
-        op,
         "rows",
-        got=num_rows,
-        need=f"at most {MAX_GROUPED_ROWS} with padding",
-        remedy="split the batch",
+        f"at most {MAX_GROUPED_ROWS} with padding",
+        num_rows,
+        "split the batch",
     )
 
 
-def _problem(
-    scale_rule: ScaleRule,
-    format: FormatName,
-    scale_span: Spans,
-    *,
-    x: torch.Tensor,
-    group_offsets: torch.Tensor | None,
-) -> DualProblem:
+def _problem(options: DualOptions, inputs: DualInputs) -> DualProblem:
+    x, group_offsets = inputs.x, inputs.group_offsets
     if group_offsets is not None:
         num_groups = group_offsets.shape[0] - 1
     else:
@@ -254,23 +229,16 @@ def _problem(
         detect_target(x.device),
         tuple(x.shape),
         x.dtype,
-        get_format(format),
-        scale_rule,
+        get_format(options.format),
+        options.scale_rule,
         num_groups,
         group_offsets is not None,
-        *spans_of(scale_span),
+        *spans_of(options.scale_span),
     )
 
 
-def _fake(
-    scale_rule: ScaleRule,
-    format: FormatName,
-    scale_span: Spans,
-    *,
-    x: torch.Tensor,
-    group_offsets: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    problem = _problem(scale_rule, format, scale_span, x=x, group_offsets=group_offsets)
+def _fake(options: DualOptions, inputs: DualInputs) -> list[torch.Tensor]:
+    problem, x, group_offsets = _problem(options, inputs), inputs.x, inputs.group_offsets
     empty = getattr(_kernel(problem), "empty", _empty)
     *leading, rows, columns = x.shape
     padded = rows
@@ -278,7 +246,7 @@ def _fake(
         padded = padded_capacity(rows, group_offsets.shape[0] - 1)
     tensors = []
     for span, size, reduced in zip(
-        spans_of(scale_span), (rows, columns), (columns, padded), strict=True
+        spans_of(options.scale_span), (rows, columns), (columns, padded), strict=True
     ):
         copy = empty(x, (*leading, size, reduced), problem.format)
         tensors += [copy.qdata, copy.scale]
@@ -287,7 +255,7 @@ def _fake(
     return tensors
 
 
-def _kernel(problem: DualProblem) -> KernelSpec:
+def _kernel(problem: DualProblem) -> AnyKernel:
     """The kernel of a problem whose sizes may be symbols; it depends on no size."""
     sizes = (MX_BLOCK_SIZE,) * len(problem.shape)
     groups = int(problem.num_groups) if problem.grouped_rows else 0
@@ -304,25 +272,21 @@ def _empty(like: torch.Tensor, shape: tuple[int, ...], format: MXFormat) -> MXTe
 
 
 def _build(
-    tensors: list[torch.Tensor],
-    scale_rule: ScaleRule,
-    format: FormatName,
-    scale_span: Spans,
-    **_: Any,
+    tensors: Sequence[torch.Tensor], options: DualOptions, inputs: DualInputs
 ) -> tuple[MXTensor, MXTensor]:
-    row_span, column_span = spans_of(scale_span)
+    row_span, column_span = spans_of(options.scale_span)
     first = 3 if row_span is ScaleSpan.AUTO else 2  # tensors of the rowwise copy
-    name = get_format(format).name
+    name = get_format(options.format).name
     row, column = tensors[:first], tensors[first:]
     return _copy(row, name, row_span), _copy(column, name, column_span)
 
 
-def _copy(tensors: list[torch.Tensor], name: str, span: ScaleSpan) -> MXTensor:
+def _copy(tensors: Sequence[torch.Tensor], name: str, span: ScaleSpan) -> MXTensor:
     wide = tensors[2] if span is ScaleSpan.AUTO else None
     return rebuild_mx(tensors[0], tensors[1], name, span=span, wide=wide)
 
 
-_DUAL: OpSpec[tuple[MXTensor, MXTensor]] = OpSpec(
+_DUAL: OpSpec[DualOptions, DualInputs, tuple[MXTensor, MXTensor]] = OpSpec(
     "quantize_dual",
     check=check_quantize_dual,
     describe=_problem,

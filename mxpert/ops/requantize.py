@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import message, require, require_tensor
+from ..errors import Checks
 from ..formats.folding import FoldCertificate, fold_certificate
 from ..formats.gate_up import GateUpOrder
 from ..formats.layouts import WeightLayout
@@ -54,32 +54,32 @@ def requantize_(
         >>> weights.down_proj.dequantize().unique()
         tensor([1.])
     """
-    op = "requantize_"
+    need = Checks("requantize_")
     if not isinstance(weights, MoEWeights):
-        raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
+        raise need.type_error("weights", "MoEWeights", type(weights).__name__)
     if not isinstance(scale_rule, ScaleRule):
-        raise TypeError(message(op, "scale_rule", "a ScaleRule", repr(scale_rule)))
+        raise need.type_error("scale_rule", "a ScaleRule", repr(scale_rule))
     experts, hidden, inner = weights.num_experts, weights.hidden_size, weights.intermediate_size
     for name, tensor, shape in (
         ("gate_up_proj", gate_up_proj, (experts, 2 * inner, hidden)),
         ("down_proj", down_proj, (experts, hidden, inner)),
     ):
-        require_tensor(tensor, op, name, dtype=FLOAT_DTYPES, shape=shape, device=weights.device)
+        need.tensor(tensor, name, dtype=FLOAT_DTYPES, shape=shape, device=weights.device)
     biases = []
     for name, bias, held, width in (
         ("gate_up_bias", gate_up_bias, weights.gate_up_bias, 2 * inner),
         ("down_bias", down_bias, weights.down_bias, hidden),
     ):
-        need, got = ("None" if each is None else "a tensor" for each in (held, bias))
-        require(need == got, op, name, need=need, got=got)
+        wanted, got = ("None" if each is None else "a tensor" for each in (held, bias))
+        need(wanted == got, name, wanted, got)
         if bias is not None:
-            require_tensor(bias, op, name, dtype=FLOAT_DTYPES, shape=(experts, width))
+            need.tensor(bias, name, dtype=FLOAT_DTYPES, shape=(experts, width))
             bias = bias.detach().to(weights.device, torch.float32).contiguous()
         biases.append(bias)
     order = gate_up_order or weights.source_order or weights.gate_up_order
     gate_up, down = (_quantized(each, scale_rule) for each in (gate_up_proj, down_proj))
     new = MoEWeights(gate_up, down, biases[0], biases[1], gate_up_order=order)
-    replace_(weights, new, op)
+    replace_(weights, new, need)
 
 
 def _quantized(weight: torch.Tensor, rule: ScaleRule) -> MXTensor:
@@ -95,23 +95,23 @@ def _quantized(weight: torch.Tensor, rule: ScaleRule) -> MXTensor:
     return MXTensor(codes, scale, MXFP4)
 
 
-def replace_(weights: MoEWeights, new: MoEWeights, op: str) -> None:
+def replace_(weights: MoEWeights, new: MoEWeights, need: Checks) -> None:
     """Write the values of ROW_MAJOR weights into prepared ones of any layout, or raise before it.
 
     Args:
         new: of the same sizes and biases, on the device of `weights`, in memory of their own.
-        op: what messages start with.
+        need: checks of the calling function.
     """
     layout, assigned = weights.layout, new.gate_up_order
     assert assigned is not None  # for the type checker
     if layout is Layout.ROW_MAJOR:
-        need = weights.gate_up_order
-        require(assigned is need, op, "gate_up_order", need=need, got=assigned)
+        order = weights.gate_up_order
+        need(assigned is order, "gate_up_order", order, assigned)
     certificates = fold_certificate(new.gate_up_proj), fold_certificate(new.down_proj)
     gate_up, down = weights.gate_up_proj, weights.down_proj
     rows, source = None, None
     if isinstance(layout, WeightLayout):
-        _require_held(layout, certificates, op)
+        _require_held(layout, certificates, need)
         rows, source = prepared_rows(layout, assigned, new.intermediate_size, new.device), assigned
         layout.pack(new.gate_up_proj, certificates[0], rows, out=gate_up)
         layout.pack(new.down_proj, certificates[1], out=down)
@@ -129,15 +129,16 @@ def replace_(weights: MoEWeights, new: MoEWeights, op: str) -> None:
 
 
 def _require_held(
-    layout: WeightLayout, certificates: tuple[FoldCertificate, FoldCertificate], op: str
+    layout: WeightLayout, certificates: tuple[FoldCertificate, FoldCertificate], need: Checks
 ) -> None:
     """Raise a ValueError that names the experts that the layout cannot hold."""
-    if all(map(layout.fits, certificates)):
-        return
     outside = sum(each.blocks_outside for each in certificates)
     assert isinstance(outside, torch.Tensor)  # for the type checker
     experts = outside.nonzero().flatten().tolist()
-    need = f"{layout.holds}, as the prepared layout holds them"
-    got = f"others in experts {experts[:8]}"
-    remedy = "prepare them as new weights"
-    raise ValueError(message(op, "gate_up_proj, down_proj", need, got, remedy))
+    need(
+        all(map(layout.fits, certificates)),
+        "gate_up_proj, down_proj",
+        f"{layout.holds}, as the prepared layout holds them",
+        f"others in experts {experts[:8]}",
+        "prepare them as new weights",
+    )

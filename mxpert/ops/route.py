@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from ..dispatch import detect_target
-from ..errors import message, require, require_number, require_tensor
+from ..errors import Checks
+from ..inputs.routing import PlanInputs, TopKInputs
 from ..problem import (
     GroupScore,
     GroupScoreLike,
@@ -96,7 +98,7 @@ def route_topk(
         group_score = GroupScore.parse(group_score, "route_topk", "group_score")
     if not isinstance(scoring, Scoring):
         scoring = Scoring.parse(scoring, "route_topk", "scoring")
-    return _TOPK(
+    choice = _TopKChoice(
         scoring,
         top_k,
         normalize,
@@ -105,9 +107,8 @@ def route_topk(
         routed_scaling_factor,
         group_score,
         clamp_nan,
-        logits=logits,
-        correction_bias=correction_bias,
     )
+    return _TOPK(choice, TopKInputs(logits, correction_bias))
 
 
 def make_routing_plan(
@@ -159,15 +160,8 @@ def make_routing_plan(
         [(1, 0), (2, 2), (0, 0), (0, 1)]
     """
     local = num_experts if num_local_experts is None else num_local_experts
-    return _PLAN(
-        num_experts,
-        local,
-        routing_block_m,
-        topk_weights=topk_weights,
-        topk_ids=topk_ids,
-        expert_map=expert_map,
-        num_local_tokens=num_local_tokens,
-    )
+    inputs = PlanInputs(topk_weights, topk_ids, expert_map, num_local_tokens)
+    return _PLAN(PlanOptions(num_experts, local, routing_block_m), inputs)
 
 
 def check_route_topk(
@@ -178,41 +172,34 @@ def check_route_topk(
     op: str = "route_topk",
 ) -> None:
     """Argument checks of `route_topk`, and of layers that will call it."""
-    require_tensor(logits, op, "logits", dtype=LOGIT_DTYPES, shape=(None, None))
+    need = Checks(op)
+    need.tensor(logits, "logits", dtype=LOGIT_DTYPES, shape=(None, None))
     num_experts = logits.shape[1]
-    _require_count(op, "top_k", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)
+    _require_count(need, "top_k", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)
     if not isinstance(options.scoring, Scoring):
-        raise TypeError(
-            message(
-                op,
-                "scoring",
-                "a Scoring",
-                repr(options.scoring),
-                "for example mxpert.Scoring.SIGMOID",
-            )
+        raise need.type_error(
+            "scoring", "a Scoring", repr(options.scoring), "for example mxpert.Scoring.SIGMOID"
         )
     for name, value in (("normalize", options.normalize), ("clamp_nan", options.clamp_nan)):
         if not isinstance(value, bool):
-            raise TypeError(message(op, name, "a bool", repr(value)))
+            raise need.type_error(name, "a bool", repr(value))
     group_score = options.group_score
     if group_score is not None:
-        group_score = GroupScore.parse(group_score, op, "group_score")
-    require_number(options.routed_scaling_factor, op, "routed_scaling_factor")
+        group_score = GroupScore.parse(group_score, need.op, "group_score")
+    need.number(options.routed_scaling_factor, "routed_scaling_factor")
     if not (_is_one(options.num_groups) and _is_one(options.top_groups)):
-        _check_groups(op, num_experts, top_k, options.num_groups, options.top_groups)
+        _check_groups(need, num_experts, top_k, options.num_groups, options.top_groups)
         if group_score is None and correction_bias is None:
-            require(
+            need(
                 options.top_groups == options.num_groups,
-                op,
                 "group_score",
-                need="'max' or 'top2' for groups without correction_bias",
-                got=None,
-                remedy="DeepSeek-V2 and vLLM take 'max', DeepSeek-V3 'top2'",
+                "'max' or 'top2' for groups without correction_bias",
+                None,
+                "DeepSeek-V2 and vLLM take 'max', DeepSeek-V3 'top2'",
             )
     if correction_bias is not None:
-        require_tensor(
+        need.tensor(
             correction_bias,
-            op,
             "correction_bias",
             dtype=torch.float32,
             shape=(num_experts,),
@@ -225,84 +212,77 @@ def _is_one(value: object) -> bool:
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and value == 1
 
 
-def _check_groups(op: str, num_experts: int, top_k: int, num_groups: int, top_groups: int) -> None:
-    _require_count(
-        op, "num_groups", num_groups, max(1, num_experts // 2), "groups of two or more experts"
-    )
-    require(
-        num_experts % num_groups == 0,
-        op,
-        "num_groups",
-        need=f"a divisor of the {num_experts} experts",
-        got=num_groups,
-    )
-    _require_count(op, "top_groups", top_groups, num_groups, "num_groups")
-    reachable = top_groups * (num_experts // num_groups)
-    require(
-        top_k <= reachable,
-        op,
-        "top_groups",
-        got=top_groups,
-        need=f"groups that hold top_k = {top_k} experts together",
-        remedy=f"they hold {reachable}; choose more groups or fewer experts",
-    )
-
-
-def check_routing_plan(
-    num_experts: int,
-    num_local_experts: int,
-    routing_block_m: int,
-    topk_weights: torch.Tensor,
-    topk_ids: torch.Tensor,
-    expert_map: torch.Tensor | None,
-    num_local_tokens: torch.Tensor | None,
+def _check_groups(
+    need: Checks, num_experts: int, top_k: int, num_groups: int, top_groups: int
 ) -> None:
+    _require_count(
+        need, "num_groups", num_groups, max(1, num_experts // 2), "groups of two or more experts"
+    )
+    need(
+        num_experts % num_groups == 0,
+        "num_groups",
+        f"a divisor of the {num_experts} experts",
+        num_groups,
+    )
+    _require_count(need, "top_groups", top_groups, num_groups, "num_groups")
+    reachable = top_groups * (num_experts // num_groups)
+    need(
+        top_k <= reachable,
+        "top_groups",
+        f"groups that hold top_k = {top_k} experts together",
+        top_groups,
+        f"they hold {reachable}; choose more groups or fewer experts",
+    )
+
+
+class PlanOptions(NamedTuple):
+    """Options of `make_routing_plan`."""
+
+    num_experts: int
+    num_local_experts: int
+    routing_block_m: int
+
+    def capacity(self, topk_ids: torch.Tensor) -> int:
+        """Rows of the plan."""
+        num_tokens, top_k = topk_ids.shape
+        return plan_capacity(num_tokens, top_k, self.num_local_experts, self.routing_block_m)
+
+
+def check_routing_plan(options: PlanOptions, inputs: PlanInputs) -> None:
     """Argument checks of `make_routing_plan`."""
-    op = "make_routing_plan"
-    require_topk(topk_weights, topk_ids, op)
+    need, topk_ids, num_experts = Checks("make_routing_plan"), inputs.topk_ids, options.num_experts
+    require_topk(inputs.topk_weights, topk_ids, need.op)
     num_tokens, top_k = topk_ids.shape
-    for name, value in (
-        ("num_experts", num_experts),
-        ("num_local_experts", num_local_experts),
-        ("routing_block_m", routing_block_m),
-    ):
-        _require_count(op, name, value, MAX_SORTED_ROWS, "rows of a plan")
-    _require_count(op, "topk_ids.shape[1]", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)
+    for name, value in zip(options._fields, options, strict=True):
+        _require_count(need, name, value, MAX_SORTED_ROWS, "rows of a plan")
+    _require_count(need, "topk_ids.shape[1]", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)
     if num_tokens * top_k >= MAX_ROUTED_ROWS:
-        raise ValueError(
-            message(
-                op,
-                "topk_ids.shape",
-                f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
-                num_tokens * top_k,
-                "split the tokens into smaller batches",
-            )
+        raise need.value_error(
+            "topk_ids.shape",
+            f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
+            num_tokens * top_k,
+            "split the tokens into smaller batches",
         )
-    capacity = plan_capacity(num_tokens, top_k, num_local_experts, routing_block_m)
+    capacity = options.capacity(topk_ids)
     if capacity > MAX_SORTED_ROWS:
-        raise ValueError(
-            message(
-                op,
-                "routing_block_m",
-                f"at most {MAX_SORTED_ROWS} padded rows",
-                capacity,
-                f"use a smaller block than {routing_block_m}",
-            )
+        raise need.value_error(
+            "routing_block_m",
+            f"at most {MAX_SORTED_ROWS} padded rows",
+            capacity,
+            f"use a smaller block than {options.routing_block_m}",
         )
-    if expert_map is not None:
-        require_tensor(
-            expert_map,
-            op,
+    if inputs.expert_map is not None:
+        need.tensor(
+            inputs.expert_map,
             "expert_map",
             dtype=torch.int32,
             shape=(num_experts,),
             device=topk_ids.device,
             contiguous=True,
         )
-    if num_local_tokens is not None:
-        require_tensor(
-            num_local_tokens,
-            op,
+    if inputs.num_local_tokens is not None:
+        need.tensor(
+            inputs.num_local_tokens,
             "num_local_tokens",
             dtype=torch.int32,
             shape=(1,),
@@ -310,55 +290,58 @@ def check_routing_plan(
         )
 
 
-def _require_count(op: str, name: str, value: int, most: int, of: str) -> None:
+def _require_count(need: Checks, name: str, value: int, most: int, of: str) -> None:
     """Check that `value` is an int in 1 … `most`; the common case returns at once."""
     if type(value) is int and 1 <= value <= most:
         return
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        raise TypeError(message(op, name, "an int", repr(value)))
-    require(1 <= value <= most, op, name, need=f"1 … {most} ({of})", got=value)
+        raise need.type_error(name, "an int", repr(value))
+    need(1 <= value <= most, name, f"1 … {most} ({of})", value)
 
 
-def _check_topk(
-    scoring: Scoring,
-    top_k: int,
-    normalize: bool,
-    num_groups: int,
-    top_groups: int,
-    routed_scaling_factor: float,
-    group_score: GroupScore | None,
-    clamp_nan: bool,
-    logits: torch.Tensor,
-    correction_bias: torch.Tensor | None,
-) -> None:
-    groups = num_groups, top_groups
-    options = TopKOptions(
-        scoring, normalize, *groups, routed_scaling_factor, group_score, clamp_nan
-    )
-    check_route_topk(logits, top_k, options, correction_bias)
+class _TopKChoice(NamedTuple):
+    """Options of `route_topk`, in the order of the op's schema."""
+
+    scoring: Scoring
+    top_k: int
+    normalize: bool
+    num_groups: int
+    top_groups: int
+    routed_scaling_factor: float
+    group_score: GroupScore | None
+    clamp_nan: bool
+
+    @property
+    def options(self) -> TopKOptions:
+        """All but `top_k`."""
+        return TopKOptions(
+            self.scoring,
+            self.normalize,
+            self.num_groups,
+            self.top_groups,
+            self.routed_scaling_factor,
+            self.group_score,
+            self.clamp_nan,
+        )
 
 
-def _topk_problem(
-    scoring: Scoring, top_k: int, *options: Any, logits: torch.Tensor, **_: Any
-) -> TopKProblem:
-    return TopKProblem(
-        Op.ROUTE_TOPK,
-        detect_target(logits.device),
-        logits.shape[0],
-        top_k,
-        logits.shape[1],
-        TopKOptions(scoring, *options),
-    )
+def _check_topk(choice: _TopKChoice, inputs: TopKInputs) -> None:
+    check_route_topk(inputs.logits, choice.top_k, choice.options, inputs.correction_bias)
 
 
-def _fake_topk(
-    scoring: Scoring, top_k: int, *_: Any, logits: torch.Tensor, correction_bias: Any
-) -> list[torch.Tensor]:
-    shape = (logits.shape[0], top_k)
-    return [logits.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.int32)]
+def _topk_problem(choice: _TopKChoice, inputs: TopKInputs) -> TopKProblem:
+    num_tokens, num_experts = inputs.logits.shape
+    target = detect_target(inputs.logits.device)
+    sizes = num_tokens, choice.top_k, num_experts
+    return TopKProblem(Op.ROUTE_TOPK, target, *sizes, choice.options)
 
 
-_TOPK: OpSpec[tuple[torch.Tensor, torch.Tensor]] = OpSpec(
+def _fake_topk(choice: _TopKChoice, inputs: TopKInputs) -> list[torch.Tensor]:
+    shape, new = (inputs.logits.shape[0], choice.top_k), inputs.logits.new_empty
+    return [new(shape, dtype=dtype) for dtype in (torch.float32, torch.int32)]
+
+
+_TOPK: OpSpec[_TopKChoice, TopKInputs, tuple[torch.Tensor, torch.Tensor]] = OpSpec(
     "route_topk",
     check=_check_topk,
     describe=_topk_problem,
@@ -367,56 +350,29 @@ _TOPK: OpSpec[tuple[torch.Tensor, torch.Tensor]] = OpSpec(
 )
 
 
-def _plan_problem(
-    num_experts: int,
-    num_local_experts: int,
-    routing_block_m: int,
-    *,
-    topk_ids: torch.Tensor,
-    **_: Any,
-) -> RoutingProblem:
-    return RoutingProblem(
-        Op.ROUTING_PLAN,
-        detect_target(topk_ids.device),
-        topk_ids.shape[0],
-        topk_ids.shape[1],
-        num_experts,
-        num_local_experts,
-        routing_block_m,
-    )
+def _plan_problem(options: PlanOptions, inputs: PlanInputs) -> RoutingProblem:
+    target = detect_target(inputs.topk_ids.device)
+    num_tokens, top_k = inputs.topk_ids.shape
+    return RoutingProblem(Op.ROUTING_PLAN, target, num_tokens, top_k, *options)
 
 
-def _fake_plan(
-    num_experts: int,
-    num_local_experts: int,
-    routing_block_m: int,
-    *,
-    topk_ids: torch.Tensor,
-    **_: Any,
-) -> list[torch.Tensor]:
-    num_tokens, top_k = topk_ids.shape
-    capacity = plan_capacity(num_tokens, top_k, num_local_experts, routing_block_m)
+def _fake_plan(options: PlanOptions, inputs: PlanInputs) -> list[torch.Tensor]:
+    topk_ids, capacity = inputs.topk_ids, options.capacity(inputs.topk_ids)
     new = functools.partial(topk_ids.new_empty, dtype=torch.int32)
     return [
         new(capacity),
         topk_ids.new_empty(capacity, dtype=torch.float32),
-        new(capacity // routing_block_m),
+        new(capacity // options.routing_block_m),
         new(2),
-        new((num_tokens, top_k)),
+        new(topk_ids.shape),
     ]
 
 
 def _build_plan(
-    tensors: tuple[torch.Tensor, ...],
-    num_experts: int,
-    num_local_experts: int,
-    routing_block_m: int,
-    *,
-    topk_ids: torch.Tensor,
-    **_: Any,
+    tensors: Sequence[torch.Tensor], options: PlanOptions, inputs: PlanInputs
 ) -> RoutingPlan:
     rows, row_weights, block_experts, num_valid, slot_rows = tensors
-    num_tokens, top_k = topk_ids.shape
+    num_tokens, top_k = inputs.topk_ids.shape
     return RoutingPlan(
         rows,
         row_weights,
@@ -425,16 +381,17 @@ def _build_plan(
         slot_rows,
         num_tokens,
         top_k,
-        num_local_experts,
-        routing_block_m,
+        options.num_local_experts,
+        options.routing_block_m,
     )
 
 
-_PLAN: OpSpec[RoutingPlan] = OpSpec(
+_PLAN: OpSpec[PlanOptions, PlanInputs, RoutingPlan] = OpSpec(
     "make_routing_plan",
     check=check_routing_plan,
     describe=_plan_problem,
     fake=_fake_plan,
+    absent=("arrivals",),
     returns="(Tensor, Tensor, Tensor, Tensor, Tensor)",
     build=_build_plan,
 )

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..dispatch import detect_target
-from ..errors import require, require_dtype, require_tensor
+from ..errors import Checks
+from ..inputs.rows import (
+    ActivateBackwardInputs,
+    ActivateInputs,
+    CombineBackwardInputs,
+    CombineInputs,
+)
 from ..problem import Activation, ActivationLike, Op, RowsProblem, parse_activation
 from .library import OpSpec
 from .quantize import FLOAT_DTYPES
@@ -33,7 +37,7 @@ def activate_rows(gate_up: torch.Tensor, activation: ActivationLike) -> torch.Te
         tensor([[ 0., 60.]])
     """
     activation = parse_activation(activation, "activate_rows")
-    return _ACTIVATE(activation, gate_up=_dense(gate_up))
+    return _ACTIVATE(activation, ActivateInputs(_dense(gate_up)))
 
 
 def activate_rows_backward(
@@ -48,7 +52,7 @@ def activate_rows_backward(
         tensor([[1., 0.]])
     """
     activation = parse_activation(activation, "activate_rows_backward")
-    return _ACTIVATE_BACKWARD(activation, grad=_dense(grad), gate_up=_dense(gate_up))
+    return _ACTIVATE_BACKWARD(activation, ActivateBackwardInputs(_dense(grad), _dense(gate_up)))
 
 
 def combine_rows(
@@ -74,12 +78,10 @@ def combine_rows(
         >>> combine_rows(rows, torch.tensor([[3, 0], [1, 2]])).flatten().tolist()
         [9.0, 6.0]
     """
-    return _COMBINE(
-        rows=_dense(rows),
-        row_ids=_dense(row_ids),
-        weights=_dense(weights),
-        out_dtype=getattr(rows, "dtype", None) if out_dtype is None else out_dtype,
-    )
+    if out_dtype is None:
+        out_dtype = getattr(rows, "dtype", torch.float32)  # the checks refuse what has none
+    factors = None if weights is None else _dense(weights)
+    return _COMBINE(None, CombineInputs(_dense(rows), _dense(row_ids), factors, out_dtype))
 
 
 def combine_rows_backward(
@@ -97,11 +99,11 @@ def combine_rows_backward(
         ([2.5, 5.0], [[20.0, 10.0]])
     """
     return _COMBINE_BACKWARD(
-        grad=_dense(grad), rows=_dense(rows), row_ids=_dense(row_ids), weights=_dense(weights)
+        None, CombineBackwardInputs(_dense(grad), _dense(rows), _dense(row_ids), _dense(weights))
     )
 
 
-def _dense(value: Any) -> Any:
+def _dense(value: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor; whatever else was passed goes on to the checks."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -111,82 +113,64 @@ def _dense(value: Any) -> Any:
     return value
 
 
-def _check_activate(activation: Activation, gate_up: torch.Tensor) -> None:
-    _check_gate_up(gate_up, "activate_rows")
+def _check_activate(activation: Activation, inputs: ActivateInputs) -> None:
+    _check_gate_up(inputs.gate_up, Checks("activate_rows"))
 
 
-def _check_gate_up(gate_up: torch.Tensor, op: str) -> None:
-    require_tensor(gate_up, op, "gate_up", dtype=ROW_DTYPES, shape=(None, None))
-    require(
+def _check_gate_up(gate_up: torch.Tensor, need: Checks) -> None:
+    need.tensor(gate_up, "gate_up", dtype=ROW_DTYPES, shape=(None, None))
+    need(
         gate_up.shape[1] % 2 == 0,
-        op,
         "gate_up.shape[1]",
-        need="an even number",
-        got=gate_up.shape[1],
-        remedy="gate first, then up",
+        "an even number",
+        gate_up.shape[1],
+        "gate first, then up",
     )
 
 
-def _check_activate_backward(
-    activation: Activation, grad: torch.Tensor, gate_up: torch.Tensor
-) -> None:
-    op = "activate_rows_backward"
-    _check_gate_up(gate_up, op)
+def _check_activate_backward(activation: Activation, inputs: ActivateBackwardInputs) -> None:
+    need, gate_up = Checks("activate_rows_backward"), inputs.gate_up
+    _check_gate_up(gate_up, need)
     rows, width = gate_up.shape
-    require_tensor(
-        grad, op, "grad", dtype=gate_up.dtype, shape=(rows, width // 2), device=gate_up.device
-    )
+    shape, device = (rows, width // 2), gate_up.device
+    need.tensor(inputs.grad, "grad", dtype=gate_up.dtype, shape=shape, device=device)
 
 
-def _check_combine(
-    rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor | None, out_dtype: torch.dtype
-) -> None:
-    op = "combine_rows"
-    _check_rows(rows, row_ids, weights, op)
-    require_dtype(out_dtype, ROW_DTYPES, op, "out_dtype")
+def _check_combine(options: None, inputs: CombineInputs) -> None:
+    need = Checks("combine_rows")
+    _check_rows(inputs.rows, inputs.row_ids, inputs.weights, need)
+    need.dtype(inputs.out_dtype, ROW_DTYPES, "out_dtype")
 
 
-def _check_combine_backward(
-    grad: torch.Tensor, rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor
-) -> None:
-    op = "combine_rows_backward"
-    _check_rows(rows, row_ids, weights, op)
-    require_tensor(
-        grad,
-        op,
-        "grad",
-        dtype=ROW_DTYPES,
-        shape=(row_ids.shape[0], rows.shape[1]),
-        device=rows.device,
-    )
+def _check_combine_backward(options: None, inputs: CombineBackwardInputs) -> None:
+    need, rows, row_ids = Checks("combine_rows_backward"), inputs.rows, inputs.row_ids
+    _check_rows(rows, row_ids, inputs.weights, need)
+    shape = row_ids.shape[0], rows.shape[1]
+    need.tensor(inputs.grad, "grad", dtype=ROW_DTYPES, shape=shape, device=rows.device)
 
 
 def _check_rows(
-    rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor | None, op: str
+    rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor | None, need: Checks
 ) -> None:
-    require_tensor(rows, op, "rows", dtype=ROW_DTYPES, shape=(None, None))
-    require_tensor(
-        row_ids, op, "row_ids", dtype=torch.int64, shape=(None, None), device=rows.device
-    )
-    require(
+    need.tensor(rows, "rows", dtype=ROW_DTYPES, shape=(None, None))
+    need.tensor(row_ids, "row_ids", dtype=torch.int64, shape=(None, None), device=rows.device)
+    need(
         row_ids.numel() >= rows.shape[0],
-        op,
         "row_ids",
-        need=f"at least {rows.shape[0]} entries, one for each row",
-        got=row_ids.numel(),
+        f"at least {rows.shape[0]} entries, one for each row",
+        row_ids.numel(),
     )
     if weights is not None:
         wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-        require_tensor(
-            weights, op, "weights", dtype=wide, shape=tuple(row_ids.shape), device=rows.device
-        )
+        need.tensor(weights, "weights", dtype=wide, shape=tuple(row_ids.shape), device=rows.device)
 
 
 def _activate_problem(
-    activation: Activation, *, gate_up: torch.Tensor, grad: torch.Tensor | None = None
+    activation: Activation, inputs: ActivateInputs | ActivateBackwardInputs
 ) -> RowsProblem:
+    gate_up, forward = inputs.gate_up, isinstance(inputs, ActivateInputs)
     return RowsProblem(
-        Op.ACTIVATE_ROWS if grad is None else Op.ACTIVATE_ROWS_BACKWARD,
+        Op.ACTIVATE_ROWS if forward else Op.ACTIVATE_ROWS_BACKWARD,
         detect_target(gate_up.device),
         gate_up.shape[0],
         gate_up.shape[1] // 2,
@@ -195,63 +179,56 @@ def _activate_problem(
     )
 
 
-def _combine_problem(
-    *, rows: torch.Tensor, row_ids: torch.Tensor, grad: torch.Tensor | None = None, **_: Any
-) -> RowsProblem:
+def _combine_problem(options: None, inputs: CombineInputs | CombineBackwardInputs) -> RowsProblem:
+    rows, forward = inputs.rows, isinstance(inputs, CombineInputs)
     return RowsProblem(
-        Op.COMBINE_ROWS if grad is None else Op.COMBINE_ROWS_BACKWARD,
+        Op.COMBINE_ROWS if forward else Op.COMBINE_ROWS_BACKWARD,
         detect_target(rows.device),
         rows.shape[0],
         rows.shape[1],
         rows.dtype,
-        row_ids.shape[1],
+        inputs.row_ids.shape[1],
     )
 
 
-def _fake_activate(activation: Activation, *, gate_up: torch.Tensor) -> torch.Tensor:
-    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
+def _fake_activate(activation: Activation, inputs: ActivateInputs) -> torch.Tensor:
+    rows, width = inputs.gate_up.shape
+    return inputs.gate_up.new_empty((rows, width // 2))
 
 
-def _fake_activate_backward(
-    activation: Activation, *, grad: torch.Tensor, gate_up: torch.Tensor
-) -> torch.Tensor:
-    return torch.empty_like(gate_up)
-
-
-def _fake_combine(
-    *, rows: torch.Tensor, row_ids: torch.Tensor, out_dtype: torch.dtype, **_: Any
-) -> torch.Tensor:
-    return rows.new_empty((row_ids.shape[0], rows.shape[1]), dtype=out_dtype)
+def _fake_combine(options: None, inputs: CombineInputs) -> torch.Tensor:
+    shape = inputs.row_ids.shape[0], inputs.rows.shape[1]
+    return inputs.rows.new_empty(shape, dtype=inputs.out_dtype)
 
 
 def _fake_combine_backward(
-    *, rows: torch.Tensor, weights: torch.Tensor, **_: Any
+    options: None, inputs: CombineBackwardInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(rows), torch.empty_like(weights)
+    return torch.empty_like(inputs.rows), torch.empty_like(inputs.weights)
 
 
-_ACTIVATE: OpSpec[torch.Tensor] = OpSpec(
+_ACTIVATE: OpSpec[Activation, ActivateInputs, torch.Tensor] = OpSpec(
     "activate_rows",
     check=_check_activate,
     describe=_activate_problem,
     fake=_fake_activate,
     is_public=False,
 )
-_ACTIVATE_BACKWARD: OpSpec[torch.Tensor] = OpSpec(
+_ACTIVATE_BACKWARD: OpSpec[Activation, ActivateBackwardInputs, torch.Tensor] = OpSpec(
     "activate_rows_backward",
     check=_check_activate_backward,
     describe=_activate_problem,
-    fake=_fake_activate_backward,
+    fake=lambda _, inputs: torch.empty_like(inputs.gate_up),
     is_public=False,
 )
-_COMBINE: OpSpec[torch.Tensor] = OpSpec(
+_COMBINE: OpSpec[None, CombineInputs, torch.Tensor] = OpSpec(
     "combine_rows",
     check=_check_combine,
     describe=_combine_problem,
     fake=_fake_combine,
     is_public=False,
 )
-_COMBINE_BACKWARD: OpSpec[tuple[torch.Tensor, torch.Tensor]] = OpSpec(
+_COMBINE_BACKWARD: OpSpec[None, CombineBackwardInputs, tuple[torch.Tensor, torch.Tensor]] = OpSpec(
     "combine_rows_backward",
     check=_check_combine_backward,
     describe=_combine_problem,

@@ -17,10 +17,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import torch
 
 from ..formats.spec import MXFormat, ScaleSpan, get_format
-from ..formats.tensor import FACT_FIELDS, TENSOR_FIELDS, Layout, MXTensor
+from ..formats.tensor import FACT_FIELDS, TENSOR_FIELDS, Layout, MXTensor, Operand
 from ..problem import Activation, activation_from
 
-Operand = torch.Tensor | MXTensor
 FormatName = str | MXFormat
 Spans = ScaleSpan | tuple[ScaleSpan, ScaleSpan]
 
@@ -38,7 +37,7 @@ class Kind:
     """
 
     types: tuple[tuple[str, str], ...]
-    flatten: Callable[[Any], Sequence[Any]]
+    flatten: Callable[[Any], Sequence[object]]  # Any: a value of the kind's type
     rebuild: Callable[..., Any]
 
 
@@ -90,7 +89,7 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _flatten_mx(value: MXTensor) -> tuple[Any, ...]:
+def _flatten_mx(value: MXTensor) -> tuple[object, ...]:
     return (
         value.qdata,
         value.scale,
@@ -180,14 +179,14 @@ class FlatLayout:
             self.types += [(name + suffix, schema) for suffix, schema in kind.types]
             self._parts.append((name, kind, start, len(self.types)))
 
-    def flatten(self, values: Iterable[Any]) -> list[Any]:
+    def flatten(self, values: Iterable[object]) -> list[object]:
         """The flat arguments of the values."""
-        flat: list[Any] = []
+        flat: list[object] = []
         for (_, kind, _, _), value in zip(self._parts, values, strict=True):
             flat += kind.flatten(value)
         return flat
 
-    def rebuild(self, flat: Sequence[Any]) -> dict[str, Any]:
+    def rebuild(self, flat: Sequence[object]) -> dict[str, Any]:  # Any: of each field's type
         """The inverse of `flatten`: the values by name."""
         return {
             name: flat[start] if kind.rebuild is _same else kind.rebuild(*flat[start:end])
@@ -242,15 +241,15 @@ def _aggregate(cls: type) -> Kind:
     layout = FlatLayout((name, kind_of(hints[name])) for name in names)
     unread = dict.fromkeys(set(every) - set(names))
 
-    def make(*flat: Any) -> Any:
+    def make(*flat: object) -> object:
         return rebuild(cls, **layout.rebuild(flat), **unread)
 
     @functools.lru_cache(1024, typed=True)
-    def make_once(*flat: Any) -> Any:
+    def make_once(*flat: object) -> object:
         """Options: caches find them by identity, so equal ones have to be one object."""
         return cls(**layout.rebuild(flat))
 
-    def make_options(*flat: Any) -> Any:
+    def make_options(*flat: object) -> object:
         return make_once(*[tuple(value) if type(value) is list else value for value in flat])
 
     return Kind(

@@ -126,7 +126,7 @@ class _Layer:
     weights: MoEWeights
     top_k: int
     dtypes: tuple[torch.dtype, torch.dtype]
-    options: dict[str, Any]
+    options: dict[str, Any]  # Any: each option has its own type
 
     def problem(self, max_tokens: object) -> MoEProblem:
         """Check all arguments; return the problem of the local layer."""
@@ -141,7 +141,9 @@ class _Layer:
         if self.weights.device.type == "cuda":
             torch.cuda.synchronize(self.weights.device)
 
-    def _batch(self, num_tokens: int) -> tuple[Any, ...]:
+    def _batch(
+        self, num_tokens: int
+    ) -> tuple[torch.Tensor, MoEWeights, torch.Tensor, torch.Tensor]:
         """X, weights, topk_weights and topk_ids."""
         device, dtypes = self.weights.device, self.dtypes
         shape = num_tokens, self.weights.hidden_size
@@ -165,8 +167,10 @@ class _Layer:
         require_int(max_tokens, op, "max_tokens", least=1)
         require_int(self.top_k, op, "top_k", least=1)
         if expert_map is not None:
-            kind: dict[str, Any] = dict(dtype=torch.int32, shape=(None,), device=weights.device)
-            require_tensor(expert_map, op, "expert_map", **kind)
+            device = weights.device
+            require_tensor(
+                expert_map, op, "expert_map", dtype=torch.int32, shape=(None,), device=device
+            )
         most = self._num_global_ids
         require(self.top_k <= most, op, "top_k", need=f"at most {most}", got=self.top_k)
         require_dtype(self.dtypes[0], TOPK_WEIGHT_DTYPES, op, "topk_weights_dtype")
@@ -241,7 +245,7 @@ def _token_counts(problem: MoEProblem, max_tokens: int) -> tuple[int, ...]:
     return tuple(sorted(counts)) if compiles else ()
 
 
-def _choice(explanation: Explanation) -> tuple[str, Any]:
+def _choice(explanation: Explanation) -> tuple[str, object]:
     return explanation.resolution.kernel.backend, explanation.resolution.config
 
 

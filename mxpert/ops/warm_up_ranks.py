@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ..formats.tensor import MXTensor
+from ..inputs.moe import FusedMoEInputs
 from ..problem import MoEProblem
 from ..weights import MoEWeights
 from .local_weights import require_ranks
@@ -56,14 +56,6 @@ class Ranks(Protocol):
     def agree(self, arguments: dict[str, object] | Exception) -> None: ...
 
     def check(self) -> None: ...
-
-
-class _Received(NamedTuple):
-    """Rows as another rank would have sent them."""
-
-    x: torch.Tensor | MXTensor
-    topk_weights: torch.Tensor
-    topk_ids: torch.Tensor
 
 
 def exchanged_counts(max_tokens: int) -> tuple[int, ...]:
@@ -125,12 +117,13 @@ def compile_alone(
         step(num_rows)
         x, shape = _zeros(ranks, num_rows), (num_rows, ranks.top_k)
         slots = torch.arange(num_rows * ranks.top_k, device=ranks.device).view(shape)
-        received = _Received(
+        received = FusedMoEInputs(
             quantize(x, "mxfp8") if is_quantised else x,
+            weights,
             torch.full(shape, 1 / ranks.top_k, dtype=torch.float32, device=ranks.device),
             ranks.expert_map[slots % ranks.placement.num_experts],
         )
-        fused_moe_received(received, weights, problem.options, problem.local_top_k)
+        fused_moe_received(received, problem.options, problem.local_top_k)
 
 
 def _zeros(ranks: Ranks, num_rows: int) -> torch.Tensor:

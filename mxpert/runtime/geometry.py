@@ -15,6 +15,7 @@ from ..errors import PLAIN_TENSORS
 from ..formats.tensor import FACT_FIELDS, TENSOR_FIELDS, Aggregate
 from ..problem import Problem
 
+_STRIDED = torch.strided
 _MAX_GEOMETRIES = 8192
 _CACHE = "_parts"
 """Attribute of an aggregate that holds its `Parts`."""
@@ -28,7 +29,7 @@ Parts = tuple[tuple[torch.Tensor, ...], Geometry]
 """An aggregate's tensors, in the order of its fields, and their geometry."""
 
 
-Described = tuple[list[torch.Tensor], tuple[Any, ...]]
+Described = tuple[list[torch.Tensor], tuple[object, ...]]
 """The tensors in some arguments, in order, and the geometry of all arguments."""
 
 
@@ -49,11 +50,11 @@ class CachedCall:
     def __init__(self, problem: Problem, options: object, is_replayed: bool) -> None:
         self.problem, self.options, self.is_replayed = problem, options, is_replayed
         self.inner: CachedCall | None = None
-        self.resolved: tuple[Any, ...] | None = None
-        self.recordings: dict[tuple[Any, ...], Any] = {}
+        self.resolved: tuple[Any, ...] | None = None  # of `dispatch`, which lies above
+        self.recordings: dict[tuple[object, ...], Any] = {}  # of `replay`
 
 
-_GEOMETRIES: dict[tuple[Any, ...], Geometry] = {}
+_GEOMETRIES: dict[tuple[object, ...], Geometry] = {}
 
 
 def describe(arguments: Iterable[object]) -> Described | None:
@@ -68,32 +69,32 @@ def describe(arguments: Iterable[object]) -> Described | None:
     (1, (torch.Size([2, 3]), (3, 1), torch.float32, device(type='cpu'), None))
     """
     tensors: list[torch.Tensor] = []
-    key: list[Any] = []
+    key: list[object] = []
     for value in arguments:
         kind = type(value)
         if kind in PLAIN_TENSORS:
-            tensor: Any = value
+            tensor: Any = value  # mypy cannot see it from `kind`
             try:
                 key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             except RuntimeError:  # nested and sparse tensors
                 return None
-            if tensor.layout is not torch.strided or tensor.is_neg():
+            if tensor.layout is not _STRIDED or tensor.is_neg():
                 return None
             tensors.append(tensor)
+        elif value is None or kind is torch.dtype:
+            key.append(value)
         elif kind in TENSOR_FIELDS:
             parts = parts_of(value)
             if parts is None:
                 return None
             tensors += parts[0]
             key.append(parts[1])
-        elif value is None or kind is torch.dtype:
-            key.append(value)
         else:
             return None
     return tensors, tuple(key)
 
 
-def tensors_of(arguments: Iterable[Any]) -> Described | None:
+def tensors_of(arguments: Iterable[object]) -> Described | None:
     """Return the tensors of `describe`, without the geometry, for arguments that it describes.
 
     >>> tensors_of([torch.zeros(2), None])[0]
@@ -111,7 +112,7 @@ def tensors_of(arguments: Iterable[Any]) -> Described | None:
     return tensors, ()
 
 
-def parts_of(value: Any) -> Parts | None:
+def parts_of(value: object) -> Parts | None:
     """Return tensors and geometry of an aggregate that ops take.
 
     They are cached in the object, because weights and plans are used by many calls.
@@ -125,8 +126,8 @@ def parts_of(value: Any) -> Parts | None:
 
 
 def assembler(
-    made: Any, order: Callable[[torch.Tensor], int]
-) -> Callable[[list[torch.Tensor]], Any] | None:
+    made: object, order: Callable[[torch.Tensor], int]
+) -> Callable[[list[torch.Tensor]], object] | None:
     """Return a function that builds objects like `made` from a list of tensors, without checks.
 
     Args:
@@ -145,7 +146,7 @@ def assembler(
     places = [(name, order(held[name])) for name in names]
     facts = held | {name: getattr(made, name) for name in FACT_FIELDS[cls]}
 
-    def assemble(tensors: list[torch.Tensor]) -> Any:
+    def assemble(tensors: list[torch.Tensor]) -> object:
         instance = object.__new__(cls)
         fields = instance.__dict__
         fields.update(facts)
@@ -159,7 +160,7 @@ def assembler(
     return assemble
 
 
-def _take_apart(value: Any) -> Parts | None:
+def _take_apart(value: object) -> Parts | None:
     kind = type(value)
     found = describe(getattr(value, name) for name in TENSOR_FIELDS[kind])
     if found is None:

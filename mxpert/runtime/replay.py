@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +27,7 @@ from triton import knobs
 from triton.runtime.driver import driver
 
 from ..kernel_spec import Launchable
+from ..problem import Problem
 from .geometry import CachedCall, assembler
 from .launch import LaunchRecord, PreparedLaunch, has_hooks, is_direct, record_launches
 
@@ -37,6 +38,10 @@ which takes more memory. Calls with more scratch are limited by the device, not 
 _ALIGNMENT = 256
 _NO_DEVICE = -1
 """Device index of CPU tensors."""
+
+_ConfigT = TypeVar("_ConfigT")
+_InputsT = TypeVar("_InputsT")
+_T = TypeVar("_T")
 
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
@@ -50,10 +55,10 @@ _ALLOCATIONS = frozenset(
 )
 
 
-class Replayed:
+class Replayed(Generic[_ConfigT, _InputsT, _T]):
     """Wraps a Launchable, for example a KernelSpec, and can replay its `launch`."""
 
-    def __init__(self, kernel: Launchable) -> None:
+    def __init__(self, kernel: Launchable[Any, _ConfigT, _InputsT, _T]) -> None:
         self._kernel = kernel
         self.launch = kernel.launch
 
@@ -61,8 +66,8 @@ class Replayed:
         return getattr(self._kernel, name)
 
     def replay(
-        self, cached: CachedCall, config: Any, tensors: list[torch.Tensor], inputs: dict[str, Any]
-    ) -> Any:
+        self, cached: CachedCall, config: _ConfigT, tensors: list[torch.Tensor], inputs: _InputsT
+    ) -> _T | None:
         """Return the result of `launch`, by replay or while recording it.
 
         The result is None if the caller has to call `launch`.
@@ -70,8 +75,8 @@ class Replayed:
         Args:
             cached: the problem and the geometry of the arguments, with its recordings.
             config: the kernel's config.
-            tensors: all tensors of the arguments, in order.
-            inputs: the keyword arguments of `launch`.
+            tensors: all tensors of the inputs, in order.
+            inputs: of `launch`.
         """
         if not cached.is_replayed or torch.are_deterministic_algorithms_enabled():
             return None  # launches are an executor's, or torch fills new memory
@@ -99,7 +104,7 @@ class Replayed:
         return None
 
 
-def replayed(*kernels: Launchable) -> tuple[Any, ...]:
+def replayed(*kernels: Any) -> tuple[Any, ...]:  # kernels of several ops, as in KERNELS
     """Wrap each kernel in `Replayed`, unless launches have to go through Triton."""
     return tuple(map(Replayed, kernels)) if is_direct() else kernels
 
@@ -110,7 +115,7 @@ class _Seen(NamedTuple):
     It holds the config, because the key contains the config's id.
     """
 
-    config: Any
+    config: object
     is_recordable: bool = True
 
 
@@ -142,7 +147,7 @@ class Recording:
     tensors.
     """
 
-    config: Any
+    config: object
     launches: tuple[PreparedLaunch, ...]
     scratch: int
     outputs: tuple[_Buffer, ...]
@@ -199,16 +204,16 @@ class _Allocations(TorchDispatchMode):
 
 
 def _record(
-    kernel: Launchable,
-    problem: Any,
-    config: Any,
-    inputs: Mapping[str, Any],
+    kernel: Launchable[Any, _ConfigT, _InputsT, _T],
+    problem: Problem,
+    config: _ConfigT,
+    inputs: _InputsT,
     tensors: list[torch.Tensor],
-) -> tuple[Any, Recording | None]:
+) -> tuple[_T, Recording | None]:
     """Run the kernel's `launch`; return its result, and the recording if it can be replayed."""
     resident: Sequence[torch.Tensor] = getattr(kernel, "resident", ())
     with torch.no_grad(), record_launches() as launches, _Allocations() as allocations:
-        result = kernel.launch(problem, config, **inputs)
+        result = kernel.launch(problem, config, inputs)
     distinct = len({id(tensor) for tensor in tensors}) == len(tensors)
     aligned = not any(tensor.data_ptr() % 16 for tensor in tensors)
     direct = all(record.binary is not None for record in launches)
@@ -226,12 +231,12 @@ class _UnplacedError(Exception):
 
 
 def _recording(
-    config: Any,
+    config: object,
     launches: list[LaunchRecord],
     tensors: list[torch.Tensor],
     made: list[torch.Tensor],
     resident: Sequence[torch.Tensor],
-    result: Any,
+    result: object,
 ) -> Recording:
     outputs: list[torch.Tensor] = []
     build = _builder(result, functools.partial(_output_index, outputs, tensors))
@@ -334,7 +339,7 @@ def _finder(
 
 
 def _builder(
-    result: Any, output: Callable[[torch.Tensor], int]
+    result: object, output: Callable[[torch.Tensor], int]
 ) -> Callable[[list[torch.Tensor]], Any]:
     """Return a function that makes the call's result from the list of outputs and arguments.
 

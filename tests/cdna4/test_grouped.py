@@ -22,6 +22,7 @@ from mxpert.backends.cdna4.grouped.host import GROUPED_GEMM, GROUPED_WGRAD
 from mxpert.backends.cdna4.lib.operands import Operand, empty_operand, scale_strides, to_planes
 from mxpert.formats import MXTensor
 from mxpert.formats.spec import ScaleSpan, get_format
+from mxpert.inputs.grouped import GroupedGemmInputs, GroupedWgradInputs
 from mxpert.problem import GroupedProblem, Op, ReferenceConfig
 from mxpert.routing import padded_group_offsets
 from mxpert.testing.gfx950 import MI355X, emulate
@@ -223,10 +224,12 @@ def test_workgroups_compute_several_tiles(wgrad: bool) -> None:
     with emulate(schedule="random", seed=1) as emulation:
         if wgrad:
             actual = GROUPED_WGRAD.launch(
-                problem, HIGH, grad=grad, a=a, group_offsets=offsets, accumulate_into=None
+                problem, HIGH, GroupedWgradInputs(grad=grad, a=a, group_offsets=offsets)
             )
         else:
-            actual = GROUPED_GEMM.launch(problem, HIGH, a=a, b=b, group_offsets=offsets)
+            actual = GROUPED_GEMM.launch(
+                problem, HIGH, GroupedGemmInputs(a=a, b=b, group_offsets=offsets)
+            )
     assert emulation.last is not None
     assert emulation.last.grid == (8, 1, 1)
     assert_exact(actual, expected.float(), "several tiles", ignore_zero_sign=True)

@@ -14,13 +14,7 @@ from mxpert import ScaleRule, ScaleSpan
 from mxpert.formats import count_wide_blocks, quantize_blocks, quantize_spans
 from mxpert.ops.describe import describe
 from mxpert.ops.rows import activate_rows, activate_rows_backward
-from mxpert.problem import (
-    ACTIVATION_FORMATS,
-    FORMAT_OF,
-    SHORT_NAMES,
-    activation_mx_format,
-    parse_activation_format,
-)
+from mxpert.problem import ACTIVATION_FORMATS, FORMAT_OF, SHORT_NAMES, parse_activation_format
 from mxpert.testing.problems import MoEShape, random_moe_problem
 
 LAYER = random_moe_problem(MoEShape(64, 32, 4, 2), 5)
@@ -223,7 +217,6 @@ def test_aliases_name_the_same_layer(alias: str) -> None:
         ),
     ):
         assert problem_of(alias) == problem_of(name)
-    assert activation_mx_format(alias, "op") == activation_mx_format(name, "op")
 
 
 def test_the_error_of_a_format_lists_both_names() -> None:

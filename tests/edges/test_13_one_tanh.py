@@ -17,6 +17,8 @@ from mxpert.backends.common.activation import tanh
 from mxpert.configs import GemmConfig
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
+from mxpert.inputs.moe import GateUpInputs
+from mxpert.inputs.rows import ActivateBackwardInputs, ActivateInputs
 from mxpert.problem import MoEOptions, MoEProblem, Op, RowsProblem
 from mxpert.routing import RoutingPlan, plan_capacity
 from mxpert.weights import MoEWeights
@@ -100,9 +102,9 @@ def gate_up_launches(backend: str, k_splits: int) -> list[RecordedLaunch]:
         stage.launch(
             problem,
             config,
-            weights=weights,
-            plan=plan(),
-            x=empty(TOKENS, HIDDEN, dtype=torch.bfloat16),
+            GateUpInputs(
+                weights=weights, plan=plan(), x=empty(TOKENS, HIDDEN, dtype=torch.bfloat16)
+            ),
         )
     return launches
 
@@ -112,8 +114,10 @@ def row_launches() -> list[RecordedLaunch]:
     gate_up = empty(64, 512, dtype=torch.bfloat16)
     problem = RowsProblem(Op.ACTIVATE_ROWS, H200, 64, 256, torch.bfloat16, activation=SiTUv2())
     with recorded_launches() as launches:
-        ACTIVATE_ROWS.launch(problem, None, gate_up=gate_up)
-        ACTIVATE_ROWS_BACKWARD.launch(problem, None, gate_up=gate_up, grad=gate_up[:, :256])
+        ACTIVATE_ROWS.launch(problem, None, ActivateInputs(gate_up=gate_up))
+        ACTIVATE_ROWS_BACKWARD.launch(
+            problem, None, ActivateBackwardInputs(gate_up=gate_up, grad=gate_up[:, :256])
+        )
     return launches
 
 

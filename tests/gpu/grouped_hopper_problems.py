@@ -21,6 +21,7 @@ from mxpert.testing.numerics import (
     effective_numel,
     stage_tolerance,
 )
+from support.inputs import INPUTS
 from support.kernels import kernels_of
 from support.poison import nan_filled_scratch
 
@@ -210,7 +211,7 @@ def run(problem: GroupedProblem | DualProblem, **arguments: Any) -> Any:
     kernel = HOPPER[problem.op]
     assert kernel.unsupported(problem) is None
     with nan_filled_scratch():
-        return kernel.launch(problem, kernel.heuristic(problem), **arguments)
+        return kernel.launch(problem, kernel.heuristic(problem), INPUTS[problem.op](**arguments))
 
 
 def expect(problem: GroupedProblem, **arguments: Any) -> torch.Tensor:
@@ -219,7 +220,7 @@ def expect(problem: GroupedProblem, **arguments: Any) -> torch.Tensor:
     if into is not None:
         arguments["accumulate_into"] = into.double()
     return REFERENCE[problem.op].launch(
-        replace(problem, out_dtype=torch.float64), FLOAT64, **arguments
+        replace(problem, out_dtype=torch.float64), FLOAT64, INPUTS[problem.op](**arguments)
     )
 
 

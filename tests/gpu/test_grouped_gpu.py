@@ -14,6 +14,7 @@ from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GroupedProblem, Op, ReferenceConfig
 from mxpert.routing import padded_group_offsets
 from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
+from support.inputs import INPUTS
 from support.kernels import kernels_of
 from support.poison import nan_filled_scratch
 
@@ -73,19 +74,21 @@ def dual(
         offsets is not None,
     )
     kernel = kernels[Op.QUANTIZE_DUAL]
-    return kernel.launch(problem, kernel.heuristic(problem), x=x, group_offsets=offsets)
+    return kernel.launch(
+        problem, kernel.heuristic(problem), INPUTS[problem.op](x=x, group_offsets=offsets)
+    )
 
 
 def run(problem: GroupedProblem, **arguments: object) -> torch.Tensor:
     kernel = TRITON[problem.op]
     assert kernel.unsupported(problem) is None
     with nan_filled_scratch():
-        return kernel.launch(problem, kernel.heuristic(problem), **arguments)
+        return kernel.launch(problem, kernel.heuristic(problem), INPUTS[problem.op](**arguments))
 
 
 def expect(problem: GroupedProblem, **arguments: object) -> torch.Tensor:
     return REFERENCE[problem.op].launch(
-        replace(problem, out_dtype=torch.float64), FLOAT64, **arguments
+        replace(problem, out_dtype=torch.float64), FLOAT64, INPUTS[problem.op](**arguments)
     )
 
 
@@ -243,7 +246,7 @@ def test_every_config_computes_the_same(device: torch.device) -> None:
     expected = expect(problem, **arguments).float()
     kernel = TRITON[Op.GROUPED_GEMM]
     for config in list(kernel.configs(problem))[::8]:
-        actual = kernel.launch(problem, config, **arguments)
+        actual = kernel.launch(problem, config, INPUTS[problem.op](**arguments))
         assert_exact(actual, expected, str(config), ignore_zero_sign=True)
 
 
@@ -297,7 +300,11 @@ def test_captured_graph_follows_the_group_sizes(op: Op, device: torch.device) ->
             else {"grad": grad, "a": a, "accumulate_into": None}
         )
         return (
-            kernel.launch(problem, kernel.heuristic(problem), group_offsets=offsets, **arguments),
+            kernel.launch(
+                problem,
+                kernel.heuristic(problem),
+                INPUTS[problem.op](group_offsets=offsets, **arguments),
+            ),
         )
 
     compute(static)  # compiles

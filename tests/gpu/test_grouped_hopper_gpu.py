@@ -19,6 +19,7 @@ from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, Op
 from mxpert.testing.numerics import assert_exact
+from support.inputs import INPUTS
 from support.races import hunt
 
 from .grouped_hopper_problems import (
@@ -163,7 +164,9 @@ def test_every_config_computes_the_same(case: Case, device: torch.device) -> Non
     kernel = HOPPER[case.op]
     first = run(problem, **arguments)
     for config in kernel.configs(problem):
-        assert_exact(kernel.launch(problem, config, **arguments), first, str(config))
+        assert_exact(
+            kernel.launch(problem, config, INPUTS[problem.op](**arguments)), first, str(config)
+        )
 
 
 @every_mode
@@ -302,7 +305,7 @@ def test_dual_is_exact(index: int, device: torch.device) -> None:
     )
     problem = dual_problem(x, offsets, fmt, rule, spans)
     what = f"{name} {dtype} {rule} {fmt} {spans}"
-    expected = REFERENCE[DUAL].launch(problem, None, x=x, group_offsets=offsets)
+    expected = REFERENCE[DUAL].launch(problem, None, INPUTS[DUAL](x=x, group_offsets=offsets))
     for side, ours, theirs, span in zip(
         ("row", "column"), run(problem, x=x, group_offsets=offsets), expected, spans, strict=True
     ):
@@ -373,7 +376,9 @@ class Variant:
         kernel = HOPPER[self.problem.op]
         into = self.arguments.get("accumulate_into")
         arguments = self.arguments | ({} if into is None else {"accumulate_into": into.clone()})
-        result = kernel.launch(self.problem, kernel.heuristic(self.problem), **arguments)
+        result = kernel.launch(
+            self.problem, kernel.heuristic(self.problem), INPUTS[self.problem.op](**arguments)
+        )
         if isinstance(result, torch.Tensor):
             return (result.view(torch.int16 if result.itemsize == 2 else torch.int32),)
         return tuple(part for copy in result for part in (copy.qdata, copy.scale))

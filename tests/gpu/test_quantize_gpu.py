@@ -11,6 +11,7 @@ import torch
 from mxpert.backends.common.quantize import DEQUANTIZE, QUANTIZE
 from mxpert.dispatch import detect_target
 from mxpert.formats import FORMATS, MXFP4, MXFP8_E4M3, MXFormat, MXTensor, ScaleRule
+from mxpert.inputs.quantize import DequantizeInputs, QuantizeInputs
 from mxpert.problem import Op, QuantizeProblem
 from support.quantize_cases import (
     assert_dequantizes_exactly,
@@ -42,7 +43,7 @@ def quantize(x: torch.Tensor, fmt: MXFormat, axis: int, rule: ScaleRule) -> MXTe
         Op.QUANTIZE, detect_target(x.device), tuple(x.shape), axis, x.dtype, fmt, rule
     )
     assert QUANTIZE.unsupported(problem) is None
-    return QUANTIZE.launch(problem, QUANTIZE.heuristic(problem), x=x)
+    return QUANTIZE.launch(problem, QUANTIZE.heuristic(problem), QuantizeInputs(x=x))
 
 
 def dequantize(tensor: MXTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +56,7 @@ def dequantize(tensor: MXTensor, dtype: torch.dtype) -> torch.Tensor:
         tensor.format,
     )
     assert DEQUANTIZE.unsupported(problem) is None
-    return DEQUANTIZE.launch(problem, None, tensor=tensor)
+    return DEQUANTIZE.launch(problem, None, DequantizeInputs(tensor=tensor))
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import torch
 import mxpert
 from mxpert import Scoring
 from mxpert.backends.common.routing.host import PLAN
+from mxpert.inputs.routing import PlanInputs
 from mxpert.ops.describe import describe
 from mxpert.problem import TopKOptions
 from support.routing import (
@@ -100,14 +101,7 @@ def test_every_geometry_gives_the_same_plan(device, num_tokens):
     problem = describe(mxpert.make_routing_plan, weights, ids, num_experts=257, routing_block_m=48)
     for config in PLAN.configs(problem):
         poison(device)
-        plan = PLAN.launch(
-            problem,
-            config,
-            topk_ids=ids,
-            topk_weights=weights,
-            expert_map=None,
-            num_local_tokens=None,
-        )
+        plan = PLAN.launch(problem, config, PlanInputs(topk_ids=ids, topk_weights=weights))
         validate_routing_plan(plan, weights, ids, num_experts=257)
 
 

@@ -11,6 +11,7 @@ from mxpert.backends.hopper.moe import host as moe
 from mxpert.configs import HopperGemmConfig
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
+from mxpert.inputs.moe import DownInputs, FusedMoEInputs, GateUpInputs
 from mxpert.problem import MoEConfig, MoEOptions, MoEProblem, Op, Target, activation_mx_format
 from mxpert.routing import RoutingPlan, plan_capacity
 from mxpert.testing.problems import MoEShape
@@ -62,7 +63,7 @@ def packed(experts: int, num_rows: int, depth: int) -> MXTensor:
 
 def rows_of(num_rows: int, depth: int, a_format: str, quantised: bool) -> torch.Tensor | MXTensor:
     """Rows without data: bfloat16, or an MXTensor if `a_format` is an MX format."""
-    format = activation_mx_format(a_format, "rows_of") if quantised else None
+    format = activation_mx_format(a_format) if quantised else None
     if format is None:
         return empty(num_rows, depth, dtype=torch.bfloat16)
     return MXTensor(
@@ -115,20 +116,19 @@ class Recorder:
         x = rows_of(problem.num_tokens, problem.hidden_size, a_format, quantised)
         h = rows_of(num_rows, problem.intermediate_size, a_format, quantised)
         with recorded_launches() as self._recorded:
-            moe.GATE_UP.run(problem, config, weights=weights, plan=plan, num_rows=num_rows, x=x)
-            moe.DOWN.launch(problem, config, weights=weights, plan=plan, h=h)
+            moe.GATE_UP.run(problem, config, GateUpInputs(x, weights, plan), num_rows)
+            moe.DOWN.launch(problem, config, DownInputs(weights=weights, plan=plan, h=h))
         return self.launches
 
     def run_layer(self, problem: MoEProblem, config: HopperGemmConfig) -> list[Launch]:
         """Launches of both stages in a layer."""
+        x = rows_of(problem.num_tokens, problem.hidden_size, "bf16", False)
+        plan = plan_of(problem, config.block_m)
+        weights = weights_of(problem, has_bias=False)
+        inputs = FusedMoEInputs(x, weights, plan.sorted_weights, plan.slot_rows)
+        layer = MoEConfig(config.block_m, config, config)
         with recorded_launches() as self._recorded:
-            moe.FUSED_MOE.stages(
-                problem,
-                MoEConfig(config.block_m, config, config),
-                rows_of(problem.num_tokens, problem.hidden_size, "bf16", False),
-                weights_of(problem, has_bias=False),
-                plan_of(problem, config.block_m),
-            )
+            moe.FUSED_MOE.stages(problem, layer, inputs, plan)
         return self.launches
 
 

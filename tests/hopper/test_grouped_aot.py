@@ -19,6 +19,7 @@ from mxpert.formats.spec import get_format
 from mxpert.problem import DualProblem, GemmConfig, GroupedProblem, Op
 from mxpert.routing import padded_capacity
 from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
+from support.inputs import INPUTS
 from support.kernels import kernels_of
 from support.launches import recorded_launches
 
@@ -127,7 +128,9 @@ def launches_of(
     )
     with recorded_launches() as launches:
         kernel.launch(
-            problem, config or kernel.heuristic(problem), group_offsets=offsets, **arguments
+            problem,
+            config or kernel.heuristic(problem),
+            INPUTS[problem.op](group_offsets=offsets, **arguments),
         )
     return [Launch(*each) for each in launches]
 
@@ -163,8 +166,10 @@ def dual(
         kernel.launch(
             problem,
             kernel.heuristic(problem),
-            x=empty(*shape, dtype=dtype),
-            group_offsets=empty(groups + 1, dtype=torch.int32) if groups else None,
+            INPUTS[problem.op](
+                x=empty(*shape, dtype=dtype),
+                group_offsets=empty(groups + 1, dtype=torch.int32) if groups else None,
+            ),
         )
     return [Launch(*each) for each in launches]
 

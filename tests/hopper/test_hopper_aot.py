@@ -178,7 +178,7 @@ def test_row_kernels(
     recorder: Recorder, quantised: bool, a_format: str, hidden: int, num_tokens: int
 ) -> None:
     """No spills; codes are stored in 16 bytes; only scales are loaded as bytes."""
-    if quantised and activation_mx_format(a_format, "test") is None:
+    if quantised and activation_mx_format(a_format) is None:
         pytest.skip("travels as bfloat16")
     shape = MoEShape(hidden, hidden, 128, 4)
     launches = [

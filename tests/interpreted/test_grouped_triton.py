@@ -22,6 +22,7 @@ from mxpert.routing import padded_capacity, padded_group_offsets
 from mxpert.runtime.launch import record_launches
 from mxpert.target import on_device
 from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
+from support.inputs import INPUTS
 from support.kernels import kernels_of
 from support.poison import nan_filled_scratch
 from support.quantize_cases import block_cases
@@ -86,7 +87,9 @@ def dual(
     )
     kernel = kernels[Op.QUANTIZE_DUAL]
     assert kernel.unsupported(problem) is None
-    return kernel.launch(problem, kernel.heuristic(problem), x=x, group_offsets=offsets)
+    return kernel.launch(
+        problem, kernel.heuristic(problem), INPUTS[problem.op](x=x, group_offsets=offsets)
+    )
 
 
 def assert_dual_exact(
@@ -198,12 +201,14 @@ def gemm(
     expected = oracle.launch(
         replace(problem, out_dtype=torch.float64),
         FLOAT64,
-        **{
-            name: value.double() if name == "accumulate_into" and value is not None else value
-            for name, value in arguments.items()
-        },
+        INPUTS[problem.op](
+            **{
+                name: value.double() if name == "accumulate_into" and value is not None else value
+                for name, value in arguments.items()
+            }
+        ),
     )
-    return kernel.launch(problem, config, **arguments), expected
+    return kernel.launch(problem, config, INPUTS[problem.op](**arguments)), expected
 
 
 def forward(
@@ -475,5 +480,9 @@ def test_invalid_configs_are_refused(config: GemmConfig, reason: str) -> None:
     operand = encoded(normal(64, 64), "mxfp8_e4m3")
     with pytest.raises(ValueError, match=reason):
         TRITON[problem.op].launch(
-            problem, config, a=operand, b=operand, group_offsets=torch.zeros(3, dtype=torch.int32)
+            problem,
+            config,
+            INPUTS[problem.op](
+                a=operand, b=operand, group_offsets=torch.zeros(3, dtype=torch.int32)
+            ),
         )

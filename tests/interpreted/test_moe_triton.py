@@ -16,6 +16,8 @@ import torch
 from mxpert.backends.common.token_rows import quantize_tokens
 from mxpert.dispatch import detect_target
 from mxpert.formats import MXTensor, ScaleRule, quantize_blocks, quantize_token_rows
+from mxpert.inputs.moe import DownInputs, FusedMoEInputs, GateUpInputs
+from mxpert.inputs.routing import PlanInputs
 from mxpert.problem import (
     ACTIVATIONS,
     Combine,
@@ -148,12 +150,7 @@ def plan_of(inputs: MoEInputs, routing_block_m: int) -> RoutingPlan:
         routing_block_m,
     )
     return REFERENCE[Op.ROUTING_PLAN].launch(
-        problem,
-        None,
-        topk_ids=inputs.topk_ids,
-        topk_weights=inputs.topk_weights,
-        expert_map=None,
-        num_local_tokens=None,
+        problem, None, PlanInputs(topk_ids=inputs.topk_ids, topk_weights=inputs.topk_weights)
     )
 
 
@@ -181,11 +178,13 @@ def layer(
     return kernels[Op.FUSED_MOE].launch(  # type: ignore[attr-defined]
         problem_of(Op.FUSED_MOE, inputs, options, 0),
         config,
-        x=inputs.x,
-        weights=inputs.weights,
-        topk_ids=inputs.topk_ids,
-        topk_weights=inputs.topk_weights,
-        **arguments,
+        FusedMoEInputs(
+            x=inputs.x,
+            weights=inputs.weights,
+            topk_ids=inputs.topk_ids,
+            topk_weights=inputs.topk_weights,
+            **arguments,
+        ),
     )
 
 
@@ -196,12 +195,12 @@ def cancellation(inputs: MoEInputs, options: MoEOptions) -> float:
     h = REFERENCE[Op.MOE_GATE_UP].launch(
         problem_of(Op.MOE_GATE_UP, inputs, options, 16),
         FLOAT64,
-        x=inputs.x,
-        weights=inputs.weights,
-        plan=plan,
+        GateUpInputs(x=inputs.x, weights=inputs.weights, plan=plan),
     )
     rows = REFERENCE[Op.MOE_DOWN].launch(
-        problem_of(Op.MOE_DOWN, inputs, single, 16), FLOAT64, h=h, weights=inputs.weights, plan=plan
+        problem_of(Op.MOE_DOWN, inputs, single, 16),
+        FLOAT64,
+        DownInputs(h=h, weights=inputs.weights, plan=plan),
     )[valid_rows(plan)]
     tokens = (plan.sorted_token_ids[valid_rows(plan)] & TOKEN_MASK).long()
     total = torch.zeros(plan.num_tokens, rows.shape[1], dtype=rows.dtype).index_add(0, tokens, rows)
@@ -222,8 +221,12 @@ def test_each_stage_matches_float64(case: Case) -> None:
     rows = valid_rows(plan)
     gate_up = problem_of(Op.MOE_GATE_UP, inputs, options, unit)
     arguments = {"weights": inputs.weights, "plan": plan}
-    expected_h = REFERENCE[Op.MOE_GATE_UP].launch(gate_up, FLOAT64, x=inputs.x, **arguments)
-    h = TRITON[Op.MOE_GATE_UP].launch(gate_up, config.gate_up, x=inputs.x, **arguments)
+    expected_h = REFERENCE[Op.MOE_GATE_UP].launch(
+        gate_up, FLOAT64, GateUpInputs(x=inputs.x, **arguments)
+    )
+    h = TRITON[Op.MOE_GATE_UP].launch(
+        gate_up, config.gate_up, GateUpInputs(x=inputs.x, **arguments)
+    )
     h_dtype = torch.bfloat16 if case.a_format in ("bf16", "fp8_token") else None
     assert_close_relative(
         take(h, rows),
@@ -238,8 +241,8 @@ def test_each_stage_matches_float64(case: Case) -> None:
     out_dtype = torch.float32 if case.combine is Combine.REDUCE else torch.bfloat16
     down = problem_of(Op.MOE_DOWN, inputs, replace(options, out_dtype=out_dtype), unit)
     exact = replace(down, options=replace(options, out_dtype=torch.float64))
-    expected = REFERENCE[Op.MOE_DOWN].launch(exact, FLOAT64, h=expected_h, **arguments)
-    y = TRITON[Op.MOE_DOWN].launch(down, config.down, h=expected_h, **arguments)
+    expected = REFERENCE[Op.MOE_DOWN].launch(exact, FLOAT64, DownInputs(h=expected_h, **arguments))
+    y = TRITON[Op.MOE_DOWN].launch(down, config.down, DownInputs(h=expected_h, **arguments))
     if case.combine is Combine.FLAT:
         y, expected = y[rows], expected[rows]
     top_k = shape.top_k if case.combine is Combine.REDUCE else 1
@@ -350,18 +353,14 @@ def test_stages_without_tokens() -> None:
     h = TRITON[Op.MOE_GATE_UP].launch(
         problem_of(Op.MOE_GATE_UP, inputs, options, 16),
         TILES.down,
-        x=inputs.x,
-        weights=inputs.weights,
-        plan=plan,
+        GateUpInputs(x=inputs.x, weights=inputs.weights, plan=plan),
     )
     assert tuple(h.shape) == (plan.capacity, SHAPE.intermediate_size)
     for combine, rows in ((Combine.REDUCE, 0), (Combine.ATOMIC, 0), (Combine.FLAT, plan.capacity)):
         y = TRITON[Op.MOE_DOWN].launch(
             problem_of(Op.MOE_DOWN, inputs, replace(options, combine=combine), 16),
             TILES.down,
-            h=h,
-            weights=inputs.weights,
-            plan=plan,
+            DownInputs(h=h, weights=inputs.weights, plan=plan),
         )
         assert tuple(y.shape) == (rows, SHAPE.hidden_size)
 
@@ -422,7 +421,9 @@ def test_padding_rows_of_the_intermediate_are_never_read() -> None:
     rows = valid_rows(plan)
     h = torch.full((plan.capacity, SHAPE.intermediate_size), torch.nan, dtype=torch.bfloat16)
     h[rows] = torch.randn(len(rows), SHAPE.intermediate_size).to(torch.bfloat16)
-    y = TRITON[Op.MOE_DOWN].launch(problem, TILES.down, h=h, weights=inputs.weights, plan=plan)
+    y = TRITON[Op.MOE_DOWN].launch(
+        problem, TILES.down, DownInputs(h=h, weights=inputs.weights, plan=plan)
+    )
     assert y[rows].isfinite().all()
     padding = torch.ones(plan.capacity, dtype=torch.bool).index_fill(0, rows, False)
     assert y[padding].isnan().all()  # padding rows are not stored: still uninitialised
@@ -431,7 +432,7 @@ def test_padding_rows_of_the_intermediate_are_never_read() -> None:
 def test_x_may_arrive_quantised_or_strided() -> None:
     inputs = random_moe_problem(SHAPE, 20)
     options = MoEOptions(inputs.activation, "mxfp4", ScaleRule.EVEN)
-    fmt = activation_mx_format("mxfp4", "test")
+    fmt = activation_mx_format("mxfp4")
     y = layer(TRITON, TILES, inputs, options)
     quantised = replace(inputs, x=quantize_blocks(inputs.x, fmt, -1, ScaleRule.EVEN))
     assert_exact(layer(TRITON, TILES, quantised, options), y, "quantised x")

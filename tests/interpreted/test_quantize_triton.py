@@ -23,6 +23,7 @@ from mxpert.formats import (
     dequantize_blocks,
     quantize_blocks,
 )
+from mxpert.inputs.quantize import DequantizeInputs, QuantizeInputs
 from mxpert.problem import Op, QuantizeProblem, Target
 from support.quantize_cases import (
     assert_dequantizes_exactly,
@@ -55,7 +56,7 @@ def quantize(x: torch.Tensor, fmt: MXFormat, axis: int, rule: ScaleRule) -> MXTe
         Op.QUANTIZE, detect_target("cpu"), tuple(x.shape), axis, x.dtype, fmt, rule
     )
     assert QUANTIZE.unsupported(problem) is None
-    return QUANTIZE.launch(problem, QUANTIZE.heuristic(problem), x=x)
+    return QUANTIZE.launch(problem, QUANTIZE.heuristic(problem), QuantizeInputs(x=x))
 
 
 def dequantize(tensor: MXTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -63,7 +64,7 @@ def dequantize(tensor: MXTensor, dtype: torch.dtype) -> torch.Tensor:
         Op.DEQUANTIZE, detect_target("cpu"), tuple(tensor.shape), tensor.axis, dtype, tensor.format
     )
     assert DEQUANTIZE.unsupported(problem) is None
-    return DEQUANTIZE.launch(problem, None, tensor=tensor)
+    return DEQUANTIZE.launch(problem, None, DequantizeInputs(tensor=tensor))
 
 
 @layouts

@@ -10,6 +10,7 @@ import torch
 import mxpert
 from mxpert import Scoring
 from mxpert.backends.common.routing.host import MAX_EXPERTS, PLAN, TOPK, PlanConfig, TopKConfig
+from mxpert.inputs.routing import PlanInputs, TopKInputs
 from mxpert.ops.describe import describe
 from mxpert.problem import TopKOptions
 from support.routing import (
@@ -49,10 +50,12 @@ def check_plan(
     plan = PLAN.launch(
         problem,
         config,
-        topk_ids=ids,
-        topk_weights=weights,
-        expert_map=options.get("expert_map"),
-        num_local_tokens=options.get("num_local_tokens"),
+        PlanInputs(
+            topk_ids=ids,
+            topk_weights=weights,
+            expert_map=options.get("expert_map"),
+            num_local_tokens=options.get("num_local_tokens"),
+        ),
     )
     tokens = options.get("num_local_tokens")
     validate_routing_plan(
@@ -192,7 +195,7 @@ def check_topk(
     bias = options.get("correction_bias")
     problem = describe(mxpert.route_topk, logits, top_k, **options)
     weights, ids = TOPK.launch(
-        problem, config or TOPK.heuristic(problem), logits=logits, correction_bias=bias
+        problem, config or TOPK.heuristic(problem), TopKInputs(logits=logits, correction_bias=bias)
     )
     want_weights, want_ids = mxpert.route_topk(logits, top_k, **options)
     finite = logits.float()

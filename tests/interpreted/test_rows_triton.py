@@ -13,6 +13,7 @@ from mxpert.backends.triton.training_rows.host import COMBINE_BLOCK
 from mxpert.dispatch import detect_target
 from mxpert.problem import Activation, Op, RowsProblem
 from mxpert.testing.numerics import assert_close_relative, rounding_rms
+from support.inputs import INPUTS
 from support.kernels import kernels_of
 from support.poison import nan_filled_scratch
 
@@ -55,7 +56,7 @@ def run(
     problem = RowsProblem(op, detect_target("cpu"), rows, width, dtype, top_k, activation)
     kernel = kernels[op]
     assert kernel.unsupported(problem) is None
-    return kernel.launch(problem, kernel.heuristic(problem), **tensors)
+    return kernel.launch(problem, kernel.heuristic(problem), INPUTS[problem.op](**tensors))
 
 
 def wide(**tensors: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from mxpert.backends.hopper.quantize_dual import host as dual
 from mxpert.backends.hopper.quantize_dual.kernel import _quantize_dual_hopper_kernel
 from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
+from mxpert.inputs.quantize import DualInputs
 from mxpert.problem import DualProblem, Op, Target
 from mxpert.routing import padded_group_offsets
 from mxpert.runtime.launch import ThroughTriton
@@ -61,7 +62,9 @@ def describe(
 def quantized(
     x: torch.Tensor, offsets: torch.Tensor | None, span: ScaleSpan
 ) -> tuple[MXTensor, MXTensor]:
-    return REFERENCE.launch(describe(x, offsets, (span, span)), None, x=x, group_offsets=offsets)
+    return REFERENCE.launch(
+        describe(x, offsets, (span, span)), None, DualInputs(x=x, group_offsets=offsets)
+    )
 
 
 @pytest.fixture
@@ -94,7 +97,7 @@ def choose() -> Any:
 
         with on_device(executor=StandIn()):
             return dual.QUANTIZE_DUAL.launch(
-                describe(x, offsets, spans), None, x=x, group_offsets=offsets
+                describe(x, offsets, spans), None, DualInputs(x=x, group_offsets=offsets)
             )
 
     return run

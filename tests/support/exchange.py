@@ -18,6 +18,7 @@ from mxpert.backends.common.routing.host import PLAN
 from mxpert.dispatch import detect_target
 from mxpert.distributed import DispatchedTokens, Placement
 from mxpert.distributed.transport import ExchangeSpec
+from mxpert.inputs.routing import PlanInputs
 from mxpert.problem import Op, RoutingProblem
 
 UNIT = 16
@@ -146,11 +147,9 @@ class Experts:
         plan = PLAN.launch(
             problem,
             config or PLAN.heuristic(problem),
-            topk_weights=received.topk_weights,
-            topk_ids=received.topk_ids,
-            expert_map=None,
-            num_local_tokens=None,
-            arrivals=arrivals,
+            PlanInputs(
+                topk_weights=received.topk_weights, topk_ids=received.topk_ids, arrivals=arrivals
+            ),
         )
         place = plan.slot_rows.long()
         computed = place >= 0

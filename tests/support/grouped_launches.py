@@ -10,6 +10,8 @@ from mxpert.backends.triton.grouped import host as grouped
 from mxpert.backends.triton.quantize_dual.host import QUANTIZE_DUAL
 from mxpert.formats import MXTensor, ScaleRule
 from mxpert.formats.spec import get_format
+from mxpert.inputs.grouped import GroupedGemmInputs, GroupedWgradInputs
+from mxpert.inputs.quantize import DualInputs
 from mxpert.problem import DualProblem, GroupedProblem, Op
 from mxpert.routing import padded_capacity
 
@@ -64,9 +66,9 @@ def launch_gemm(
     grouped.GROUPED_GEMM.launch(
         problem,
         config,
-        a=operand(formats[0], m, k),
-        b=b,
-        group_offsets=empty(groups + 1, dtype=torch.int32),
+        GroupedGemmInputs(
+            a=operand(formats[0], m, k), b=b, group_offsets=empty(groups + 1, dtype=torch.int32)
+        ),
     )
     return problem, config
 
@@ -103,7 +105,9 @@ def launch_wgrad(
     )
     into = empty(groups, n, k, dtype=torch.float32) if accumulate else None
     grouped.GROUPED_WGRAD.launch(
-        problem, config, grad=grad, a=a, group_offsets=offsets, accumulate_into=into
+        problem,
+        config,
+        GroupedWgradInputs(grad=grad, a=a, group_offsets=offsets, accumulate_into=into),
     )
     return problem, config
 
@@ -122,4 +126,6 @@ def launch_dual(
         groups > 0,
     )
     offsets = empty(groups + 1, dtype=torch.int32) if groups else None
-    QUANTIZE_DUAL.launch(problem, None, x=empty(*shape, dtype=dtype), group_offsets=offsets)
+    QUANTIZE_DUAL.launch(
+        problem, None, DualInputs(x=empty(*shape, dtype=dtype), group_offsets=offsets)
+    )

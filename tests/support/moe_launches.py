@@ -9,7 +9,8 @@ import torch
 from mxpert.backends.triton.moe import host as moe
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
-from mxpert.problem import MoEConfig, MoEOptions, MoEProblem, Op, OwnFormat, activation_mx_format
+from mxpert.inputs.moe import DownInputs, GateUpInputs
+from mxpert.problem import GemmConfig, MoEConfig, MoEOptions, MoEProblem, Op, OwnFormat
 from mxpert.routing import RoutingPlan, plan_capacity
 from mxpert.testing.problems import MoEShape
 from mxpert.weights import MoEWeights
@@ -49,14 +50,16 @@ def launch_stages(problem: MoEProblem, config: MoEConfig, shape: MoEShape) -> No
         experts,
         unit,
     )
-    fmt = activation_mx_format(problem.options.activation_format, "test")
+    fmt = problem.options.mx_format
     x: torch.Tensor | MXTensor = empty(tokens, hidden, dtype=torch.bfloat16)
     if fmt is not None:
         x = MXTensor(empty(tokens, hidden // fmt.codes_per_byte), empty(tokens, hidden // 32), fmt)
-    h = moe.GATE_UP.run(
-        problem, config.gate_up, x=x, weights=weights, plan=plan, num_rows=plan.max_blocks * unit
-    )
-    moe.DOWN.launch(problem, config.down, h=h, weights=weights, plan=plan)
+    first, second = config.gate_up, config.down
+    assert isinstance(first, GemmConfig)  # for the type checker: of the portable backend
+    assert isinstance(second, GemmConfig)  # for the type checker: of the portable backend
+    num_rows = plan.max_blocks * unit
+    h = moe.GATE_UP.run(problem, first, GateUpInputs(x, weights, plan), num_rows)
+    moe.DOWN.launch(problem, second, DownInputs(h, weights, plan))
 
 
 def describe(

@@ -23,7 +23,7 @@ Launches = list[tuple[Any, ...]]
 def without_replay() -> Iterator[None]:
     """Switch off replay inside the block: every call runs the kernel's own host code."""
 
-    def decline(kernel: Replayed, *_: Any) -> None:
+    def decline(kernel: Replayed[Any, Any, Any], *_: Any) -> None:
         """A plain function, because a mock would add its own time to the ops' time."""
 
     with mock.patch.object(Replayed, "replay", decline):

@@ -28,7 +28,7 @@ from mxpert.formats.codec import (
 from mxpert.formats.spec import E8M0_BIAS, MXFormat, ScaleRule
 from mxpert.formats.tensor import MXTensor
 from mxpert.formats.token import FP8_TOKEN, quantize_token_rows
-from mxpert.problem import activation_mx_format
+from mxpert.problem import OwnFormat, activation_mx_format
 from mxpert.testing.numerics import accumulation_error
 from mxpert.testing.problems import MoEInputs
 from mxpert.weights import gate_up_rows
@@ -51,16 +51,18 @@ class Rounded:
     values: torch.Tensor
     slack: torch.Tensor
 
-    def round(self, a_format: str, rule: ScaleRule = ScaleRule.RCEIL) -> torch.Tensor | MXTensor:
+    def round(
+        self, a_format: OwnFormat, rule: ScaleRule = ScaleRule.RCEIL
+    ) -> torch.Tensor | MXTensor:
         """Round to bfloat16, then quantise if `a_format` is an MX format."""
-        fmt = activation_mx_format(a_format, "Rounded.round")
+        fmt = activation_mx_format(a_format)
         values = self.values.to(torch.bfloat16)
         return values if fmt is None else quantize_blocks(values, fmt, -1, rule)
 
 
 def gate_up_oracle(
     inputs: MoEInputs,
-    a_format: str,
+    a_format: OwnFormat,
     *,
     apply_router_weight_on_input: bool = False,
     scale_rule: ScaleRule = ScaleRule.RCEIL,
@@ -83,7 +85,7 @@ def gate_up_oracle(
     """
     weights, activation = inputs.weights, inputs.activation
     num_tokens, top_k = inputs.topk_ids.shape
-    fmt, device = activation_mx_format(a_format, "gate_up_oracle"), weights.device
+    fmt, device = activation_mx_format(a_format), weights.device
     if fmt is not None:
         x = dequantize_blocks(quantize_blocks(inputs.x, fmt, -1, scale_rule), torch.float64)
     elif a_format == FP8_TOKEN:

@@ -13,6 +13,7 @@ from mxpert.errors import require_tensor
 from mxpert.formats.gate_up import GateUpOrder
 from mxpert.formats.layouts import WeightLayout, require_plain
 from mxpert.formats.tensor import Layout, MXTensor
+from mxpert.inputs.moe import FusedMoEInputs
 from mxpert.problem import MoEProblem, Op, Target
 from mxpert.stage_configs import MoEConfig, ReferenceConfig, StageConfig, require_integers
 
@@ -95,13 +96,15 @@ class _Layer:
     def heuristic(self, problem: MoEProblem) -> MoEConfig:
         return next(self.configs(problem))
 
-    def launch(self, problem: MoEProblem, config: MoEConfig, **inputs: Any) -> torch.Tensor:
+    def launch(
+        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs
+    ) -> torch.Tensor:
         self.launched.append(config)
-        plain = inputs["weights"].unprepare()
+        plain = inputs.weights.unprepare()
         layer = replace(problem, weight_layout=Layout.ROW_MAJOR)
         reference = BACKENDS["reference"].load(Op.FUSED_MOE)
         result: torch.Tensor = reference.launch(
-            layer, ReferenceConfig(), **{**inputs, "weights": plain}
+            layer, ReferenceConfig(), replace(inputs, weights=plain)
         )
         return result
 

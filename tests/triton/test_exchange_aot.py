@@ -15,6 +15,7 @@ from mxpert import MXTensor, ScaleRule
 from mxpert.backends.common.routing.host import PLAN
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.formats import get_format
+from mxpert.inputs.routing import PlanInputs
 from mxpert.problem import Op, RoutingProblem, Target
 from mxpert.target import on_device
 from support.aot import CompiledKernel, compile_for, specialize
@@ -81,11 +82,7 @@ def _sort(target: Target, slots: int, case: Case, arrivals: torch.Tensor | None)
     PLAN.launch(
         problem,
         PLAN.heuristic(problem),
-        topk_weights=ids.float(),
-        topk_ids=ids,
-        expert_map=None,
-        num_local_tokens=None,
-        arrivals=arrivals,
+        PlanInputs(topk_weights=ids.float(), topk_ids=ids, arrivals=arrivals),
     )
 
 

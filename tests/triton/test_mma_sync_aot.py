@@ -21,6 +21,8 @@ from mxpert.backends.triton.moe import config as moe_heuristics
 from mxpert.formats import FORMATS as MX_FORMATS
 from mxpert.formats import MXTensor, ScaleRule
 from mxpert.formats.spec import get_format
+from mxpert.inputs.quantize import DequantizeInputs, QuantizeInputs
+from mxpert.inputs.routing import PlanInputs, TopKInputs
 from mxpert.problem import (
     Combine,
     Op,
@@ -35,6 +37,7 @@ from mxpert.testing.problems import MODEL_SHAPES
 from support.aot import TRITON_RELEASE, CompiledKernel, compile_for
 from support.devices import DEVICES, MMA_SYNC
 from support.grouped_launches import FORMATS, GEMMS, launch_dual, launch_gemm, launch_wgrad
+from support.inputs import INPUTS
 from support.kernels import kernels_of
 from support.launches import RecordedLaunch, recorded_launches
 from support.moe_launches import describe, launch_stages
@@ -183,9 +186,9 @@ def test_quantize(target: str, name: str) -> None:
             problem = QuantizeProblem(
                 Op.QUANTIZE, DEVICES[target], shape, axis, x.dtype, fmt, ScaleRule.RCEIL
             )
-            made = QUANTIZE.launch(problem, None, x=x)
+            made = QUANTIZE.launch(problem, None, QuantizeInputs(x=x))
             assert isinstance(made, MXTensor)
-            DEQUANTIZE.launch(problem, None, tensor=made)
+            DEQUANTIZE.launch(problem, None, DequantizeInputs(tensor=made))
     assert len({launch.kernel for launch in launches}) == 4
     for launch in launches:
         compiled(launch, target)
@@ -201,17 +204,9 @@ def test_routing(target: str, tokens: int) -> None:
         TOPK.launch(
             top_k,
             TOPK.heuristic(top_k),
-            logits=empty(tokens, 256, dtype=torch.bfloat16),
-            correction_bias=None,
+            TopKInputs(logits=empty(tokens, 256, dtype=torch.bfloat16)),
         )
-        PLAN.launch(
-            plan,
-            PLAN.heuristic(plan),
-            topk_weights=ids.float(),
-            topk_ids=ids,
-            expert_map=None,
-            num_local_tokens=None,
-        )
+        PLAN.launch(plan, PLAN.heuristic(plan), PlanInputs(topk_weights=ids.float(), topk_ids=ids))
     for launch in launches:
         compiled(launch, target)
 
@@ -241,7 +236,7 @@ def test_training_rows(target: str) -> None:
                 1 if activation else top_k,
                 activation,
             )
-            TRITON[op].launch(problem, None, **tensors)
+            TRITON[op].launch(problem, None, INPUTS[op](**tensors))
     assert len(launches) == 4
     for launch in launches:
         compiled(launch, target)

@@ -15,6 +15,7 @@ import torch
 import mxpert
 from mxpert.backends.common.combine import combine_slots
 from mxpert.backends.common.routing import host as routing
+from mxpert.inputs.routing import PlanInputs, TopKInputs
 from mxpert.ops.describe import describe
 from mxpert.problem import Scoring
 from mxpert.target import on_device
@@ -60,8 +61,7 @@ def launch_topk(num_tokens: int, num_experts: int, top_k: int, **options: Any) -
     routing.TOPK.launch(
         problem,
         routing.TOPK.heuristic(problem),
-        logits=logits,
-        correction_bias=options.get("correction_bias"),
+        TopKInputs(logits=logits, correction_bias=options.get("correction_bias")),
     )
 
 
@@ -81,10 +81,12 @@ def launch_plan(
     routing.PLAN.launch(
         problem,
         routing.PLAN.heuristic(problem),
-        topk_ids=ids,
-        topk_weights=weights,
-        expert_map=torch.zeros(num_experts, dtype=torch.int32) if expert_parallel else None,
-        num_local_tokens=torch.zeros(1, dtype=torch.int32) if expert_parallel else None,
+        PlanInputs(
+            topk_ids=ids,
+            topk_weights=weights,
+            expert_map=torch.zeros(num_experts, dtype=torch.int32) if expert_parallel else None,
+            num_local_tokens=torch.zeros(1, dtype=torch.int32) if expert_parallel else None,
+        ),
     )
 
 

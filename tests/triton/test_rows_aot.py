@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import mxpert
+from mxpert.inputs.rows import ActivateInputs
 from mxpert.problem import Activation, Op, RowsProblem
 from support.aot import TARGETS, Metrics, compile_for
+from support.inputs import INPUTS
 from support.kernels import kernels_of
 from support.launches import H200, RecordedLaunch, recorded_launches
 
@@ -38,7 +40,7 @@ def metrics_of(
     problem = RowsProblem(
         op, H200, ROWS, WIDTH, torch.bfloat16, 1 if activation else TOP_K, activation
     )
-    TRITON[op].launch(problem, None, **tensors)
+    TRITON[op].launch(problem, None, INPUTS[op](**tensors))
     (launch,) = launches
     return compile_for(launch.kernel, launch.arguments, target=target).metrics
 
@@ -106,7 +108,7 @@ def test_one_binary_serves_every_size(launches: list[RecordedLaunch]) -> None:
         TRITON[Op.ACTIVATE_ROWS].launch(
             replace(problem, width=width, activation=mxpert.SwiGLU(alpha)),
             None,
-            gate_up=torch.zeros(2, 2 * width, dtype=torch.bfloat16),
+            ActivateInputs(gate_up=torch.zeros(2, 2 * width, dtype=torch.bfloat16)),
         )
     constants = [
         {name: value for name, value in launch.arguments.items() if name.isupper()}

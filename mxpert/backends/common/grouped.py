@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any, Generic, TypeVar
 
 import torch
 
 from ...errors import require
-from ...formats.tensor import MXTensor
+from ...formats.tensor import Operand
+from ...inputs.grouped import GroupedGemmInputs, GroupedWgradInputs
 from ...problem import GemmConfig, GroupedProblem, Op
 from ...runtime.launch import CACHED_LAUNCHES
 from .groups import padded_offsets
 
-_Operand = TypeVar("_Operand", bound=torch.Tensor | MXTensor)
 
-
-class Grouped(Generic[_Operand]):
+class Grouped:
     """Base class of a backend's grouped GEMMs.
 
     A subclass has `configs` and `multiply`. Its kernels derive from it and from `GroupedGemm` or
@@ -50,8 +48,8 @@ class Grouped(Generic[_Operand]):
         self,
         problem: GroupedProblem,
         config: GemmConfig,
-        a: _Operand,
-        b: _Operand,
+        a: Operand,
+        b: Operand,
         out: torch.Tensor,
         offsets: torch.Tensor,
     ) -> None:
@@ -65,52 +63,40 @@ class Grouped(Generic[_Operand]):
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _require_valid(kernel: Grouped[Any], problem: GroupedProblem, config: GemmConfig) -> None:
+def _require_valid(kernel: Grouped, problem: GroupedProblem, config: GemmConfig) -> None:
     kernel.require_valid(problem, config)
 
 
-class GroupedGemm(Grouped[_Operand]):
+class GroupedGemm(Grouped):
     """GROUPED_GEMM: ``c[r] = a[r] @ b[group of r].T``; zeros in rows without a group."""
 
     op = Op.GROUPED_GEMM
 
     def launch(
-        self,
-        problem: GroupedProblem,
-        config: GemmConfig,
-        *,
-        a: _Operand,
-        b: _Operand,
-        group_offsets: torch.Tensor,
+        self, problem: GroupedProblem, config: GemmConfig, inputs: GroupedGemmInputs
     ) -> torch.Tensor:
         """Return c [M, n], contiguous, in `problem.out_dtype`."""
         _require_valid(self, problem, config)
+        group_offsets = inputs.group_offsets
         out = group_offsets.new_empty((problem.num_rows, problem.n), dtype=problem.out_dtype)
         if problem.k == 0:
             return out.zero_()
         if out.numel() > 0:
-            self.multiply(problem, config, a, b, out, group_offsets)
+            self.multiply(problem, config, inputs.a, inputs.b, out, group_offsets)
         return out
 
 
-class GroupedWgrad(Grouped[_Operand]):
+class GroupedWgrad(Grouped):
     """GROUPED_WGRAD: ``out[g] = grad_g.T @ a_g`` over the rows of group g; zeros if it is empty."""
 
     op = Op.GROUPED_WGRAD
 
     def launch(
-        self,
-        problem: GroupedProblem,
-        config: GemmConfig,
-        *,
-        grad: _Operand,
-        a: _Operand,
-        group_offsets: torch.Tensor,
-        accumulate_into: torch.Tensor | None,
+        self, problem: GroupedProblem, config: GemmConfig, inputs: GroupedWgradInputs
     ) -> torch.Tensor:
         """Return out [G, n, k] in `problem.out_dtype`, or add the result to `accumulate_into`."""
         _require_valid(self, problem, config)
-        out = accumulate_into
+        group_offsets, out = inputs.group_offsets, inputs.accumulate_into
         if out is None:
             out = group_offsets.new_empty(
                 (problem.num_groups, problem.n, problem.k), dtype=problem.out_dtype
@@ -119,5 +105,5 @@ class GroupedWgrad(Grouped[_Operand]):
             offsets = group_offsets
             if problem.a_format != "bf16":  # columnwise copies have padded groups
                 offsets = padded_offsets(problem, group_offsets)
-            self.multiply(problem, config, grad, a, out, offsets)
+            self.multiply(problem, config, inputs.grad, inputs.a, out, offsets)
         return out

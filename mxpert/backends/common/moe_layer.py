@@ -5,24 +5,35 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from ...formats.tensor import MXTensor
-from ...problem import (
-    MoEConfig,
-    MoEProblem,
-    Op,
-    QuantizeProblem,
-    RoutingProblem,
-    activation_mx_format,
-)
+from ...formats.tensor import MXTensor, Operand
+from ...inputs.moe import DownInputs, FusedMoEInputs, GateUpInputs
+from ...inputs.quantize import QuantizeInputs
+from ...inputs.routing import PlanInputs
+from ...kernel_spec import KernelSpec
+from ...problem import MoEConfig, MoEProblem, Op, QuantizeProblem, RoutingProblem
 from ...routing import RoutingPlan
 from ...runtime.launch import CACHED_LAUNCHES
-from ...weights import MoEWeights
 from .quantize import QUANTIZE
 from .routing.host import PLAN, PlanConfig
+
+
+class FirstStage(Protocol):
+    """Stage 1 in a layer. Any: each backend has its own config, and rows between the stages."""
+
+    @property
+    def backend(self) -> str: ...
+
+    def unsupported(self, problem: MoEProblem) -> str | None: ...
+
+    def run(self, problem: MoEProblem, config: Any, inputs: GateUpInputs, num_rows: int) -> Any: ...
+
+
+SecondStage = KernelSpec[MoEProblem, Any, DownInputs, torch.Tensor]
+"""Stage 2. Any: each backend has its own config."""
 
 
 class TwoStageLayer:
@@ -35,14 +46,13 @@ class TwoStageLayer:
 
     op = Op.FUSED_MOE
 
-    def __init__(self, gate_up: Any, down: Any, choice: ModuleType) -> None:
-        self.backend: str = gate_up.backend
+    def __init__(self, gate_up: FirstStage, down: SecondStage, choice: ModuleType) -> None:
+        self.backend = gate_up.backend
         self._gate_up, self._down, self._choice = gate_up, down, choice
 
     def unsupported(self, problem: MoEProblem) -> str | None:
         """Why the kernels cannot serve `problem`; None if they can."""
-        reason: str | None = self._gate_up.unsupported(problem)
-        return reason
+        return self._gate_up.unsupported(problem)
 
     def configs(self, problem: MoEProblem) -> Iterator[MoEConfig]:
         """Valid configs, including the heuristic's."""
@@ -54,69 +64,36 @@ class TwoStageLayer:
         return config
 
     def launch(
-        self,
-        problem: MoEProblem,
-        config: MoEConfig,
-        *,
-        x: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        num_local_tokens: torch.Tensor | None,
-        out: torch.Tensor | None = None,
-        arrivals: torch.Tensor | None = None,
+        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs
     ) -> torch.Tensor:
-        """Return [T, H] in ``options.out_dtype``, or `out`; launch nothing if T = 0.
-
-        arrivals: what the sort waits for, if other ranks send the tokens; see `exchange`.
-        """
+        """Return [T, H] in ``options.out_dtype``, or `out`; launch nothing if T = 0."""
+        weights, expert_map = inputs.weights, inputs.expert_map
         if problem.num_tokens == 0:
-            if out is not None:
-                return out
+            if inputs.out is not None:
+                return inputs.out
             return torch.empty(
                 (0, weights.hidden_size), dtype=problem.options.out_dtype, device=weights.device
             )
         num_global = problem.num_experts if expert_map is None else expert_map.shape[0]
-        plan = PLAN.launch(
-            *_layer_routing(problem, num_global, config.routing_block_m),
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_map=expert_map,
-            num_local_tokens=num_local_tokens,
-            arrivals=arrivals,
+        routed = PlanInputs(
+            inputs.topk_weights,
+            inputs.topk_ids,
+            expert_map,
+            inputs.num_local_tokens,
+            inputs.arrivals,
         )
-        return self.stages(problem, config, x, weights, plan, out)
+        plan = PLAN.launch(*_layer_routing(problem, num_global, config.routing_block_m), routed)
+        return self.stages(problem, config, inputs, plan)
 
     def stages(
-        self,
-        problem: MoEProblem,
-        config: MoEConfig,
-        x: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        plan: RoutingPlan,
-        out: torch.Tensor | None = None,
+        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs, plan: RoutingPlan
     ) -> torch.Tensor:
         """Run both stages with a given plan; return [T, H], or `out`, which stage 2 writes."""
-        shared = self.shared_arguments()
-        h = self._gate_up.run(
-            problem,
-            config.gate_up,
-            x=x,
-            weights=weights,
-            plan=plan,
-            num_rows=plan.max_blocks * plan.routing_block_m,
-            **shared,
-        )
-        given = {} if out is None else {"out": out}
-        y: torch.Tensor = self._down.launch(
-            problem, config.down, h=h, weights=weights, plan=plan, **given, **shared
-        )
-        return y
-
-    def shared_arguments(self) -> dict[str, Any]:
-        """Further arguments of one layer's two stages; a backend may have some."""
-        return {}
+        weights, num_rows = inputs.weights, plan.max_blocks * plan.routing_block_m
+        first = GateUpInputs(inputs.x, weights, plan)
+        h = self._gate_up.run(problem, config.gate_up, first, num_rows)
+        second = DownInputs(h, weights, plan, inputs.out)
+        return self._down.launch(problem, config.down, second)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -136,15 +113,15 @@ def _layer_routing(
     return routing, PLAN.heuristic(routing)
 
 
-def quantize_rows(problem: MoEProblem, x: torch.Tensor | MXTensor) -> torch.Tensor | MXTensor:
+def quantize_rows(problem: MoEProblem, x: Operand) -> Operand:
     """Quantise `x` to the layer's MX activation format.
 
     Return `x` unchanged if it is quantised already or if the layer has no MX activation format.
     """
-    format = activation_mx_format(problem.options.activation_format, problem.op.value)
+    format = problem.options.mx_format
     if format is None or isinstance(x, MXTensor):
         return x
     quantize = QuantizeProblem(
         Op.QUANTIZE, problem.target, tuple(x.shape), -1, x.dtype, format, problem.options.scale_rule
     )
-    return QUANTIZE.launch(quantize, QUANTIZE.heuristic(quantize), x=x)
+    return QUANTIZE.launch(quantize, QUANTIZE.heuristic(quantize), QuantizeInputs(x))

@@ -10,6 +10,7 @@ import triton
 
 from ...formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule
 from ...formats.tensor import MXTensor
+from ...inputs.quantize import DequantizeInputs, QuantizeInputs
 from ...problem import Config, Op, QuantizeProblem
 from ...runtime.launch import CACHED_LAUNCHES, Launch
 from .kernel import UntunedKernel
@@ -46,8 +47,8 @@ class Quantize(_AnyShape):
 
     op = Op.QUANTIZE
 
-    def launch(self, problem: QuantizeProblem, config: Config, *, x: torch.Tensor) -> MXTensor:
-        fmt, axis = problem.format, problem.axis
+    def launch(self, problem: QuantizeProblem, config: Config, inputs: QuantizeInputs) -> MXTensor:
+        x, fmt, axis = inputs.x, problem.format, problem.axis
         codes_shape, scale_shape = _code_shapes(problem)
         qdata = x.new_empty(codes_shape, dtype=torch.uint8)
         scale = x.new_empty(scale_shape, dtype=torch.uint8)
@@ -134,7 +135,10 @@ class Dequantize(_AnyShape):
 
     op = Op.DEQUANTIZE
 
-    def launch(self, problem: QuantizeProblem, config: Config, *, tensor: MXTensor) -> torch.Tensor:
+    def launch(
+        self, problem: QuantizeProblem, config: Config, inputs: DequantizeInputs
+    ) -> torch.Tensor:
+        tensor = inputs.tensor
         out = torch.empty(tensor.shape, dtype=problem.dtype, device=tensor.device)
         if out.numel() > 0:
             inner = math.prod(out.shape[tensor.axis :][1:])

@@ -11,6 +11,7 @@ from triton.runtime.jit import JITFunction
 
 from ...formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleSpan
 from ...formats.tensor import MXTensor
+from ...inputs.quantize import DualInputs
 from ...problem import Config, DualProblem, Op
 from ...routing import padded_capacity
 from ...runtime.launch import CACHED_LAUNCHES, Launch
@@ -55,17 +56,13 @@ class QuantizeDual(UntunedKernel):
         return refuse_groups(problem.target, problem.num_groups if problem.grouped_rows else 0)
 
     def launch(
-        self,
-        problem: DualProblem,
-        config: Config,
-        *,
-        x: torch.Tensor,
-        group_offsets: torch.Tensor | None,
+        self, problem: DualProblem, config: Config, inputs: DualInputs
     ) -> tuple[MXTensor, MXTensor]:
         """Return the rowwise copy (shape of x) and the columnwise copy.
 
         The columnwise copy is [K, M], [K, padded capacity] with group offsets, or [G, K, N].
         """
+        x, group_offsets = inputs.x, inputs.group_offsets
         if x.stride(-1) != 1:
             x = x.contiguous()  # dense rows are read in place at any row stride
         *leading, num_rows, width = x.shape

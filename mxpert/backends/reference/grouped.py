@@ -13,6 +13,8 @@ import torch
 from ...formats.codec import dequantize_blocks
 from ...formats.spans import quantize_spans
 from ...formats.tensor import MXTensor
+from ...inputs.grouped import GroupedGemmInputs, GroupedWgradInputs
+from ...inputs.quantize import DualInputs
 from ...problem import Config, DualProblem, GroupedProblem, Op, ReferenceConfig
 from ...routing import group_bounds, padded_capacity, padded_group_offsets
 from .kernel import ReferenceGemm, ReferenceKernel
@@ -24,13 +26,9 @@ class QuantizeDual(ReferenceKernel):
     op = Op.QUANTIZE_DUAL
 
     def launch(
-        self,
-        problem: DualProblem,
-        config: Config,
-        *,
-        x: torch.Tensor,
-        group_offsets: torch.Tensor | None,
+        self, problem: DualProblem, config: Config, inputs: DualInputs
     ) -> tuple[MXTensor, MXTensor]:
+        x, group_offsets = inputs.x, inputs.group_offsets
         padded, starts = x, None
         if group_offsets is not None:
             starts = padded_group_offsets(group_bounds(group_offsets, x.shape[0]))
@@ -72,14 +70,9 @@ class GroupedGemm(ReferenceGemm):
     op = Op.GROUPED_GEMM
 
     def launch(
-        self,
-        problem: GroupedProblem,
-        config: ReferenceConfig,
-        *,
-        a: torch.Tensor | MXTensor,
-        b: torch.Tensor | MXTensor,
-        group_offsets: torch.Tensor,
+        self, problem: GroupedProblem, config: ReferenceConfig, inputs: GroupedGemmInputs
     ) -> torch.Tensor:
+        a, b, group_offsets = inputs.a, inputs.b, inputs.group_offsets
         dtype = config.accumulate
         out = torch.zeros(
             problem.num_rows, problem.n, dtype=problem.out_dtype, device=group_offsets.device
@@ -100,17 +93,10 @@ class GroupedWgrad(ReferenceGemm):
     op = Op.GROUPED_WGRAD
 
     def launch(
-        self,
-        problem: GroupedProblem,
-        config: ReferenceConfig,
-        *,
-        grad: torch.Tensor | MXTensor,
-        a: torch.Tensor | MXTensor,
-        group_offsets: torch.Tensor,
-        accumulate_into: torch.Tensor | None,
+        self, problem: GroupedProblem, config: ReferenceConfig, inputs: GroupedWgradInputs
     ) -> torch.Tensor:
-        dtype = config.accumulate
-        out = accumulate_into
+        grad, a, group_offsets = inputs.grad, inputs.a, inputs.group_offsets
+        dtype, out = config.accumulate, inputs.accumulate_into
         if out is None:
             shape = (problem.num_groups, problem.n, problem.k)
             out = torch.zeros(shape, dtype=problem.out_dtype, device=group_offsets.device)

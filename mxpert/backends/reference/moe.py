@@ -18,8 +18,10 @@ import torch
 
 from ...formats.codec import decode, dequantize_blocks, quantize_blocks
 from ...formats.spec import E4M3, E8M0_BIAS, MXFormat
-from ...formats.tensor import Layout, MXTensor
+from ...formats.tensor import Layout, MXTensor, Operand
 from ...formats.token import FP8_TOKEN, quantize_token_rows
+from ...inputs.moe import DownInputs, FusedMoEInputs, GateUpInputs
+from ...inputs.routing import PlanInputs
 from ...problem import (
     Activation,
     ClampedSiLU,
@@ -32,10 +34,9 @@ from ...problem import (
     SiLU,
     SiTUv2,
     SwiGLU,
-    activation_mx_format,
 )
 from ...routing import TOKEN_MASK, RoutingPlan
-from ...weights import MoEWeights, gate_up_rows
+from ...weights import gate_up_rows
 from .kernel import ReferenceGemm
 from .quantize import WeightDecoder
 from .routing import PLAN
@@ -160,21 +161,13 @@ class GateUp(_MoEKernel):
 
     op = Op.MOE_GATE_UP
 
-    def launch(
-        self,
-        problem: MoEProblem,
-        config: ReferenceConfig,
-        *,
-        x: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        plan: RoutingPlan,
-    ) -> torch.Tensor | MXTensor:
+    def launch(self, problem: MoEProblem, config: ReferenceConfig, inputs: GateUpInputs) -> Operand:
         """Return [P, F] in sorted order, bfloat16 or MX; padding rows are zero.
 
         x: bfloat16 or MX [T, H].
         """
         options, accumulate = problem.options, config.accumulate
-        fmt = activation_mx_format(options.activation_format, "moe_gate_up")
+        x, weights, plan, fmt = inputs.x, inputs.weights, inputs.plan, options.mx_format
         if fmt is not None and not isinstance(x, MXTensor):
             x = quantize_blocks(x, fmt, -1, options.scale_rule)
         x, x_scale = _row_values(x, options, accumulate)
@@ -209,26 +202,21 @@ class Down(_MoEKernel):
     op = Op.MOE_DOWN
 
     def launch(
-        self,
-        problem: MoEProblem,
-        config: ReferenceConfig,
-        *,
-        h: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        plan: RoutingPlan,
+        self, problem: MoEProblem, config: ReferenceConfig, inputs: DownInputs
     ) -> torch.Tensor:
         """Return [T, H] in ``options.out_dtype``; with FLAT [P, H], where padding rows are zero.
 
         h: bfloat16 or MX [P, F] in sorted order.
         """
         options, accumulate = problem.options, config.accumulate
+        weights, plan = inputs.weights, inputs.plan
         atomic = options.combine is Combine.ATOMIC
         shape = (plan.num_tokens if atomic else plan.capacity, weights.hidden_size)
         out = torch.zeros(
             shape, dtype=accumulate if atomic else options.out_dtype, device=plan.device
         )
         decoder, routed = WeightDecoder(accumulate, plan.device), RoutedRows.of(plan)
-        h, h_scale = _row_values(_take_rows(h, routed.rows), options, accumulate)  # [R, F]
+        h, h_scale = _row_values(_take_rows(inputs.h, routed.rows), options, accumulate)  # [R, F]
         for expert, part in routed.experts:
             values = h[part].to(accumulate) @ decoder(weights.down_proj[expert]).T
             if h_scale is not None:
@@ -257,19 +245,10 @@ class FusedMoE(_MoEKernel):
         return super().unsupported(problem)
 
     def launch(
-        self,
-        problem: MoEProblem,
-        config: ReferenceConfig,
-        *,
-        x: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None = None,
-        num_local_tokens: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
+        self, problem: MoEProblem, config: ReferenceConfig, inputs: FusedMoEInputs
     ) -> torch.Tensor:
         """Return [T, H], or `out`."""
+        weights, expert_map, out = inputs.weights, inputs.expert_map, inputs.out
         num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
         routing = RoutingProblem(
             Op.ROUTING_PLAN,
@@ -280,16 +259,12 @@ class FusedMoE(_MoEKernel):
             weights.num_experts,
             config.routing_block_m,
         )
-        plan = PLAN.launch(
-            routing,
-            PLAN.heuristic(routing),
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            expert_map=expert_map,
-            num_local_tokens=num_local_tokens,
+        routed = PlanInputs(
+            inputs.topk_weights, inputs.topk_ids, expert_map, inputs.num_local_tokens
         )
-        h = GATE_UP.launch(problem, config, x=x, weights=weights, plan=plan)
-        y = DOWN.launch(problem, config, h=h, weights=weights, plan=plan)
+        plan = PLAN.launch(routing, PLAN.heuristic(routing), routed)
+        h = GATE_UP.launch(problem, config, GateUpInputs(inputs.x, weights, plan))
+        y = DOWN.launch(problem, config, DownInputs(h, weights, plan))
         return y if out is None else out.copy_(y)
 
 

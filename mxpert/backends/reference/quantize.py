@@ -7,6 +7,7 @@ import torch
 from ...formats.codec import decode, decode_scale, dequantize_blocks, quantize_blocks
 from ...formats.spec import E2M1, MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
+from ...inputs.quantize import DequantizeInputs, QuantizeInputs
 from ...problem import Config, Op, QuantizeProblem
 from .kernel import ReferenceKernel
 
@@ -16,8 +17,8 @@ class Quantize(ReferenceKernel):
 
     op = Op.QUANTIZE
 
-    def launch(self, problem: QuantizeProblem, config: Config, *, x: torch.Tensor) -> MXTensor:
-        return quantize_blocks(x, problem.format, problem.axis, problem.scale_rule)
+    def launch(self, problem: QuantizeProblem, config: Config, inputs: QuantizeInputs) -> MXTensor:
+        return quantize_blocks(inputs.x, problem.format, problem.axis, problem.scale_rule)
 
 
 class Dequantize(ReferenceKernel):
@@ -25,8 +26,10 @@ class Dequantize(ReferenceKernel):
 
     op = Op.DEQUANTIZE
 
-    def launch(self, problem: QuantizeProblem, config: Config, *, tensor: MXTensor) -> torch.Tensor:
-        return dequantize_blocks(tensor, problem.dtype)
+    def launch(
+        self, problem: QuantizeProblem, config: Config, inputs: DequantizeInputs
+    ) -> torch.Tensor:
+        return dequantize_blocks(inputs.tensor, problem.dtype)
 
 
 class WeightDecoder:

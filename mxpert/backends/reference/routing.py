@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ...inputs.routing import PlanInputs, TopKInputs
 from ...problem import Config, GroupScore, Op, RoutingProblem, Scoring, TopKOptions, TopKProblem
 from ...routing import TOKEN_BITS, RoutingPlan, plan_capacity
 from .kernel import ReferenceKernel
@@ -20,15 +21,10 @@ class TopKKernel(ReferenceKernel):
     op = Op.ROUTE_TOPK
 
     def launch(
-        self,
-        problem: TopKProblem,
-        config: Config,
-        *,
-        logits: torch.Tensor,
-        correction_bias: torch.Tensor | None,
+        self, problem: TopKProblem, config: Config, inputs: TopKInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        options = problem.options
-        logits = logits.float()
+        options, correction_bias = problem.options, inputs.correction_bias
+        logits = inputs.logits.float()
         limited = options.num_groups > 1
         over_chosen = options.scoring is Scoring.SOFTMAX and options.normalize
         # Scores are monotone: ranking by logits gives the same order without their rounding error.
@@ -101,22 +97,14 @@ class PlanKernel(ReferenceKernel):
 
     op = Op.ROUTING_PLAN
 
-    def launch(
-        self,
-        problem: RoutingProblem,
-        config: Config,
-        *,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        num_local_tokens: torch.Tensor | None,
-    ) -> RoutingPlan:
+    def launch(self, problem: RoutingProblem, config: Config, inputs: PlanInputs) -> RoutingPlan:
+        topk_ids, expert_map = inputs.topk_ids, inputs.expert_map
         experts, unit = problem.num_local_experts, problem.routing_block_m
         num_tokens, top_k, device = problem.num_tokens, problem.top_k, topk_ids.device
         capacity = plan_capacity(num_tokens, top_k, experts, unit)
         tokens = torch.full((1,), num_tokens, dtype=torch.int32, device=device)
-        if num_local_tokens is not None:
-            tokens = num_local_tokens.clamp(0, num_tokens)
+        if inputs.num_local_tokens is not None:
+            tokens = inputs.num_local_tokens.clamp(0, num_tokens)
 
         token = torch.arange(num_tokens, device=device).repeat_interleave(top_k)  # [R]
         slot = torch.arange(top_k, device=device).repeat(num_tokens)  # [R]
@@ -143,7 +131,7 @@ class PlanKernel(ReferenceKernel):
         )
         sorted_ids[row] = (slot << TOKEN_BITS | token)[order].to(torch.int32)
         weights = torch.zeros(capacity + 1, dtype=torch.float32, device=device)
-        weights[row] = topk_weights.reshape(-1)[order].float()
+        weights[row] = inputs.topk_weights.reshape(-1)[order].float()
         slot_rows = torch.empty(num_tokens * top_k, dtype=torch.int32, device=device)
         slot_rows[order] = torch.where(kept, row, -1).to(torch.int32)
         block_start = torch.arange(capacity // unit, device=device) * unit

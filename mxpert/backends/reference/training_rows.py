@@ -7,6 +7,12 @@ from __future__ import annotations
 
 import torch
 
+from ...inputs.rows import (
+    ActivateBackwardInputs,
+    ActivateInputs,
+    CombineBackwardInputs,
+    CombineInputs,
+)
 from ...problem import Activation, ClampedSiLU, Config, Op, RowsProblem, SiLU, SiTUv2, SwiGLU
 from .kernel import ReferenceKernel
 
@@ -18,9 +24,8 @@ class ActivateRows(ReferenceKernel):
 
     op = Op.ACTIVATE_ROWS
 
-    def launch(
-        self, problem: RowsProblem, config: Config, *, gate_up: torch.Tensor
-    ) -> torch.Tensor:
+    def launch(self, problem: RowsProblem, config: Config, inputs: ActivateInputs) -> torch.Tensor:
+        gate_up = inputs.gate_up
         return with_derivatives(problem.activation, *_halves(gate_up))[0].to(gate_up.dtype)
 
 
@@ -30,8 +35,9 @@ class ActivateRowsBackward(ReferenceKernel):
     op = Op.ACTIVATE_ROWS_BACKWARD
 
     def launch(
-        self, problem: RowsProblem, config: Config, *, grad: torch.Tensor, gate_up: torch.Tensor
+        self, problem: RowsProblem, config: Config, inputs: ActivateBackwardInputs
     ) -> torch.Tensor:
+        grad, gate_up = inputs.grad, inputs.gate_up
         _, by_gate, by_up = with_derivatives(problem.activation, *_halves(gate_up))
         return torch.cat((grad * by_gate, grad * by_up), dim=-1).to(gate_up.dtype)
 
@@ -41,20 +47,12 @@ class CombineRows(ReferenceKernel):
 
     op = Op.COMBINE_ROWS
 
-    def launch(
-        self,
-        problem: RowsProblem,
-        config: Config,
-        *,
-        rows: torch.Tensor,
-        row_ids: torch.Tensor,
-        weights: torch.Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
+    def launch(self, problem: RowsProblem, config: Config, inputs: CombineInputs) -> torch.Tensor:
+        rows, row_ids, weights = inputs.rows, inputs.row_ids, inputs.weights
         slots = _wide(_slots(rows, row_ids))  # [T, k, H]
         if weights is not None:
             slots = slots * weights[..., None]
-        return slots.sum(dim=1).to(out_dtype)
+        return slots.sum(dim=1).to(inputs.out_dtype)
 
 
 class CombineRowsBackward(ReferenceKernel):
@@ -63,16 +61,10 @@ class CombineRowsBackward(ReferenceKernel):
     op = Op.COMBINE_ROWS_BACKWARD
 
     def launch(
-        self,
-        problem: RowsProblem,
-        config: Config,
-        *,
-        grad: torch.Tensor,
-        rows: torch.Tensor,
-        row_ids: torch.Tensor,
-        weights: torch.Tensor,
+        self, problem: RowsProblem, config: Config, inputs: CombineBackwardInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        grad = _wide(grad)[:, None]  # [T, 1, H]
+        rows, row_ids, weights = inputs.rows, inputs.row_ids, inputs.weights
+        grad = _wide(inputs.grad)[:, None]  # [T, 1, H]
         by_slot = (weights[..., None] * grad).to(rows.dtype)  # [T, k, H]
         present = row_ids < rows.shape[0]
         by_row = torch.empty_like(rows)

@@ -14,6 +14,7 @@ from ...distributed import DispatchedTokens, ExpertParallel, Placement
 from ...distributed.transport import WireFormat
 from ...formats.names import OwnFormat
 from ...formats.tensor import MXTensor
+from ...inputs.moe import FusedMoEInputs
 from ...ops.local_weights import take_experts
 from ...ops.moe import fused_moe, fused_moe_received
 from ...ops.moe_checks import moe_options
@@ -118,7 +119,10 @@ class OnRanks:
 
     def compute(self, received: DispatchedTokens) -> torch.Tensor:
         local_top_k = self._ranks.local_top_k
-        return fused_moe_received(received, self._weights.local, self._options, local_top_k)
+        inputs = FusedMoEInputs(
+            received.x, self._weights.local, received.topk_weights, received.topk_ids
+        )
+        return fused_moe_received(inputs, self._options, local_top_k)
 
     def combine(self, rows: torch.Tensor, received: DispatchedTokens) -> torch.Tensor:
         return self._ranks.combine(rows, received)

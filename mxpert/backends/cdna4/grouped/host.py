@@ -29,7 +29,7 @@ _BANDS = (4, 8)
 die works on at a time are 4 row tiles by 8 column tiles."""
 
 
-class _Grouped(Grouped[MXTensor]):
+class _Grouped(Grouped):
     """Base class of both GEMMs: supported problems, configs, and the launch."""
 
     backend = "cdna4"
@@ -79,11 +79,13 @@ class _Grouped(Grouped[MXTensor]):
         self,
         problem: GroupedProblem,
         config: GemmConfig,
-        a: MXTensor,
-        b: MXTensor,
+        a: torch.Tensor | MXTensor,
+        b: torch.Tensor | MXTensor,
         out: torch.Tensor,
         offsets: torch.Tensor,
     ) -> None:
+        assert isinstance(a, MXTensor)  # checked by `unsupported`
+        assert isinstance(b, MXTensor)  # checked by `unsupported`
         first, second = Operand.of(a), Operand.of(b)
         pitches = first.pitch, second.pitch, first.scale_pitch, second.scale_pitch
         _gemm_launch(problem, config, pitches)(
@@ -96,11 +98,11 @@ class _Grouped(Grouped[MXTensor]):
         )
 
 
-class _GroupedGemm(_Grouped, GroupedGemm[MXTensor]):
+class _GroupedGemm(_Grouped, GroupedGemm):
     pass
 
 
-class _GroupedWgrad(_Grouped, GroupedWgrad[MXTensor]):
+class _GroupedWgrad(_Grouped, GroupedWgrad):
     pass
 
 

@@ -63,7 +63,7 @@ class Gemm(NamedTuple):
     depth_units: int
 
 
-class _Stage(Stage):
+class _Stage(Stage[Cdna4GemmConfig]):
     """What both stages have: supported problems, choice of tiles, the GEMM."""
 
     backend = "cdna4"
@@ -266,11 +266,11 @@ _LAUNCHES: Mapping[Cdna4Kernel, _Launches] = {
 """The launches of each kernel of `Cdna4Kernel`: the GEMM, and what finishes it, if anything."""
 
 
-class _GateUp(GateUpStage, _Stage):
+class _GateUp(GateUpStage[Cdna4GemmConfig], _Stage):
     """Stage 1."""
 
 
-class _Down(DownStage, _Stage):
+class _Down(DownStage[Cdna4GemmConfig], _Stage):
     """Stage 2."""
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
-from ....formats.tensor import MXTensor
+from ....formats.tensor import MXTensor, Operand
 from ....formats.token import FP8_TOKEN
-from ....problem import Combine, MoEOptions, MoEProblem, Op, activation_mx_format
+from ....inputs.moe import DownInputs, GateUpInputs
+from ....problem import Combine, MoEOptions, MoEProblem, Op
 from ....routing import RoutingPlan
 from ....weights import MoEWeights
 from ..combine import combine_slots
@@ -18,9 +19,10 @@ from ..mx_codec import scale_rule_constants
 from ..token_rows import CodedRows, quantize_tokens
 
 Rows = torch.Tensor | MXTensor | CodedRows
+_ConfigT = TypeVar("_ConfigT")
 
 
-class Stage(abc.ABC):
+class Stage(abc.ABC, Generic[_ConfigT]):
     """A stage of a layer, which multiplies rows by one of its two weights."""
 
     op: Op
@@ -29,7 +31,7 @@ class Stage(abc.ABC):
     def multiply(
         self,
         problem: MoEProblem,
-        config: Any,
+        config: _ConfigT,
         plan: RoutingPlan,
         rows: torch.Tensor | MXTensor,
         weights: MoEWeights,
@@ -50,35 +52,20 @@ class Stage(abc.ABC):
         return weights.gate_up_proj if self.op is Op.MOE_GATE_UP else weights.down_proj
 
 
-class GateUpStage(Stage):
+class GateUpStage(Stage[_ConfigT]):
     """Stage 1: gather, gate/up GEMM, bias, activation, requantisation."""
 
     op = Op.MOE_GATE_UP
 
-    def launch(
-        self,
-        problem: MoEProblem,
-        config: Any,
-        *,
-        x: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        plan: RoutingPlan,
-    ) -> torch.Tensor | MXTensor:
+    def launch(self, problem: MoEProblem, config: _ConfigT, inputs: GateUpInputs) -> Operand:
         """Return the intermediate [P, F] in sorted order; padding rows are uninitialised."""
-        return self.run(problem, config, x=x, weights=weights, plan=plan, num_rows=plan.capacity)
+        return self.run(problem, config, inputs, inputs.plan.capacity)
 
     def run(
-        self,
-        problem: MoEProblem,
-        config: Any,
-        *,
-        x: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        plan: RoutingPlan,
-        num_rows: int,
-    ) -> torch.Tensor | MXTensor:
+        self, problem: MoEProblem, config: _ConfigT, inputs: GateUpInputs, num_rows: int
+    ) -> Operand:
         """As `launch`, but allocate `num_rows` rows."""
-        options = problem.options
+        options, weights, plan = problem.options, inputs.weights, inputs.plan
         h = _allocate(options, num_rows, weights)
         epilogue = {
             "out_ptr": h.qdata if isinstance(h, MXTensor) else h,
@@ -86,26 +73,18 @@ class GateUpStage(Stage):
             "bias_ptr": weights.gate_up_bias,
             **_plan_tensors(plan, options.apply_router_weight_on_input),
         }
-        self.multiply(problem, config, plan, x, weights, epilogue)
+        self.multiply(problem, config, plan, inputs.x, weights, epilogue)
         return h
 
 
-class DownStage(Stage):
+class DownStage(Stage[_ConfigT]):
     """Stage 2: down GEMM, bias, routing weight, combine."""
 
     op = Op.MOE_DOWN
 
-    def launch(
-        self,
-        problem: MoEProblem,
-        config: Any,
-        *,
-        h: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        plan: RoutingPlan,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def launch(self, problem: MoEProblem, config: _ConfigT, inputs: DownInputs) -> torch.Tensor:
         """Return [T, H] (`out`, if given), or with FLAT [P, H] whose padding is uninitialised."""
+        weights, plan, out = inputs.weights, inputs.plan, inputs.out
         options, combine = problem.options, problem.options.combine
         num_rows, dtype = plan.max_blocks * plan.routing_block_m, options.out_dtype
         if combine is Combine.FLAT:
@@ -120,7 +99,7 @@ class DownStage(Stage):
             "bias_ptr": weights.down_bias,
             **_plan_tensors(plan, not options.apply_router_weight_on_input),
         }
-        self.multiply(problem, config, plan, h, weights, epilogue)
+        self.multiply(problem, config, plan, inputs.h, weights, epilogue)
         if combine is not Combine.REDUCE:
             return values.to(options.out_dtype) if out is None else out.copy_(values)
         if plan.num_tokens == 0:
@@ -140,7 +119,7 @@ def _plan_tensors(plan: RoutingPlan, weighted: bool) -> dict[str, torch.Tensor |
 def _allocate(options: MoEOptions, num_rows: int, weights: MoEWeights) -> torch.Tensor | MXTensor:
     """Uninitialised rows [num_rows, F] in the format that stage 1 stores."""
     features, empty = weights.intermediate_size, weights.gate_up_proj.qdata.new_empty
-    format = activation_mx_format(options.activation_format, Op.MOE_GATE_UP.value)
+    format = options.mx_format
     if format is None:
         return empty((num_rows, features), dtype=torch.bfloat16)
     return MXTensor(
@@ -159,7 +138,7 @@ def gemm_rows(problem: MoEProblem, rows: torch.Tensor | MXTensor) -> Rows:
 
 def gate_up_epilogue_arguments(options: MoEOptions) -> dict[str, Any]:
     """Numbers and constants of stage 1's epilogue: the activation and the format of its output."""
-    format = activation_mx_format(options.activation_format, Op.MOE_GATE_UP.value)
+    format = options.mx_format
     constants: dict[str, Any] = {"EMAX": 0, "THRESHOLD": 0}
     if format is not None:
         constants = scale_rule_constants(format, options.scale_rule)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 
+from ....inputs.routing import PlanInputs, TopKInputs
 from ....problem import GroupScore, Op, RoutingProblem, Scoring, Target, TopKProblem
 from ....routing import RoutingPlan, plan_capacity
 from ....runtime.launch import CACHED_LAUNCHES, Launch
@@ -97,13 +98,9 @@ class TopKKernel:
         return TopKConfig(max(1, _TOPK_TILE // _padded(problem.num_experts, _EXPERT_TILES)))
 
     def launch(
-        self,
-        problem: TopKProblem,
-        config: TopKConfig,
-        *,
-        logits: torch.Tensor,
-        correction_bias: torch.Tensor | None,
+        self, problem: TopKProblem, config: TopKConfig, inputs: TopKInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits, bias = inputs.logits, inputs.correction_bias
         shape = (problem.num_tokens, problem.top_k)
         weights = logits.new_empty(shape, dtype=torch.float32)
         ids = logits.new_empty(shape, dtype=torch.int32)
@@ -111,8 +108,8 @@ class TopKKernel:
             return weights, ids
         if logits.stride(1) != 1:
             logits = logits.contiguous()
-        _topk_launch(problem, config, logits.stride(0), correction_bias is not None)(
-            topk_weights=weights, topk_ids=ids, logits=logits, correction_bias=correction_bias
+        _topk_launch(problem, config, logits.stride(0), bias is not None)(
+            topk_weights=weights, topk_ids=ids, logits=logits, correction_bias=bias
         )
         return weights, ids
 
@@ -178,44 +175,33 @@ class PlanKernel:
         return next(config for limit, config in _sorts(problem) if rows <= limit)
 
     def launch(
-        self,
-        problem: RoutingProblem,
-        config: PlanConfig,
-        *,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: torch.Tensor | None,
-        num_local_tokens: torch.Tensor | None,
-        arrivals: torch.Tensor | None = None,
+        self, problem: RoutingProblem, config: PlanConfig, inputs: PlanInputs
     ) -> RoutingPlan:
-        """Allocate a plan and sort the rows.
-
-        arrivals: int64 words of `common.exchange` that say which tokens of other ranks to wait for.
-        """
-        plan = _allocate(problem, topk_ids)
+        """Allocate a plan and sort the rows."""
+        plan = _allocate(problem, inputs.topk_ids)
         outputs = {
             "sorted_token_ids": plan.sorted_token_ids,
             "sorted_weights": plan.sorted_weights,
             "block_expert_ids": plan.block_expert_ids,
             "num_valid": plan.num_valid,
             "slot_rows": plan.slot_rows,
-            "topk_weights": topk_weights.contiguous(),
+            "topk_weights": inputs.topk_weights.contiguous(),
         }
-        inputs = {
-            "topk_ids": topk_ids.contiguous(),
-            "expert_map": expert_map,
-            "num_local_tokens": num_local_tokens,
-            "arrivals": arrivals,
+        routed = {
+            "topk_ids": inputs.topk_ids.contiguous(),
+            "expert_map": inputs.expert_map,
+            "num_local_tokens": inputs.num_local_tokens,
+            "arrivals": inputs.arrivals,
         }
         launches = _plan_launches(problem, config)
         if config.num_chunks == 0:
             (sort,) = launches
-            sort(**outputs, **inputs)
+            sort(**outputs, **routed)
             return plan
         count, scatter = launches
         counts = plan.num_valid.new_empty((config.num_chunks, count.constants["NUM_BINS"]))
-        count(chunk_counts=counts, **inputs)
-        scatter(chunk_counts=counts, **outputs, **inputs)
+        count(chunk_counts=counts, **routed)
+        scatter(chunk_counts=counts, **outputs, **routed)
         return plan
 
 

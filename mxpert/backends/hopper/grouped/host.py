@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 
 from ....formats.spec import MX_BLOCK_SIZE, MXFP8_E5M2, ScaleSpan
-from ....formats.tensor import MXTensor
+from ....formats.tensor import MXTensor, Operand
+from ....inputs.quantize import DequantizeInputs
 from ....problem import GemmConfig, GroupedProblem, Op, QuantizeProblem, Target
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.grouped import Grouped, GroupedGemm, GroupedWgrad
@@ -32,10 +33,7 @@ UNPROMOTED_DEPTH = 8192
 sum: an error of 2e-3 at this depth. Longer sums are promoted to float32 every 256 values."""
 
 
-Operand = torch.Tensor | MXTensor
-
-
-class _Grouped(Grouped[Operand]):
+class _Grouped(Grouped):
     """Base class of both GEMMs: supported problems, configs, and the launch."""
 
     backend = "hopper"
@@ -128,11 +126,11 @@ class _Grouped(Grouped[Operand]):
             _multiply(problem, config, "wide", *decode_if_wide(a, b, target), others)
 
 
-class _GroupedGemm(_Grouped, GroupedGemm[Operand]):
+class _GroupedGemm(_Grouped, GroupedGemm):
     pass
 
 
-class _GroupedWgrad(_Grouped, GroupedWgrad[Operand]):
+class _GroupedWgrad(_Grouped, GroupedWgrad):
     pass
 
 
@@ -177,7 +175,7 @@ def _as_bf16(value: torch.Tensor | MXTensor, target: Target) -> torch.Tensor:
     problem = QuantizeProblem(
         Op.DEQUANTIZE, target, tuple(value.shape), value.axis, torch.bfloat16, value.format
     )
-    return DEQUANTIZE.launch(problem, None, tensor=value)
+    return DEQUANTIZE.launch(problem, None, DequantizeInputs(value))
 
 
 @functools.lru_cache(CACHED_LAUNCHES)

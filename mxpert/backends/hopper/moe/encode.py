@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from ....formats.layouts import UNIT_CODES
 from ....formats.spec import E2M1
 from ....formats.tensor import MXTensor
-from ....problem import MoEOptions, activation_mx_format
+from ....problem import MoEOptions
 from ....routing import RoutingPlan
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.compat import aggregate
@@ -352,7 +352,7 @@ def _encode_launch(
 
 def row_format(options: MoEOptions) -> RowFormat:
     """Format of the rows that bfloat16 becomes with these options."""
-    format = activation_mx_format(options.activation_format, "encode_rows")
+    format = options.mx_format
     if format is None:
         return RowFormat("hi_lo" if options.activation_format == "bf16" else "token")
     rule = scale_rule_constants(format, options.scale_rule)

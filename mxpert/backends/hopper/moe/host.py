@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....formats.tensor import MXTensor
-from ....problem import Combine, MoEOptions, MoEProblem, Op
+from ....formats.tensor import MXTensor, Operand
+from ....inputs.moe import DownInputs, FusedMoEInputs, GateUpInputs
+from ....problem import Combine, MoEConfig, MoEOptions, MoEProblem, Op
 from ....routing import RoutingPlan
 from ....runtime.launch import CACHED_LAUNCHES, DescriptorSpec, Launch
 from ....weights import MoEWeights
@@ -72,28 +73,18 @@ class _GateUp(_Stage):
     op = Op.MOE_GATE_UP
 
     def launch(
-        self,
-        problem: MoEProblem,
-        config: HopperGemmConfig,
-        *,
-        x: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        plan: RoutingPlan,
-    ) -> torch.Tensor | MXTensor:
+        self, problem: MoEProblem, config: HopperGemmConfig, inputs: GateUpInputs
+    ) -> Operand:
         """Return the intermediate [P, F] in sorted order; padding rows are undefined."""
-        call = _Call(problem, config, plan)
-        return quantize_rows(
-            problem, self._rows(call, x, weights, plan.capacity, sum_k_splits_and_activate)
-        )
+        call, num_rows = _Call(problem, config, inputs.plan), inputs.plan.capacity
+        h = self._rows(call, inputs.x, inputs.weights, num_rows, sum_k_splits_and_activate)
+        return quantize_rows(problem, h)
 
     def run(
         self,
         problem: MoEProblem,
         config: HopperGemmConfig,
-        *,
-        x: torch.Tensor | MXTensor,
-        weights: MoEWeights,
-        plan: RoutingPlan,
+        inputs: GateUpInputs,
         num_rows: int,
         schedules: Schedules | None = None,
     ) -> torch.Tensor | SortedRows:
@@ -104,8 +95,9 @@ class _GateUp(_Stage):
         """
         whole = fits_one_step(problem.intermediate_size)
         finish = sum_k_splits_and_encode if whole else sum_k_splits_and_activate
+        call = _Call(problem, config, inputs.plan, schedules)
         result: torch.Tensor | SortedRows = self._rows(
-            _Call(problem, config, plan, schedules), x, weights, num_rows, finish
+            call, inputs.x, inputs.weights, num_rows, finish
         )
         return result
 
@@ -142,21 +134,25 @@ class _Down(_Stage):
     op = Op.MOE_DOWN
 
     def launch(
-        self,
-        problem: MoEProblem,
-        config: HopperGemmConfig,
-        *,
-        h: torch.Tensor | MXTensor | SortedRows,
-        weights: MoEWeights,
-        plan: RoutingPlan,
-        schedules: Schedules | None = None,
-        out: torch.Tensor | None = None,
+        self, problem: MoEProblem, config: HopperGemmConfig, inputs: DownInputs
     ) -> torch.Tensor:
         """Return [T, H] (`out`, if given), or with FLAT [P, H] whose padding rows are undefined.
 
-        schedules: tile lists of the layer if its stage 1 computed h; None otherwise.
         ATOMIC allows any summation order; this backend sums in slot order, as REDUCE does.
         """
+        return self.run(problem, config, inputs.h, inputs.weights, inputs.plan, inputs.out)
+
+    def run(
+        self,
+        problem: MoEProblem,
+        config: HopperGemmConfig,
+        h: Operand | SortedRows,
+        weights: MoEWeights,
+        plan: RoutingPlan,
+        out: torch.Tensor | None,
+        schedules: Schedules | None = None,
+    ) -> torch.Tensor:
+        """As `launch`; schedules: tile lists of the layer if its stage 1 computed h."""
         options, width = problem.options, problem.hidden_size
         flat = options.combine is Combine.FLAT
         num_rows = plan.capacity if flat else plan.max_blocks * plan.routing_block_m
@@ -374,10 +370,18 @@ def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) 
 class _Layer(TwoStageLayer):
     """FUSED_MOE: the stages of a layer share its tile lists."""
 
-    def shared_arguments(self) -> dict[str, Any]:
-        """An empty cache of tile lists, which the stages fill."""
-        schedules: Schedules = {}
-        return {"schedules": schedules}
+    def stages(
+        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs, plan: RoutingPlan
+    ) -> torch.Tensor:
+        """Run both stages with a given plan; return [T, H], or `out`, which stage 2 writes."""
+        first, second = config.gate_up, config.down
+        assert isinstance(first, HopperGemmConfig)  # for the type checker: checked by dispatch
+        assert isinstance(second, HopperGemmConfig)  # for the type checker: checked by dispatch
+        weights, num_rows = inputs.weights, plan.max_blocks * plan.routing_block_m
+        schedules: Schedules = {}  # a cache of tile lists, which the stages fill
+        tokens = GateUpInputs(inputs.x, weights, plan)
+        h = GATE_UP.run(problem, first, tokens, num_rows, schedules)
+        return DOWN.run(problem, second, h, weights, plan, inputs.out, schedules)
 
 
 GATE_UP = _GateUp()

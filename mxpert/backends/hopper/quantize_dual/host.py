@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 from ....formats.spans import FREE_BINADES, few_blocks
 from ....formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleSpan
 from ....formats.tensor import MXTensor
+from ....inputs.quantize import DualInputs
 from ....problem import Config, DualProblem, Op
 from ....routing import padded_capacity
 from ....runtime.launch import CACHED_LAUNCHES, Launch
@@ -80,18 +81,13 @@ class _QuantizeDual:
         return None
 
     def launch(
-        self,
-        problem: DualProblem,
-        config: Config,
-        *,
-        x: torch.Tensor,
-        group_offsets: torch.Tensor | None,
+        self, problem: DualProblem, config: Config, inputs: DualInputs
     ) -> tuple[MXTensor, MXTensor]:
         """Return the rowwise copy (shape of x) and the columnwise copy.
 
         The columnwise copy is [K, M], [K, padded capacity] with group offsets, or [G, K, N].
         """
-        plan = _plan(problem)
+        plan, x = _plan(problem), inputs.x
         row, column = _allocate(plan.row, x), _allocate(plan.column, x)
         table = starts = None
         if plan.table is not None:
@@ -102,7 +98,7 @@ class _QuantizeDual:
                 starts_ptr=starts,
                 row_wide_ptr=row.wide_blocks,
                 column_wide_ptr=column.wide_blocks,
-                group_offsets_ptr=group_offsets,
+                group_offsets_ptr=inputs.group_offsets,
             )
         elif plan.start is not None:
             plan.start(row_wide_ptr=row.wide_blocks, column_wide_ptr=column.wide_blocks)

@@ -10,7 +10,7 @@ import torch
 import triton
 
 from ....formats.spec import get_format
-from ....formats.tensor import MXTensor
+from ....formats.tensor import MXTensor, Operand
 from ....problem import GemmConfig, GroupedProblem, Op, Target
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.grouped import Grouped, GroupedGemm, GroupedWgrad
@@ -20,10 +20,8 @@ from ..tile_rules import OUT_DTYPES
 from . import config as heuristics
 from .kernels import _grouped_gemm_kernel, _grouped_wgrad_kernel
 
-Operand = torch.Tensor | MXTensor
 
-
-class _Grouped(Grouped[Operand]):
+class _Grouped(Grouped):
     """Base class of both GEMMs: supported problems and choice of tiles."""
 
     backend = "triton"
@@ -52,7 +50,7 @@ class _Grouped(Grouped[Operand]):
         heuristics.require_valid(problem, config)
 
 
-class _GroupedGemm(_Grouped, GroupedGemm[Operand]):
+class _GroupedGemm(_Grouped, GroupedGemm):
     def multiply(
         self,
         problem: GroupedProblem,
@@ -112,7 +110,7 @@ def _gemm_launch(
     )
 
 
-class _GroupedWgrad(_Grouped, GroupedWgrad[Operand]):
+class _GroupedWgrad(_Grouped, GroupedWgrad):
     def multiply(
         self,
         problem: GroupedProblem,

@@ -41,7 +41,7 @@ def operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, str]:
     return rows, None, "bf16"
 
 
-class _Stage(Stage):
+class _Stage(Stage[GemmConfig]):
     """What both stages have: supported problems, choice of tiles, the GEMM."""
 
     backend = "triton"
@@ -172,11 +172,11 @@ def _launches(
     )
 
 
-class _GateUp(GateUpStage, _Stage):
+class _GateUp(GateUpStage[GemmConfig], _Stage):
     """Stage 1."""
 
 
-class _Down(DownStage, _Stage):
+class _Down(DownStage[GemmConfig], _Stage):
     """Stage 2."""
 
 

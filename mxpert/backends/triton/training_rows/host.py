@@ -8,6 +8,12 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from ....inputs.rows import (
+    ActivateBackwardInputs,
+    ActivateInputs,
+    CombineBackwardInputs,
+    CombineInputs,
+)
 from ....problem import Config, Op, RowsProblem
 from ....runtime.launch import CACHED_LAUNCHES, Launch
 from ...common.kernel import UntunedKernel
@@ -44,9 +50,8 @@ class _ActivateRows(_Rows):
 
     op = Op.ACTIVATE_ROWS
 
-    def launch(
-        self, problem: RowsProblem, config: Config, *, gate_up: torch.Tensor
-    ) -> torch.Tensor:
+    def launch(self, problem: RowsProblem, config: Config, inputs: ActivateInputs) -> torch.Tensor:
+        gate_up = inputs.gate_up
         out = gate_up.new_empty(problem.num_rows, problem.width)
         if out.numel():
             _activate(_activate_rows_kernel, problem)(out_ptr=out, gate_up_ptr=gate_up)
@@ -59,8 +64,9 @@ class _ActivateRowsBackward(_Rows):
     op = Op.ACTIVATE_ROWS_BACKWARD
 
     def launch(
-        self, problem: RowsProblem, config: Config, *, grad: torch.Tensor, gate_up: torch.Tensor
+        self, problem: RowsProblem, config: Config, inputs: ActivateBackwardInputs
     ) -> torch.Tensor:
+        grad, gate_up = inputs.grad, inputs.gate_up
         out = torch.empty_like(gate_up)
         if out.numel():
             _activate(_activate_rows_backward_kernel, problem)(
@@ -74,17 +80,9 @@ class _CombineRows(_Rows):
 
     op = Op.COMBINE_ROWS
 
-    def launch(
-        self,
-        problem: RowsProblem,
-        config: Config,
-        *,
-        rows: torch.Tensor,
-        row_ids: torch.Tensor,
-        weights: torch.Tensor | None,
-        out_dtype: torch.dtype,
-    ) -> torch.Tensor:
-        out = rows.new_empty((row_ids.shape[0], problem.width), dtype=out_dtype)
+    def launch(self, problem: RowsProblem, config: Config, inputs: CombineInputs) -> torch.Tensor:
+        rows, row_ids, weights = inputs.rows, inputs.row_ids, inputs.weights
+        out = rows.new_empty((row_ids.shape[0], problem.width), dtype=inputs.out_dtype)
         if out.numel():
             programs = row_ids.shape[0] * triton.cdiv(problem.width, COMBINE_BLOCK)
             _combine(_combine_rows_kernel, programs, problem)(
@@ -99,21 +97,15 @@ class _CombineRowsBackward(_Rows):
     op = Op.COMBINE_ROWS_BACKWARD
 
     def launch(
-        self,
-        problem: RowsProblem,
-        config: Config,
-        *,
-        grad: torch.Tensor,
-        rows: torch.Tensor,
-        row_ids: torch.Tensor,
-        weights: torch.Tensor,
+        self, problem: RowsProblem, config: Config, inputs: CombineBackwardInputs
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, row_ids, weights = inputs.rows, inputs.row_ids, inputs.weights
         by_row, by_weight = torch.empty_like(rows), torch.empty_like(weights)
         if row_ids.numel():
             _combine(_combine_rows_backward_kernel, row_ids.numel(), problem)(
                 by_row_ptr=by_row,
                 by_weight_ptr=by_weight,
-                grad_ptr=grad,
+                grad_ptr=inputs.grad,
                 rows_ptr=rows,
                 row_ids_ptr=row_ids,
                 weights_ptr=weights,

@@ -1,0 +1,34 @@
+"""The inputs of each op, for tests that launch kernels of several ops in one way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mxpert.inputs.grouped import GroupedGemmInputs, GroupedWgradInputs
+from mxpert.inputs.moe import DownInputs, FusedMoEInputs, GateUpInputs
+from mxpert.inputs.quantize import DequantizeInputs, DualInputs, QuantizeInputs
+from mxpert.inputs.routing import PlanInputs, TopKInputs
+from mxpert.inputs.rows import (
+    ActivateBackwardInputs,
+    ActivateInputs,
+    CombineBackwardInputs,
+    CombineInputs,
+)
+from mxpert.problem import Op
+
+INPUTS: dict[Op, Any] = {  # Any: each op has its own class
+    Op.QUANTIZE: QuantizeInputs,
+    Op.DEQUANTIZE: DequantizeInputs,
+    Op.ROUTE_TOPK: TopKInputs,
+    Op.ROUTING_PLAN: PlanInputs,
+    Op.MOE_GATE_UP: GateUpInputs,
+    Op.MOE_DOWN: DownInputs,
+    Op.FUSED_MOE: FusedMoEInputs,
+    Op.QUANTIZE_DUAL: DualInputs,
+    Op.GROUPED_GEMM: GroupedGemmInputs,
+    Op.GROUPED_WGRAD: GroupedWgradInputs,
+    Op.ACTIVATE_ROWS: ActivateInputs,
+    Op.ACTIVATE_ROWS_BACKWARD: ActivateBackwardInputs,
+    Op.COMBINE_ROWS: CombineInputs,
+    Op.COMBINE_ROWS_BACKWARD: CombineBackwardInputs,
+}
