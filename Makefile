@@ -54,7 +54,7 @@ FAST_PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist workst
 test-fast: $(VENV)/.tested  ## ruff and the quick tests, below 90 s on 2 cores
 	@$(BIN)/ruff check .
 	@$(FAST_PYTEST) -k '$(FAST_SKIPS)' $(FAST_TESTS) </dev/null
-	@TRITON_INTERPRET=1 $(FAST_PYTEST) tests/interpreted/test_quantize_triton.py </dev/null
+	@TRITON_INTERPRET=1 $(FAST_PYTEST) tests/conformance/test_quantize.py </dev/null
 
 DOCS_VENV := .venv-docs
 
@@ -76,7 +76,7 @@ test-newest: $(NEWEST)/.installed  ## compile every kernel on the newest support
 		$(PYTEST_ARGS) </dev/null
 
 test-serving:  ## a tiny gpt-oss through vLLM on a CPU, layers of SGLang; environment of its own (4 GB)
-	@$(PYTHON) tests/serving/run.py $(PYTEST_ARGS) </dev/null
+	@$(PYTHON) tests/integrations/serving/run.py $(PYTEST_ARGS) </dev/null
 
 test-transformers: $(VENV)/.tested  ## tests of Transformers models on the oldest and the newest release, which the index has today
 	@$(BIN)/python tests/integrations/run_versions.py $(PYTEST_ARGS) </dev/null

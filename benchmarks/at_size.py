@@ -31,11 +31,11 @@ from moe.ours import ACTIVATION
 import mxpert
 from mxpert import GateUpOrder
 from mxpert.cli.measure import float64_reference
+from mxpert.core.problem import ACTIVATION_FORMATS
 from mxpert.errors import message
 from mxpert.formats import MXTensor
 from mxpert.formats.tensor import Layout
-from mxpert.problem import ACTIVATION_FORMATS
-from mxpert.routing import RoutingPlan
+from mxpert.routing.plan import RoutingPlan
 from mxpert.testing.numerics import relative_l2
 from mxpert.testing.problems import MODEL_SHAPES, MoEInputs, MoEShape, random_moe_problem
 from support.hopper import down_tolerance, intermediate_tolerance, layer_tolerance

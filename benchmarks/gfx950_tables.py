@@ -33,8 +33,8 @@ from harness.script import bare_parser
 
 import mxpert
 from mxpert.cli.report import environment
-from mxpert.dispatch.tables import TunedRow, format_table, parse_table, table_name
-from mxpert.files import write_atomically
+from mxpert.core.files import write_atomically
+from mxpert.core.tables import TunedRow, format_table, parse_table, table_name
 
 OUTPUT = Path(mxpert.__file__).parent / "dispatch/tables" / table_name(TARGET)
 

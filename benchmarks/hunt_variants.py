@@ -14,8 +14,8 @@ from grouped_gemms.ours import recipe_of
 import mxpert
 from mxpert import GateUpOrder, ScaleSpan, SwiGLU
 from mxpert.configs import MoEConfig
+from mxpert.core.problem import ACTIVATION_FORMATS
 from mxpert.formats import MXTensor
-from mxpert.problem import ACTIVATION_FORMATS
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape, random_moe_problem, random_routing
 from support.races import MoEHunt, Run, hopper_tiles, redraw
 
@@ -318,8 +318,8 @@ def combine(op: str, tokens: int, width: int, top_k: int) -> Callable[[torch.dev
 
         def run() -> tuple[torch.Tensor, ...]:
             if op == "forward":
-                return bits(mxpert.ops.rows.combine_rows(rows, ids, weights))
-            return bits(mxpert.ops.rows.combine_rows_backward(grad, rows, ids, weights))
+                return bits(mxpert.training.rows.op.combine_rows(rows, ids, weights))
+            return bits(mxpert.training.rows.op.combine_rows_backward(grad, rows, ids, weights))
 
         return Hunted(run, renew, "triton")
 

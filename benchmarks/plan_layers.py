@@ -22,7 +22,7 @@ from harness import ROOT
 from harness.document import Row
 from harness.script import RESULTS, bare_parser
 
-from mxpert.files import write_atomically
+from mxpert.core.files import write_atomically
 
 SOURCES = ("nvidia-h200/moe.json", "nvidia-h200/routing.json")
 TARGET = ROOT / "mxpert" / "distributed" / "planner" / "measured_layers.json"

@@ -4,7 +4,7 @@
     python benchmarks/routing.py --host-only [--dry-run]
 
 Host times come with the number of launches, with what the same call costs where nothing is replayed
-(mxpert/runtime/replay.py), and where every launch goes through Triton's own path, too. With
+(mxpert/core/replay.py), and where every launch goes through Triton's own path, too. With
 --dry-run they are those of a machine without a GPU: kernels are compiled for sm_90 (a minute, the
 first time) and launched into nothing.
 """
@@ -28,13 +28,13 @@ from harness.tables import paragraphs, pivot, row_table
 
 import mxpert
 from mxpert.cli.report import write_json
-from mxpert.dispatch import resolve
+from mxpert.core.describe import describe
+from mxpert.core.registry import resolve
+from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
-from mxpert.ops.describe import describe
-from mxpert.target import on_device
+from mxpert.moe.weights import MoEWeights
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from mxpert.testing.timing import time_graph
-from mxpert.weights import MoEWeights
 from support.launches import H200, count_launches, through_triton, without_device
 from support.replays import without_replay
 

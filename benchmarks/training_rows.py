@@ -21,7 +21,7 @@ from harness.timing import copy_rate, time_calls
 
 import mxpert
 from mxpert.cli.report import write_json
-from mxpert.ops.rows import (
+from mxpert.training.rows.op import (
     activate_rows,
     activate_rows_backward,
     combine_rows,

@@ -23,10 +23,10 @@ from moe.ours import Ours, random_weights
 from moe.peers import TritonKernels, add_to_path
 
 from mxpert.cli.measure import RunWeights
+from mxpert.core.target import on_device
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
-from mxpert.target import on_device
-from mxpert.weights import GateUpOrder, MoEWeights
+from mxpert.moe.weights import GateUpOrder, MoEWeights
 from support.launches import H200, without_device
 
 STAGES = ("gate_up", "down", "layer")

@@ -1,6 +1,6 @@
 """Writes the table of GPUs between the markers of README.md and docs/*.md: `python docs/_gpus.py`.
 
-tests/dispatch/test_support.py fails if a page has another table than `mxpert.dispatch.support`.
+tests/core/test_support.py fails if a page has another table than `mxpert.core.support`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from mxpert.dispatch.support import markdown_table
+from mxpert.core.support import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- table of GPUs: python docs/_gpus.py -->", "<!-- end of the table of GPUs -->"

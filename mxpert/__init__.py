@@ -22,33 +22,42 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from . import interrupts as _interrupts  # noqa: F401 (before torch: its import takes a second)
 from . import required as required  # first: it refuses in one line where a package is missing
+from .core import interrupts as _interrupts  # noqa: F401 (before torch: its import takes a second)
 
 # isort: split
 import torch
 
 from . import configs
-from .dispatch import override
+from .core.problem import (
+    ClampedSiLU,
+    Combine,
+    GroupScore,
+    Scoring,
+    SiLU,
+    SiTUv2,
+    SwiGLU,
+    TopKOptions,
+)
+from .core.registry import override
 from .distributed import ExpertParallel
 from .errors import PerformanceWarning, UnsupportedError
+from .explain import explain
 from .formats.folding import FoldCertificate
 from .formats.spans import rebase
 from .formats.spec import ElementFormat, MXFormat, ScaleRule, ScaleSpan
 from .formats.tensor import Layout, MXTensor
 from .formats.token import TokenRows
+from .grouped.op import grouped_gemm, grouped_wgrad
 from .integrations.on_import import watch
 from .modules import MoE, quantize_weights
-from .ops.explain import explain
-from .ops.grouped_gemm import grouped_gemm, grouped_wgrad
-from .ops.moe import fused_moe, moe_down, moe_gate_up
-from .ops.quantize import dequantize, quantize
-from .ops.quantize_dual import quantize_dual
-from .ops.route import make_routing_plan, route_topk
-from .ops.warm_up import warm_up
-from .problem import ClampedSiLU, Combine, GroupScore, Scoring, SiLU, SiTUv2, SwiGLU, TopKOptions
-from .routing import RoutingPlan, padded_capacity, padded_group_offsets
-from .weights import GateUpOrder, MoEWeights
+from .moe.op import fused_moe, moe_down, moe_gate_up
+from .moe.warm_up import warm_up
+from .moe.weights import GateUpOrder, MoEWeights
+from .quantize.dual_op import quantize_dual
+from .quantize.op import dequantize, quantize
+from .routing.op import make_routing_plan, route_topk
+from .routing.plan import RoutingPlan, padded_capacity, padded_group_offsets
 
 if TYPE_CHECKING:
     from . import integrations as integrations

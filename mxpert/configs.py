@@ -1,8 +1,8 @@
 """Configs of the kernels: tiles and schedules, to pin with `override` and to store in tables."""
 
-from .backends.cdna4.moe.config import Cdna4GemmConfig, Cdna4Kernel
-from .backends.hopper.moe.config import HopperGemmConfig, HopperKernel
-from .stage_configs import GemmConfig, MoEConfig, ReferenceConfig
+from .core.stage_configs import GemmConfig, MoEConfig, ReferenceConfig
+from .moe.cdna4.config import Cdna4GemmConfig, Cdna4Kernel
+from .moe.hopper.config import HopperGemmConfig, HopperKernel
 
 __all__ = [
     "Cdna4GemmConfig",

@@ -7,19 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .dispatch.ambient import isolated
-from .distributed import ExpertParallel
-from .errors import UnsupportedError, message, require, require_device, require_tensor
-from .formats.gate_up import GateUpOrderLike
-from .formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule, ScaleRuleLike
-from .formats.tensor import Layout, MXTensor
-from .ops.gradient import without_backward
-from .ops.local_weights import check_local_weights, local_weights
-from .ops.moe import fused_moe
-from .ops.quantize import FLOAT_DTYPES, quantize
-from .ops.requantize import requantize_ as requantize_
-from .ops.route import LOGIT_DTYPES, check_route_topk, route_topk
-from .problem import (
+from .core.ambient import isolated
+from .core.gradient import without_backward
+from .core.problem import (
     ActivationFormat,
     ActivationLike,
     SiLU,
@@ -27,9 +17,19 @@ from .problem import (
     parse_activation,
     parse_activation_format,
 )
-from .published import expert_weights_from, mismatch, published_expert_tensors, published_shapes
-from .weights import ORDERS, GateUpOrder, MoEWeights
-from .weights_state import PROJECTIONS
+from .distributed import ExpertParallel
+from .errors import UnsupportedError, message, require, require_device, require_tensor
+from .formats.gate_up import GateUpOrderLike
+from .formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule, ScaleRuleLike
+from .formats.tensor import Layout, MXTensor
+from .moe.local_weights import check_local_weights, local_weights
+from .moe.op import fused_moe
+from .moe.published import expert_weights_from, mismatch, published_expert_tensors, published_shapes
+from .moe.requantize import requantize_ as requantize_
+from .moe.weights import ORDERS, GateUpOrder, MoEWeights
+from .moe.weights_state import PROJECTIONS
+from .quantize.op import FLOAT_DTYPES, quantize
+from .routing.op import LOGIT_DTYPES, check_route_topk, route_topk
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Weights quantised at a time: temporaries that stay in a CPU's cache; few launches on a GPU."""

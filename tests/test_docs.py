@@ -83,7 +83,7 @@ def test_the_picture_of_a_layer_has_its_launches(
 ) -> None:
     """In order, for few tokens and for many: a box each, and what the legend adds."""
     pytest.importorskip("triton")
-    from mxpert.target import on_device
+    from mxpert.core.target import on_device
     from mxpert.testing.problems import MoEShape, random_moe_problem
     from support.launches import H200, recorded_launches
 

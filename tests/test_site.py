@@ -204,8 +204,8 @@ def test_readme_links_follow_it_to_the_site() -> None:
         == "[a](training.md#x)"
     )
     assert (
-        SITE.rewritten("[a](../mxpert/problem.py)", "docs/tuning.md")
-        == f"[a]({repository}/blob/main/mxpert/problem.py)"
+        SITE.rewritten("[a](../mxpert/core/problem.py)", "docs/tuning.md")
+        == f"[a]({repository}/blob/main/mxpert/core/problem.py)"
     )
     assert (
         SITE.rewritten("[a](../../CONTRIBUTING.md)", "docs/dev/architecture.md")

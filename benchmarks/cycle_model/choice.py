@@ -26,11 +26,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cycle_model.cells import DEEPSEEK, GPT_OSS, LONGER, WEIGHTS, moe_report
-from mxpert.backends.cdna4.moe import config as cdna4
 from mxpert.configs import Cdna4GemmConfig
+from mxpert.core.problem import MoEConfig, MoEOptions, MoEProblem, Op, SiLU
 from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS
 from mxpert.formats.tensor import Layout
-from mxpert.problem import MoEConfig, MoEOptions, MoEProblem, Op, SiLU
+from mxpert.moe.cdna4 import config as cdna4
 from mxpert.testing.gfx950 import MI355X as TARGET
 from mxpert.testing.gfx950.timing import MI355X as CHIP
 from mxpert.testing.gfx950.timing import Execution, model_loop

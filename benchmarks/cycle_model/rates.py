@@ -12,7 +12,7 @@ import triton
 from harness.script import RESULTS
 
 from cycle_model.choice import LoopKey, Rate, executed_rate
-from mxpert.files import JSONReader, parse_json
+from mxpert.core.files import JSONReader, parse_json
 
 RATES = RESULTS / "gfx950-model/rates.json"
 

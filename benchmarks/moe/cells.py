@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mxpert.errors import message
-from mxpert.ops.route import route_topk
+from mxpert.routing.op import route_topk
 from mxpert.testing.problems import MODEL_SHAPES
 
 GEMM_STAGES = ("gate_up_gemm", "down_gemm")

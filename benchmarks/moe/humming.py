@@ -18,7 +18,7 @@ from moe.cells import Cell, Inputs, Model
 from moe.ours import ACTIVATION
 from moe.peers import Call, MoEOps, Variants, aligned_rows, by_stage
 from mxpert.errors import message
-from mxpert.weights import MoEWeights
+from mxpert.moe.weights import MoEWeights
 
 _DTYPES = {"bf16": "bfloat16", "fp8_token": "float8e4m3"}
 _NUM_LOCKS = 2048

@@ -12,14 +12,14 @@ import torch
 import mxpert
 from moe.cells import GEMM_STAGES, Cell, Inputs, Model
 from mxpert.cli.measure import RunWeights, check_gate, float64_reference, intermediate_sizes
-from mxpert.dispatch import Resolution
+from mxpert.core.registry import Resolution
+from mxpert.core.target import on_device
 from mxpert.errors import require
 from mxpert.formats.tensor import MXTensor
-from mxpert.routing import RoutingPlan
-from mxpert.target import on_device
+from mxpert.moe.weights import GateUpOrder, MoEWeights
+from mxpert.routing.plan import RoutingPlan
 from mxpert.testing.numerics import relative_l2
 from mxpert.testing.problems import random_mxfp4
-from mxpert.weights import GateUpOrder, MoEWeights
 
 Call = Callable[[], object]
 ACTIVATION = mxpert.SwiGLU()
@@ -218,7 +218,7 @@ class Ours:
         """The Hopper GEMM kernel with its epilogue, as the stage itself launched it: its rows are
         encoded already, as the peers' kernels are given quantised rows. The schedule of its tiles,
         where it has one, is made anew each time."""
-        from mxpert.runtime.launch import ThroughTriton, record_launches
+        from mxpert.core.launch import ThroughTriton, record_launches
 
         with on_device(executor=ThroughTriton()), record_launches() as records:
             self._call(stage.removesuffix("_gemm"), weights, batch)()

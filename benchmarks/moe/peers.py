@@ -21,8 +21,8 @@ import mxpert
 from moe.cells import PEER_WIDTHS, WIDTHS, Cell, Inputs, Model
 from moe.ours import ACTIVATION
 from mxpert.errors import message
-from mxpert.routing import TOKEN_BITS, TOKEN_MASK
-from mxpert.weights import MoEWeights
+from mxpert.moe.weights import MoEWeights
+from mxpert.routing.plan import TOKEN_BITS, TOKEN_MASK
 
 Call = Callable[[], object]
 Variants = dict[str, dict[str, list[Call]]]

@@ -1,8 +1,8 @@
 """The picture of a layer, `layer.svg` for wide screens and `layer-narrow.svg` for phones:
 python docs/figures/layer.py [FOLDER]. Needs Python alone.
 
-Steps, shapes and launches are those of `fused_moe` on Hopper (`mxpert/backends/common/moe_layer.py`
-and `mxpert/backends/hopper/moe/host.py`).
+Steps, shapes and launches are those of `fused_moe` on Hopper (`mxpert/moe/layer.py`
+and `mxpert/moe/hopper/host.py`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 import importlib
 
-from ..backend import add_backend
+from ..core.backend import add_backend
 
 for _name in ("hopper", "triton", "cdna4", "reference"):
     add_backend(importlib.import_module(f"{__name__}.{_name}").BACKEND)

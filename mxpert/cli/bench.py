@@ -12,18 +12,19 @@ import torch
 import typer
 from rich.console import Console
 
-from ..dispatch import Resolution, override
+from ..core.files import short
+from ..core.problem import MoEOptions, OwnFormat
+from ..core.registry import Resolution, override
 from ..distributed.planner import LINKS
 from ..errors import require
-from ..files import short
+from ..explain import explain
 from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import MXTensor
-from ..ops.explain import explain
-from ..ops.moe import fused_moe, moe_down, moe_gate_up
-from ..ops.quantize import dequantize
-from ..ops.route import make_routing_plan
-from ..problem import MoEOptions, OwnFormat
-from ..routing import TOKEN_MASK, RoutingPlan
+from ..moe.op import fused_moe, moe_down, moe_gate_up
+from ..moe.weights import MoEWeights
+from ..quantize.op import dequantize
+from ..routing.op import make_routing_plan
+from ..routing.plan import TOKEN_MASK, RoutingPlan
 from ..testing.numerics import relative_l2
 from ..testing.problems import (
     MODEL_SHAPES,
@@ -34,7 +35,6 @@ from ..testing.problems import (
     scaled_shape,
 )
 from ..testing.timing import Work
-from ..weights import MoEWeights
 from .expert_parallel.plan import PlanRequest, bench_plan
 from .expert_parallel.ranks import RanksRequest, bench_ranks
 from .measure import (

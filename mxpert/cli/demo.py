@@ -14,17 +14,17 @@ import torch
 import typer
 from rich.console import Console
 
-from ..dispatch import override
+from ..core.files import short
+from ..core.problem import ACTIVATION_FORMATS
+from ..core.registry import override
 from ..errors import require
-from ..files import short
+from ..explain import explain
 from ..formats.spec import get_format
 from ..formats.token import FP8_TOKEN, quantize_token_rows
-from ..ops.explain import explain
-from ..ops.moe import fused_moe, moe_gate_up
-from ..ops.quantize import dequantize, quantize
-from ..ops.route import make_routing_plan
-from ..problem import ACTIVATION_FORMATS
-from ..routing import TOKEN_MASK
+from ..moe.op import fused_moe, moe_gate_up
+from ..quantize.op import dequantize, quantize
+from ..routing.op import make_routing_plan
+from ..routing.plan import TOKEN_MASK
 from ..testing.numerics import cosine, relative_l2
 from ..testing.timing import Work
 from .demo_layers import CheckpointLayers, LayerCase, RandomLayers, open_layers, route

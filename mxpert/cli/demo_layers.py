@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from ..core.files import short
+from ..core.problem import SwiGLU
 from ..errors import require
-from ..files import short
 from ..integrations.checkpoints.gpt_oss import (
     DEMO_TEXT,
     collect_moe_inputs,
@@ -23,11 +24,10 @@ from ..integrations.checkpoints.gpt_oss import (
 from ..integrations.checkpoints.hub import local_checkpoint
 from ..integrations.checkpoints.load import LoadedMoELayer, load_gpt_oss_layers
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, positive_int, read_json
-from ..ops.quantize import dequantize
-from ..ops.route import route_topk
-from ..problem import SwiGLU
+from ..moe.weights import GateUpOrder
+from ..quantize.op import dequantize
+from ..routing.op import route_topk
 from ..testing.problems import MoEShape, random_moe_problem
-from ..weights import GateUpOrder
 from .main import quiet_imports
 from .measure import RunWeights
 from .options import check_checkpoint, open_folder, reading

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from ..core.files import is_file, what_is_at
 from ..errors import message, require, require_device
-from ..files import is_file, what_is_at
 from ..integrations.checkpoints.hub import local_checkpoint
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE
 from ..integrations.models.convert import restore

@@ -15,9 +15,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
+from ..core.files import NO_ROOM
+from ..core.interrupts import EXIT_INTERRUPTED, INTERRUPTED, raising
 from ..errors import UnsupportedError, message
-from ..files import NO_ROOM
-from ..interrupts import EXIT_INTERRUPTED, INTERRUPTED, raising
 from .streams import discard, readers_may_go
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 import typer
 
-from ..dispatch import Explanation, Resolution, override
+from ..core.problem import ReferenceConfig
+from ..core.registry import Explanation, Resolution, override
 from ..errors import UnsupportedError
 from ..formats.token import FP8_TOKEN
-from ..problem import ReferenceConfig
+from ..moe.weights import MoEWeights
 from ..testing.numerics import (
     END_TO_END_GATE,
     INTERMEDIATE_NOISE,
@@ -24,7 +25,6 @@ from ..testing.numerics import (
 )
 from ..testing.problems import MoEShape, random_moe_problem
 from ..testing.timing import Timing, Work, matmul_rate, read_bandwidth, time_graph
-from ..weights import MoEWeights
 from .report import Row
 
 CPU_SECONDS_PER_CASE = 0.25
@@ -191,7 +191,7 @@ def cosine_gate(activation_format: str, rows_noise: float, intermediate_noise: f
     and the cosine of a16w4; this one detects a wrong quantiser that both sides share.
 
     Args:
-        activation_format: a name of `mxpert.problem.ACTIVATION_FORMATS`.
+        activation_format: a name of `mxpert.core.problem.ACTIVATION_FORMATS`.
         rows_noise: n_x, noise over signal (energies) of the quantised input rows.
         intermediate_noise: n_h, the same of the quantised intermediate.
     """

@@ -11,12 +11,12 @@ from typing import Annotated
 
 import typer
 
-from ..backend import BACKENDS
+from ..core.backend import BACKENDS
+from ..core.files import is_file, short, what_is_at
+from ..core.problem import SHORT_NAMES, OwnFormat, parse_activation_format
 from ..errors import UnsupportedError, message, require
-from ..files import is_file, short, what_is_at
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, CheckpointReader, read_json
-from ..problem import SHORT_NAMES, OwnFormat, parse_activation_format
-from ..routing import TOKEN_MASK
+from ..routing.plan import TOKEN_MASK
 from ..testing.problems import MODEL_SHAPES
 
 FORMAT_NAMES = SHORT_NAMES

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from ..files import write_atomically
+from ..core.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -26,9 +26,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from .. import __version__
-from ..dispatch import detect_target
+from ..core.files import write_atomically
+from ..core.target import detect_target
 from ..errors import message
-from ..files import write_atomically
 from .plots import has_matplotlib
 
 Row = dict[str, Any]

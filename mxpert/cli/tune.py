@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from .. import __version__
-from ..backend import BACKENDS, layouts_for
-from ..dispatch import detect_target
-from ..dispatch.tables import TunedRow, add_rows, read_rows, user_table
+from ..core.backend import BACKENDS, layouts_for
+from ..core.files import is_file, what_is_at
+from ..core.problem import Target
+from ..core.tables import TunedRow, add_rows, read_rows, user_table
+from ..core.target import detect_target
+from ..core.toolchain import toolchain
 from ..errors import UnsupportedError, message, require
-from ..files import is_file, what_is_at
-from ..problem import Target
-from ..runtime.toolchain import toolchain
 from ..testing.timing import read_bandwidth
 from .measure import RunWeights
 from .options import (

@@ -11,16 +11,8 @@ from typing import Any
 
 import torch
 
-from ..backend import BACKENDS, layouts_for
-from ..dispatch import explain_problem, override
-from ..dispatch.registry import offers_row
-from ..dispatch.tables import Source, TunedRow, problem_key, table_name
-from ..errors import UnsupportedError, message, require
-from ..formats.spec import MX_BLOCK_SIZE
-from ..formats.tensor import Layout
-from ..inputs.moe import FusedMoEInputs, LayerKernel
-from ..ops.moe import fused_moe
-from ..problem import (
+from ..core.backend import BACKENDS, layouts_for
+from ..core.problem import (
     MoEConfig,
     MoEOptions,
     MoEProblem,
@@ -29,11 +21,18 @@ from ..problem import (
     Target,
     parse_activation_format,
 )
-from ..routing import TOKEN_MASK
+from ..core.registry import explain_problem, offers_row, override
+from ..core.tables import Source, TunedRow, problem_key, table_name
+from ..errors import UnsupportedError, message, require
+from ..formats.spec import MX_BLOCK_SIZE
+from ..formats.tensor import Layout
+from ..moe.inputs import FusedMoEInputs, LayerKernel
+from ..moe.op import fused_moe
+from ..moe.weights import MoEWeights
+from ..routing.plan import TOKEN_MASK
 from ..testing.numerics import relative_l2
 from ..testing.problems import MODEL_SHAPES, MoEShape, random_tokens
 from ..testing.timing import Timing, time_graph
-from ..weights import MoEWeights
 from .measure import error_gate, float64_reference, intermediate_sizes, rotations
 from .options import check_model, parse_numbers
 

@@ -11,11 +11,11 @@ from typing import cast
 
 import torch
 
-from ..dispatch.ambient import Context
+from ..core.ambient import Context
 from ..errors import require
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
-from ..ops.quantize import dequantize
+from ..quantize.op import dequantize
 from .calls import Call
 from .expert_parallel import ExpertParallel
 from .transport import DispatchedTokens, RowExchange

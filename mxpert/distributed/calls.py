@@ -7,10 +7,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..core.problem import ACTIVATION_FORMATS, Combine, MoEOptions
 from ..errors import message
 from ..formats.spec import ScaleRule
-from ..problem import ACTIVATION_FORMATS, Combine, MoEOptions
-from ..weights import MoEWeights
+from ..moe.weights import MoEWeights
 
 _REST = "the activation, sizes or biases of the layer"
 _NONE = "none"

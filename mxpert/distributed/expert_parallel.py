@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..core.problem import MoEOptions
 from ..errors import message, require, require_device, require_dtype, require_int, require_tensor
 from ..formats.spec import ScaleRule, ScaleRuleLike
 from ..formats.tensor import Layout, MXTensor
-from ..inputs.moe import FusedMoEInputs, LayerKernel, LayerLaunch
-from ..problem import MoEOptions
-from ..routing import require_topk
+from ..moe.inputs import FusedMoEInputs, LayerKernel, LayerLaunch
+from ..routing.plan import require_topk
 from .calls import Call
 from .choice import choose, make_exchange
 from .groups import agree, default_device, find_group

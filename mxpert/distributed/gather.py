@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from ..core.schema import rebuild
 from ..formats.spec import ScaleRule
-from ..inputs.moe import LayerKernel
-from ..ops.schema import rebuild
+from ..moe.inputs import LayerKernel
 from .calls import Call, require_same
 from .groups import Ranks
 from .transport import DispatchedTokens, ExchangeSpec, Rows

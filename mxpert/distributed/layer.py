@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..dispatch import launch, resolve_cached, without_grad
+from ..core.calls import launch, without_grad
+from ..core.geometry import CachedCall, Described
+from ..core.ops import OpSpec
+from ..core.problem import MoEOptions, MoEProblem, Op
+from ..core.registry import resolve_cached
 from ..errors import message
-from ..inputs.moe import FusedMoEInputs
-from ..ops.library import OpSpec
-from ..ops.local_weights import check_wire_format
-from ..ops.moe import fake_layer, fused_moe_received, moe_problem
-from ..ops.moe_checks import check_local_layer, check_out, moe_options
-from ..problem import MoEOptions, MoEProblem, Op
-from ..runtime.geometry import CachedCall, Described
+from ..moe.checks import check_local_layer, check_out, moe_options
+from ..moe.inputs import FusedMoEInputs
+from ..moe.local_weights import check_wire_format
+from ..moe.op import fake_layer, fused_moe_received, moe_problem
 from .calls import call_of
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """SYMMETRIC: one-sided stores into the memory of the other ranks of one host.
 
-The kernels and the protocol are in `mxpert.backends.common.exchange`. Here are the buffers of a
+The kernels and the protocol are in `mxpert.distributed.exchange`. Here are the buffers of a
 rank, the launches, and what a lost rank looks like on the host. Nothing waits on the host.
 """
 
@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..backends.common.exchange import host
-from ..backends.common.exchange.schedule import most_ctas
-from ..dispatch import detect_target
+from ..core.problem import MoEConfig, MoEProblem
+from ..core.replay import replayed
+from ..core.schema import rebuild
+from ..core.target import detect_target
 from ..errors import PeerLostError, message
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
-from ..inputs.moe import FusedMoEInputs, LayerKernel, LayerLaunch
-from ..ops.schema import rebuild
-from ..problem import MoEConfig, MoEProblem
-from ..runtime.replay import replayed
+from ..moe.inputs import FusedMoEInputs, LayerKernel, LayerLaunch
 from .calls import Call, call_of, difference_error, differences
+from .exchange import host
+from .exchange.schedule import most_ctas
 from .groups import gather_objects
 from .transport import DispatchedTokens, ExchangeSpec, Rows
 from .wire import rows_from_wire

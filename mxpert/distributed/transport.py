@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ..errors import message, require, require_dtype, require_int
 from ..formats.spec import MX_BLOCK_SIZE, ScaleRule, ValueEnum
 from ..formats.tensor import MXTensor
-from ..inputs.moe import LayerKernel, LayerLaunch
-from ..routing import MAX_ROUTED_ROWS, MAX_TOP_K
+from ..moe.inputs import LayerKernel, LayerLaunch
+from ..routing.plan import MAX_ROUTED_ROWS, MAX_TOP_K
 from .calls import Call
 from .placement import Placement
 

@@ -8,7 +8,7 @@ import torch
 
 from ..formats.spec import ScaleRule, get_format
 from ..formats.tensor import MXTensor
-from ..ops.quantize import quantize
+from ..quantize.op import quantize
 from .transport import Rows
 
 

@@ -14,8 +14,8 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from ..core.target import tell_executor
 from ..errors import UnsupportedError, message
-from ..target import tell_executor
 from .groups import gather_objects
 from .links import RankPlace, group_refusal, symmetric_refusal, visible_links
 

@@ -21,9 +21,9 @@ from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, require
 from ..formats.spec import ScaleRule
 from ..modules import quantize_stacked
-from ..published import published_shapes
-from ..weights import GateUpOrder
-from ..weights_state import PROJECTIONS
+from ..moe.published import published_shapes
+from ..moe.weights import GateUpOrder
+from ..moe.weights_state import PROJECTIONS
 from .checkpoint_names import fitting, module_of
 from .checkpoints.expert_sources import ExpertLayer, find_expert_layers
 from .checkpoints.safetensors_files import CheckpointReader

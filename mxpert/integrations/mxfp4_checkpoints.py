@@ -19,12 +19,12 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from ..core.problem import OwnFormat
 from ..distributed import ExpertParallel
 from ..errors import message, require
 from ..formats.spec import ScaleRule
-from ..problem import OwnFormat
-from ..published import published_shapes
-from ..weights import GateUpOrder
+from ..moe.published import published_shapes
+from ..moe.weights import GateUpOrder
 from .checkpoint_names import fitting, module_of
 from .checkpoints.load import check_experts, expert_modules_of
 from .checkpoints.safetensors_files import CheckpointReader

@@ -11,10 +11,10 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from ..core.problem import ActivationFormat
 from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import ScaleRule
-from ..problem import ActivationFormat
 from .checkpoints.load import stored_gate_up_order
 from .checkpoints.safetensors_files import CONFIG_FILE
 from .dense_checkpoints import LocalExpertsConfig

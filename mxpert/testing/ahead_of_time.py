@@ -19,8 +19,8 @@ from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from ..core.launch import LAUNCH_OPTIONS
 from ..errors import message, require
-from ..runtime.launch import LAUNCH_OPTIONS
 
 TARGETS: Mapping[str, GPUTarget] = MappingProxyType(
     {

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ..core.problem import Activation, ClampedSiLU, SiLU, SwiGLU
 from ..errors import require
 from ..formats.spec import E8M0_BIAS, E8M0_MAX, MX_BLOCK_SIZE, MXFP4
 from ..formats.tensor import MXTensor
-from ..problem import Activation, ClampedSiLU, SiLU, SwiGLU
-from ..weights import GateUpOrder, MoEWeights
+from ..moe.weights import GateUpOrder, MoEWeights
 
 
 @dataclass(frozen=True)

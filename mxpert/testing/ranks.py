@@ -24,9 +24,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ..core.files import write_atomically
+from ..core.interrupts import EXIT_INTERRUPTED
 from ..errors import message, require
-from ..files import write_atomically
-from ..interrupts import EXIT_INTERRUPTED
 from .timing import Call, _l2_sweep, _turns
 
 _Result = TypeVar("_Result")

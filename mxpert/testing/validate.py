@@ -12,7 +12,8 @@ import torch
 from ..errors import require, require_tensor
 from ..formats.spec import E8M0_NAN
 from ..formats.tensor import MXTensor
-from ..routing import (
+from ..moe.weights import MoEWeights
+from ..routing.plan import (
     GROUP_OFFSET_DTYPES,
     TOKEN_BITS,
     TOKEN_MASK,
@@ -21,7 +22,6 @@ from ..routing import (
     require_ids,
     require_topk,
 )
-from ..weights import MoEWeights
 
 
 def validate_routing(

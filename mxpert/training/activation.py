@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch.ambient import Context, refuse_transforms
-from ..ops.rows import activate_rows, activate_rows_backward
-from ..problem import Activation, ActivationLike, parse_activation
+from ..core.ambient import Context, refuse_transforms
+from ..core.problem import Activation, ActivationLike, parse_activation
+from .rows.op import activate_rows, activate_rows_backward
 
 
 def gated_activation(gate_up: torch.Tensor, activation: ActivationLike) -> torch.Tensor:

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from ..dispatch.ambient import Context, isolated, refuse_transforms
+from ..core.ambient import Context, isolated, refuse_transforms
+from ..core.schema import rebuild_mx
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, MXFP8FormatLike, ScaleRule, ScaleSpan
 from ..formats.tensor import MXTensor
-from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
-from ..ops.quantize import FLOAT_DTYPES, quantize
-from ..ops.quantize_dual import COUNTS_REMEDY, quantize_dual
-from ..ops.schema import rebuild_mx
-from ..routing import group_bounds
+from ..grouped.op import grouped_gemm, grouped_wgrad
+from ..quantize.dual_op import COUNTS_REMEDY, quantize_dual
+from ..quantize.op import FLOAT_DTYPES, quantize
+from ..routing.plan import group_bounds
 from .main_grad import DTYPES as MAIN_GRAD_DTYPES
 from .main_grad import MarkedWeight
 from .recipe import MXFP8Recipe, Spans

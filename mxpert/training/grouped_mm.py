@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch.ambient import Context, isolated, refuse_transforms
+from ..core.ambient import Context, isolated, refuse_transforms
+from ..core.schema import rebuild_mx
 from ..errors import UnsupportedError, message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
-from ..ops.grouped_gemm import grouped_gemm, grouped_wgrad
-from ..ops.quantize import FLOAT_DTYPES
-from ..ops.quantize_dual import quantize_dual
-from ..ops.schema import rebuild_mx
-from ..routing import group_bounds
+from ..grouped.op import grouped_gemm, grouped_wgrad
+from ..quantize.dual_op import quantize_dual
+from ..quantize.op import FLOAT_DTYPES
+from ..routing.plan import group_bounds
 from .autograd import grouped_linear, multiply_groups, multiply_rows, quantize_rows
 from .recipe import MXFP8Recipe
 

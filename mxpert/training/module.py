@@ -10,7 +10,7 @@ import torch
 
 from ..errors import message, require, require_device
 from ..formats.spec import MX_BLOCK_SIZE
-from ..ops.quantize import FLOAT_DTYPES
+from ..quantize.op import FLOAT_DTYPES
 from .autograd import grouped_linear
 from .recipe import MXFP8Recipe
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..dispatch.ambient import Context, isolated, refuse_transforms
+from ..core.ambient import Context, isolated, refuse_transforms
+from ..core.problem import ActivationLike, SiLU, parse_activation
 from ..distributed import ExpertParallel
 from ..errors import message, require, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE
-from ..problem import ActivationLike, SiLU, parse_activation
 from .activation import gated_activation
 from .expert_parallel import check_expert_parallel, run_on_ranks
 from .module import MXGroupedLinear, check_options, float_dtypes, require_size

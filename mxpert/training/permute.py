@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..dispatch.ambient import Context
-from ..ops.rows import combine_rows, combine_rows_backward
+from ..core.ambient import Context
+from .rows.op import combine_rows, combine_rows_backward
 
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Rows [P, H] sorted by expert, and group_offsets int32 [E + 1] → rows [P, H]."""

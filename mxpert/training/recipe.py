@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
-from ..backend import made_for
-from ..dispatch import detect_target
+from ..core.backend import made_for
+from ..core.target import detect_target
 from ..errors import message, require
 from ..formats.spec import (
     MXFP8_E4M3,

@@ -11,7 +11,7 @@ import at_size
 import pytest
 
 import mxpert
-from mxpert.problem import ACTIVATION_FORMATS
+from mxpert.core.problem import ACTIVATION_FORMATS
 
 
 def run(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:

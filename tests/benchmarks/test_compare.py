@@ -18,8 +18,8 @@ from moe.rows import SCHEMA, row_key
 
 import mxpert
 from mxpert.cli.measure import RunWeights
+from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
-from mxpert.target import on_device
 from mxpert.testing.timing import time_graph
 from support.launches import H200, without_device
 
@@ -138,7 +138,7 @@ class PlainOurs(ours.Ours):
 
     def _chosen_weights(self, inputs: cells.Inputs) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mxpert, "fused_moe", sys.modules["mxpert.ops.moe"].fused_moe)
+            patch.setattr(mxpert, "fused_moe", sys.modules["mxpert.moe.op"].fused_moe)
             return super()._chosen_weights(inputs)
 
 

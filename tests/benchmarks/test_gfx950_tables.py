@@ -23,8 +23,9 @@ from cycle_model.rates import RATES, Rates
 from gfx950_tables import OUTPUT, TARGET, choices, table_row, worst_residual
 
 from mxpert.configs import Cdna4GemmConfig, Cdna4Kernel
-from mxpert.dispatch import explain_problem, tables
-from mxpert.problem import Op
+from mxpert.core import tables
+from mxpert.core.problem import Op
+from mxpert.core.registry import explain_problem
 from mxpert.testing.problems import MoEShape
 
 SHAPE = MoEShape(4096, 2048, 8, 8)

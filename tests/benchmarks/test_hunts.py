@@ -10,7 +10,7 @@ import hunt_variants
 import hunts
 import pytest
 
-from mxpert.problem import ACTIVATION_FORMATS
+from mxpert.core.problem import ACTIVATION_FORMATS
 from support.races import hopper_tiles
 
 
@@ -69,13 +69,13 @@ def test_a_bit_that_is_not_found_fails_the_control(tmp_path: Path) -> None:
 def test_a_value_that_differs_fails_the_hunt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    combine, calls = hunt_variants.mxpert.ops.rows.combine_rows, [0]
+    combine, calls = hunt_variants.mxpert.training.rows.op.combine_rows, [0]
 
     def racy(*arguments: Any) -> Any:
         calls[0] += 1
         return combine(*arguments) + (calls[0] == 4)
 
-    monkeypatch.setattr(hunt_variants.mxpert.ops.rows, "combine_rows", racy)
+    monkeypatch.setattr(hunt_variants.mxpert.training.rows.op, "combine_rows", racy)
     code, found = run(tmp_path / "h.json", "--variants", "combine/*")
     assert code == 1
     assert {row["name"]: row["mismatches"] > 0 for row in found["rows"]} == {
@@ -108,7 +108,7 @@ def test_a_variant_that_fails_leaves_the_others(
     def fail(*_: Any) -> None:
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(hunt_variants.mxpert.ops.rows, "combine_rows_backward", fail)
+    monkeypatch.setattr(hunt_variants.mxpert.training.rows.op, "combine_rows_backward", fail)
     code, found = run(tmp_path / "h.json", "--variants", "combine/*")
     assert code == 1
     assert found["meta"]["failures"] == {"combine/backward": "RuntimeError: no such kernel"}

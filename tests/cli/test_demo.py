@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from mxpert.cli import demo, demo_layers, measure, options, report
 from mxpert.cli.main import app
-from mxpert.problem import ACTIVATION_FORMATS
+from mxpert.core.problem import ACTIVATION_FORMATS
 from support.outcomes import assert_one_line
 
 pytest.importorskip("transformers")

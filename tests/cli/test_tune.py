@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from mxpert.cli import tune, tune_cells
 from mxpert.cli.main import app
 from mxpert.cli.tune_cells import TARGETS, Cell, Choice, Outcome, Trial, search
-from mxpert.dispatch import override, tables
+from mxpert.core import tables
+from mxpert.core.problem import GemmConfig, MoEConfig, MoEProblem, Op
+from mxpert.core.registry import override
 from mxpert.formats.tensor import Layout
-from mxpert.ops.moe import fused_moe
-from mxpert.problem import GemmConfig, MoEConfig, MoEProblem, Op
+from mxpert.moe.op import fused_moe
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.testing.timing import Timing
 from support.outcomes import assert_one_line

@@ -18,8 +18,7 @@ from mxpert import MoEWeights, MXTensor
 from mxpert.distributed import DispatchedTokens, ExpertParallel, Transport
 from mxpert.formats import get_format
 from mxpert.testing.numerics import assert_close_relative, assert_exact
-
-from .ranked_layer import (
+from tests.distributed.ranked_layer import (
     FLOAT32,
     SHAPE,
     TRANSPORTS,

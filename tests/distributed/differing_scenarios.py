@@ -11,8 +11,15 @@ import torch.distributed as dist
 from mxpert import ScaleRule
 from mxpert.distributed import ExpertParallel
 from mxpert.training import MXFP8Recipe, MXMoE
-
-from .ranked_layer import SHAPE, TRANSPORTS, make, part_of, run, tokens, whole_layer
+from tests.distributed.ranked_layer import (
+    SHAPE,
+    TRANSPORTS,
+    make,
+    part_of,
+    run,
+    tokens,
+    whole_layer,
+)
 
 Step = Callable[[ExpertParallel], object]
 

@@ -15,8 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from mxpert.training import full_state_dict
-
-from .training_scenarios import PLAIN, worst
+from tests.distributed.training_scenarios import PLAIN, worst
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "tests/training/text.txt"

@@ -14,8 +14,7 @@ from mxpert import MXTensor
 from mxpert.distributed import Placement, Transport
 from mxpert.testing.numerics import assert_close_relative, assert_exact
 from support.poison import nan_filled_scratch
-
-from .ranked_layer import (
+from tests.distributed.ranked_layer import (
     FLOAT32,
     MAX_TOKENS,
     SHAPE,

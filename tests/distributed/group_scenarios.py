@@ -16,15 +16,14 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed.device_mesh import init_device_mesh
 
 import mxpert
+from mxpert.core.describe import describe
+from mxpert.core.problem import MoEProblem
 from mxpert.distributed import ExpertParallel, Placement, Transport, choice, workspace
 from mxpert.distributed.groups import Ranks
 from mxpert.distributed.workspace import _peers
 from mxpert.errors import UnsupportedError
-from mxpert.ops.describe import describe
-from mxpert.problem import MoEProblem
 from mxpert.testing.numerics import assert_close_relative, is_exact
-
-from .ranked_layer import (
+from tests.distributed.ranked_layer import (
     FLOAT32,
     SHAPE,
     TRANSPORTS,

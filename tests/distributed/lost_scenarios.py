@@ -12,8 +12,16 @@ import torch.distributed as dist
 
 from mxpert.distributed import ExpertParallel, PeerLostError, Transport
 from mxpert.testing.numerics import assert_close_relative
-
-from .ranked_layer import FLOAT32, judge, make, part_of, rank, run, tokens, whole_layer
+from tests.distributed.ranked_layer import (
+    FLOAT32,
+    judge,
+    make,
+    part_of,
+    rank,
+    run,
+    tokens,
+    whole_layer,
+)
 
 TIMEOUT_S = 4.0
 MARGIN_S = 4.0

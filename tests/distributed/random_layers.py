@@ -28,8 +28,17 @@ from mxpert import ClampedSiLU, Combine, GateUpOrder, MoEWeights, ScaleRule, SiL
 from mxpert.distributed import ExpertParallel, Placement, Transport
 from mxpert.testing.numerics import assert_close_relative, assert_exact
 from mxpert.testing.problems import MoEShape, random_moe_problem
-
-from .ranked_layer import FLOAT32, TRANSPORTS, Parts, Tokens, check_bf16, judge, make, part_of, run
+from tests.distributed.ranked_layer import (
+    FLOAT32,
+    TRANSPORTS,
+    Parts,
+    Tokens,
+    check_bf16,
+    judge,
+    make,
+    part_of,
+    run,
+)
 
 ACTIVATIONS = (SwiGLU(), SwiGLU(1.0, 3.0), SiLU(), ClampedSiLU())
 ROUTINGS = ("any", "twice", "one rank", "foreign", "none", "half none")

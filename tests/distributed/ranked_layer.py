@@ -17,7 +17,7 @@ import torch.distributed as dist
 import mxpert
 from mxpert import GateUpOrder, MoEWeights, MXTensor, SwiGLU
 from mxpert.distributed import DispatchedTokens, ExpertParallel, Transport
-from mxpert.ops.local_weights import take_experts
+from mxpert.moe.local_weights import take_experts
 from mxpert.testing.numerics import assert_close_relative
 from mxpert.testing.problems import MoEShape, random_moe_problem, random_tokens
 

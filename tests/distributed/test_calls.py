@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from mxpert import Combine, ScaleRule, SiLU, SwiGLU
-from mxpert.backends.common.exchange.host import _TAG_MODULUS
-from mxpert.backends.common.exchange.words import TAG_BITS
+from mxpert.core.problem import ACTIVATION_FORMATS, MoEOptions
+from mxpert.device.exchange_words import TAG_BITS
 from mxpert.distributed.calls import Call, differences, layer_call, require_same
-from mxpert.problem import ACTIVATION_FORMATS, MoEOptions
+from mxpert.distributed.exchange.host import _TAG_MODULUS
 
 OPTIONS = MoEOptions(SiLU())
 LAYER = layer_call(16, OPTIONS, 64, 0)

@@ -12,7 +12,8 @@ import torch
 from rich.console import Console
 
 from mxpert.cli import doctor
-from mxpert.dispatch import detect_target
+from mxpert.core.problem import Target
+from mxpert.core.target import detect_target
 from mxpert.distributed import links
 from mxpert.distributed.links import (
     Links,
@@ -24,7 +25,6 @@ from mxpert.distributed.links import (
     symmetric_refusal,
     transports,
 )
-from mxpert.problem import Target
 
 HOST = Links(
     kind="cuda",

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from integrations.families import FAMILIES, PROMPT, VOCABULARY, build, oracle_of, teach
 
 import mxpert
 import mxpert.integrations.transformers
@@ -31,6 +30,7 @@ from mxpert.testing.numerics import is_exact, relative_l2, requantisation_error
 from mxpert.training import MXFP8Recipe, full_state_dict, local_expert_parameters
 from support.incomplete import copy_without
 from support.memory import peak_bytes
+from tests.integrations.families import FAMILIES, PROMPT, VOCABULARY, build, oracle_of, teach
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

@@ -22,9 +22,8 @@ from mxpert.formats import (
     unpack_codes,
 )
 from mxpert.formats.codec import exact_power_of_two
-
-from . import ocp
-from .ocp import assert_same_bits, assert_same_values
+from tests.formats import ocp
+from tests.formats.ocp import assert_same_bits, assert_same_values
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 NAMES = sorted(FORMATS)

@@ -20,9 +20,8 @@ from mxpert.formats import (
 )
 from mxpert.formats import folding as folding_module
 from mxpert.formats.folding import FOLD_SPAN, FOLD_TOP
-
-from . import ocp
-from .ocp import assert_same_bits, assert_same_values
+from tests.formats import ocp
+from tests.formats.ocp import assert_same_bits, assert_same_values
 
 MXFP4 = FORMATS["mxfp4"]
 

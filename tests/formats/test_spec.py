@@ -9,13 +9,13 @@ import torch
 
 import mxpert
 from mxpert import Combine, GateUpOrder, ScaleRule, ScaleSpan, Scoring
+from mxpert.core.problem import CombineLike, ScoringLike
 from mxpert.distributed import ExpertParallel, Transport
 from mxpert.distributed.transport import WIRE_FORMATS, TransportLike, WireFormat
 from mxpert.formats import FORMATS, MXFP4, Layout, count_wide_blocks, quantize_blocks
 from mxpert.formats.gate_up import GateUpOrderLike
 from mxpert.formats.spec import MXFormatLike, ScaleRuleLike, ScaleSpanLike, get_format
 from mxpert.formats.tensor import LayoutLike
-from mxpert.problem import CombineLike, ScoringLike
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.training import MXFP8Recipe
 
@@ -164,7 +164,7 @@ def test_compiled_calls_take_names() -> None:
 
 def test_named_calls_share_a_cached_call() -> None:
     """A call by names finds the call by objects: no second check, no second recording."""
-    from mxpert.ops import moe
+    from mxpert.moe import op as moe
 
     routed = LAYER.x, LAYER.weights, LAYER.topk_weights, LAYER.topk_ids
 

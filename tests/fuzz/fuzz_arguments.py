@@ -12,9 +12,9 @@ import torch
 import mxpert
 from mxpert import Combine, GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan, Scoring
 from mxpert import formats as mx
-from mxpert.ops import rows
-from mxpert.problem import FORMAT_OF, parse_activation_format
+from mxpert.core.problem import FORMAT_OF, parse_activation_format
 from mxpert.training import MXFP8Recipe
+from mxpert.training.rows import op as rows
 
 MXFP8_NAMES = ("mxfp8", "mxfp8_e4m3", "mxfp8_e5m2")
 NAMES = ("mxfp4", *MXFP8_NAMES)
@@ -95,7 +95,7 @@ def layer_in_float64(a: Arguments) -> torch.Tensor | None:
     ):
         return None
     weights: MoEWeights = a["weights"]
-    gate_rows, up_rows = mxpert.weights.gate_up_rows(
+    gate_rows, up_rows = mxpert.moe.weights.gate_up_rows(
         weights.gate_up_order, weights.intermediate_size
     )
     gate_up, down = (p.dequantize(torch.float64) for p in (weights.gate_up_proj, weights.down_proj))

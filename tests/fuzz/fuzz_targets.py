@@ -51,12 +51,12 @@ from fuzz_values import PLAN, WEIGHTS
 import mxpert
 from mxpert import GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan
 from mxpert import formats as mx
+from mxpert.core.problem import ACTIVATION_FORMATS, TopKOptions
 from mxpert.modules import quantize_weights
-from mxpert.ops import rows
-from mxpert.problem import ACTIVATION_FORMATS, TopKOptions
-from mxpert.published import expert_weights_from, published_expert_tensors
+from mxpert.moe.published import expert_weights_from, published_expert_tensors
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE, grouped_linear, grouped_mm
 from mxpert.training.activation import gated_activation
+from mxpert.training.rows import op as rows
 
 FOLDER = Path(tempfile.mkdtemp(prefix="mxpert-fuzz-"))
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)

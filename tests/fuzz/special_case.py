@@ -11,7 +11,7 @@ import torch
 
 import mxpert
 from mxpert import MXTensor
-from mxpert.problem import Activation
+from mxpert.core.problem import Activation
 
 Arguments = dict[str, Any]
 Results = list[torch.Tensor | None]

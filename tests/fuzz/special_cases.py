@@ -12,9 +12,9 @@ from special_grouped import GROUPED
 
 import mxpert
 from mxpert import Combine, MoEWeights, MXTensor, ScaleRule, ScaleSpan, Scoring, formats
-from mxpert.backends.reference.grouped import pad_groups
-from mxpert.problem import Activation
-from mxpert.routing import TOKEN_MASK
+from mxpert.core.problem import Activation
+from mxpert.grouped.reference import pad_groups
+from mxpert.routing.plan import TOKEN_MASK
 
 RULES, SPANS = list(ScaleRule), list(ScaleSpan)
 
@@ -107,7 +107,7 @@ class _Experts:
         weights: MoEWeights = a["weights"]
         order = weights.gate_up_order
         assert order is not None
-        self.gate, self.up = mxpert.weights.gate_up_rows(order, weights.intermediate_size)
+        self.gate, self.up = mxpert.moe.weights.gate_up_rows(order, weights.intermediate_size)
         self.gate_up, self.down = wide(weights.gate_up_proj), wide(weights.down_proj)
         self.biases = weights.gate_up_bias, weights.down_bias
 

@@ -12,9 +12,9 @@ from special_case import WIDE, Arguments, Case, Results, act, wide
 
 import mxpert
 from mxpert import ScaleSpan
-from mxpert.ops import rows
 from mxpert.training import MXFP8Recipe, grouped_linear, grouped_mm
 from mxpert.training.activation import gated_activation
+from mxpert.training.rows import op as rows
 
 
 def _bounds(offsets: torch.Tensor) -> list[tuple[int, slice]]:

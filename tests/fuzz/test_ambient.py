@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import ambient
 
-from mxpert.dispatch import calls
+from mxpert.core import calls
 
 CASES = 1200
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-from interpreted import exchange_ranks
-
 from mxpert.testing.gfx950 import emulate
+from tests.conformance import exchange_ranks
 
 COMMON = {"_exchange_dispatch_kernel", "_exchange_combine_kernel"}
 BOTH_SORTS = {

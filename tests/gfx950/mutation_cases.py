@@ -22,9 +22,9 @@ import torch
 import triton
 
 import mxpert
-from mxpert.backends.cdna4.grouped.host import GROUPED_GEMM
-from mxpert.backends.cdna4.moe.config import prefill_config
-from mxpert.problem import GroupedProblem, Op
+from mxpert.core.problem import GroupedProblem, Op
+from mxpert.grouped.cdna4 import GROUPED_GEMM
+from mxpert.moe.cdna4.config import prefill_config
 from mxpert.testing.gfx950 import MI355X
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from support.gfx950_exchange import captured

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.target import on_device
+from mxpert.core.target import on_device
 from mxpert.testing.gfx950 import MI355X, Emulation
 from mxpert.testing.gfx950.decode import DecodingError, decode, decode_at
 from mxpert.testing.gfx950.instructions import bind

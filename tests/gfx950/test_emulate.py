@@ -15,14 +15,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import mxpert
-from mxpert.dispatch import detect_target
+from mxpert.core.launch import compile_only
+from mxpert.core.problem import Target
+from mxpert.core.target import current_device, detect_target, on_device
 from mxpert.formats.tensor import Layout
-from mxpert.problem import Target
-from mxpert.runtime.launch import compile_only
-from mxpert.target import current_device, on_device
+from mxpert.moe.weights import MoEWeights
 from mxpert.testing import gfx950
 from mxpert.testing.problems import MoEShape
-from mxpert.weights import MoEWeights
 from support.exact import exact_moe_problem
 from support.gfx950.listings import listing
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.backend import BACKENDS
-from mxpert.ops import rows as row_ops
-from mxpert.problem import ACTIVATION_FORMATS, Op
-from mxpert.runtime.launch import record_launches
+from mxpert.core.backend import BACKENDS
+from mxpert.core.launch import record_launches
+from mxpert.core.problem import ACTIVATION_FORMATS, Op
 from mxpert.testing.gfx950 import emulate
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape
+from mxpert.training.rows import op as row_ops
 from support.exact import exact_moe_problem
 from support.gfx950_suite import SCHEDULES
 from support.poison import nan_filled_scratch

@@ -18,7 +18,7 @@ from support.exchange import Case, random_tokens
 from support.gfx950_suite import SCHEDULES
 from support.ranks import Outcomes, run_once
 
-MODULE = "gfx950.exchange_ranks"
+MODULE = "tests.gfx950.exchange_ranks"
 TWO = (
     "many_epochs_are_exact__lowest",
     "every_kernel_of_the_exchange__random",

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from mxpert.backends.common.exchange import host
-from mxpert.backends.common.exchange.words import MAX_CTAS, NUM_CTAS
+from mxpert.device.exchange_words import MAX_CTAS, NUM_CTAS
+from mxpert.distributed.exchange import host
 from mxpert.testing.gfx950 import AcquireFault, CodeObject, Fault, ReleaseFault, emulate
 from mxpert.testing.gfx950.faults import SharedBytesFault
 from support.gfx950_exchange import CASE, Turns, at_the_third_poll, earlier, longer, planted, turns

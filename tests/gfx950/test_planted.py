@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.backends.cdna4.moe import decode, mainloop
-from mxpert.runtime.launch import LaunchRecord, record_launches
+from mxpert.core.launch import LaunchRecord, record_launches
+from mxpert.moe.cdna4 import decode, mainloop
 from mxpert.testing.gfx950 import (
     CodeObject,
     Fault,

@@ -20,9 +20,8 @@ from mxpert.testing.numerics import (
     sampling_margin,
     sqnr_db,
 )
-
-from . import oracle
-from .oracle import GROUPS, Groups
+from tests.grouped import oracle
+from tests.grouped.oracle import GROUPS, Groups
 
 K, N = 96, 64
 FORMATS = {

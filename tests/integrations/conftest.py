@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from .families import NEW_TOKENS, PROMPT, VOCABULARY
+from tests.integrations.families import NEW_TOKENS, PROMPT, VOCABULARY
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,7 @@ import transformers
 from mxpert.errors import UnsupportedError
 from mxpert.integrations import transformers_versions
 from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
-
-from .families import build
+from tests.integrations.families import build
 
 TIME_LIMIT = 240
 

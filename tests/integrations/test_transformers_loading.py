@@ -27,8 +27,7 @@ from mxpert.integrations.models.expert_modules import StoredExperts
 from mxpert.testing.numerics import assert_exact, cosine
 from support.incomplete import copy_without
 from support.memory import peak_bytes
-
-from .families import FAMILIES, build, oracle_of
+from tests.integrations.families import FAMILIES, build, oracle_of
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 IDS = torch.arange(24)[None]

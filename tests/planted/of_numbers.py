@@ -13,11 +13,14 @@ from planting import Fault
 
 import mxpert
 from mxpert import GateUpOrder, GroupScore, Scoring
-from mxpert.backends.reference import grouped, routing
-from mxpert.dispatch import calls
+from mxpert.core import calls
+from mxpert.core import ops as library
 from mxpert.formats import codec, token
+from mxpert.grouped import op as grouped_gemm
+from mxpert.grouped import reference as grouped
 from mxpert.modules import PreparedExperts, quantize_weights
-from mxpert.ops import grouped_gemm, library, quantize_dual
+from mxpert.quantize import dual_op as quantize_dual
+from mxpert.routing import reference as routing
 from mxpert.training import MXMoE
 
 E, H, F, T = 4, 64, 32, 6
@@ -146,8 +149,7 @@ def finite_block(patch: pytest.MonkeyPatch) -> None:
     """An infinity saturates ahead of the GEMM, as it did on Hopper."""
     sound = codec.quantize_blocks
     patch.setattr(
-        "mxpert.backends.reference.moe.quantize_blocks",
-        lambda x, *rest: sound(x.clamp(-1e4, 1e4), *rest),
+        "mxpert.moe.reference.quantize_blocks", lambda x, *rest: sound(x.clamp(-1e4, 1e4), *rest)
     )
 
 
@@ -157,7 +159,7 @@ def finite_token_scale(patch: pytest.MonkeyPatch) -> None:
     def quantize(x: torch.Tensor) -> token.TokenRows:
         return sound(x.clamp(-1e4, 1e4))
 
-    patch.setattr("mxpert.backends.reference.moe.quantize_token_rows", quantize)
+    patch.setattr("mxpert.moe.reference.quantize_token_rows", quantize)
 
 
 def bad_token(a_format: str) -> Callable[[], None]:

@@ -20,15 +20,16 @@ from planting import Fault
 
 import mxpert
 import mxpert.modules
-import mxpert.weights
-from mxpert import GateUpOrder, Layout, MoEWeights, UnsupportedError, files, modules
-from mxpert.backends.hopper.moe import layout as layouts
+import mxpert.moe.weights
+from mxpert import GateUpOrder, Layout, MoEWeights, UnsupportedError, modules
+from mxpert.core import files
 from mxpert.distributed import all_to_all, calls, gather, transport, workspace
 from mxpert.distributed.placement import Placement
 from mxpert.integrations.checkpoints import load as checkpoints
 from mxpert.integrations.serving import layer_weights, loads, reload
 from mxpert.modules import quantize_weights, requantize_
-from mxpert.ops import requantize
+from mxpert.moe import requantize
+from mxpert.moe.hopper import layout as layouts
 from mxpert.training import autograd, clip_grad_norm_, expert_parallel, grouped_linear, main_grad
 
 E, H, F = 3, 64, 64
@@ -302,9 +303,9 @@ FAULTS = (
     Fault(
         "weights are the pages of their file",
         setting(
-            mxpert.weights.weights_state,
+            mxpert.moe.weights.weights_state,
             "read",
-            lambda path, op, copy, read=mxpert.weights.weights_state.read: read(
+            lambda path, op, copy, read=mxpert.moe.weights.weights_state.read: read(
                 path, op, copy=False
             ),
         ),

@@ -17,8 +17,7 @@ import triton
 
 from mxpert.testing.ahead_of_time import TARGETS as EVERY_TARGET
 from mxpert.testing.ahead_of_time import Specialization, compile_call, specialize
-
-from .devices import DEVICES
+from support.devices import DEVICES
 
 __all__ = [
     "SHARED_MEMORY_LIMIT",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from mxpert.problem import Target
+from mxpert.core.problem import Target
 
 DEVICES: Mapping[str, Target] = MappingProxyType(
     {

@@ -25,13 +25,13 @@ from dataclasses import dataclass
 
 import torch
 
+from mxpert.core.problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
 from mxpert.errors import require
 from mxpert.formats.codec import encode, exact_power_of_two, pack_codes
 from mxpert.formats.spec import E2M1, E8M0_BIAS, MX_BLOCK_SIZE, MXFP4
 from mxpert.formats.tensor import MXTensor
-from mxpert.problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
+from mxpert.moe.weights import MoEWeights, gate_up_rows
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, model_shape, random_routing
-from mxpert.weights import MoEWeights, gate_up_rows
 
 GATE = 128.0
 """Gates are GATE or 2 · GATE. A routing weight of 1/2 on the input halves them."""

@@ -14,12 +14,12 @@ import torch
 
 import mxpert
 from mxpert import MXTensor, ScaleRule
-from mxpert.backends.common.routing.host import PLAN
-from mxpert.dispatch import detect_target
+from mxpert.core.problem import Op, RoutingProblem
+from mxpert.core.target import detect_target
 from mxpert.distributed import DispatchedTokens, Placement
 from mxpert.distributed.transport import ExchangeSpec
-from mxpert.inputs.routing import PlanInputs
-from mxpert.problem import Op, RoutingProblem
+from mxpert.routing.inputs import PlanInputs
+from mxpert.routing.triton import PLAN
 
 UNIT = 16
 """Padding unit of the routing plan."""

@@ -15,17 +15,16 @@ from unittest import mock
 
 import torch
 
-from mxpert.backends.common.exchange import host
-from mxpert.backends.common.exchange.schedule import Schedule
-from mxpert.backends.common.exchange.words import EPOCHS, TAG_BITS
+from mxpert.core.target import current_device
+from mxpert.device.exchange_words import EPOCHS, TAG_BITS
 from mxpert.distributed import DispatchedTokens
+from mxpert.distributed.exchange import host
+from mxpert.distributed.exchange.schedule import Schedule
 from mxpert.distributed.symmetric import SymmetricExchange
-from mxpert.target import current_device
 from mxpert.testing.gfx950 import CodeObject, Emulation, emulate
 from mxpert.testing.gfx950.machine import Machine
+from support.exchange import Case, Experts, Tokens, expected, multiply, random_tokens, send, values
 from support.gfx950_mutants import Launch
-
-from .exchange import Case, Experts, Tokens, expected, multiply, random_tokens, send, values
 
 CPU = torch.device("cpu")
 CASE = Case(max_tokens=4, timeout_s=0.5)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from .aot import TRITON_RELEASE, CompiledKernel
+from support.aot import TRITON_RELEASE, CompiledKernel
 
 LDS_BYTES, LDS_GRANULE = 160 * 1024, 1280
 """LDS of a CU, and the unit in which workgroups get it."""

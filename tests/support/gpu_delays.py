@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mxpert.backends.common.exchange.wait import clock
+from mxpert.device.exchange_wait import clock
 
 
 @triton.jit

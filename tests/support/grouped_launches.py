@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
-from mxpert.backends.triton.grouped import host as grouped
-from mxpert.backends.triton.quantize_dual.host import QUANTIZE_DUAL
+from mxpert.core.problem import DualProblem, GroupedProblem, Op
 from mxpert.formats import MXTensor, ScaleRule
 from mxpert.formats.spec import get_format
-from mxpert.inputs.grouped import GroupedGemmInputs, GroupedWgradInputs
-from mxpert.inputs.quantize import DualInputs
-from mxpert.problem import DualProblem, GroupedProblem, Op
-from mxpert.routing import padded_capacity
-
-from .devices import DEVICES
+from mxpert.grouped import triton as grouped
+from mxpert.grouped.inputs import GroupedGemmInputs, GroupedWgradInputs
+from mxpert.quantize.dual_triton import QUANTIZE_DUAL
+from mxpert.quantize.inputs import DualInputs
+from mxpert.routing.plan import padded_capacity
+from support.devices import DEVICES
 
 FORMATS = {
     "bf16": ("bf16", "bf16"),

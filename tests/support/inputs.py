@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from mxpert.inputs.grouped import GroupedGemmInputs, GroupedWgradInputs
-from mxpert.inputs.moe import DownInputs, FusedMoEInputs, GateUpInputs
-from mxpert.inputs.quantize import DequantizeInputs, DualInputs, QuantizeInputs
-from mxpert.inputs.routing import PlanInputs, TopKInputs
-from mxpert.inputs.rows import (
+from mxpert.core.problem import Op
+from mxpert.grouped.inputs import GroupedGemmInputs, GroupedWgradInputs
+from mxpert.moe.inputs import DownInputs, FusedMoEInputs, GateUpInputs
+from mxpert.quantize.inputs import DequantizeInputs, DualInputs, QuantizeInputs
+from mxpert.routing.inputs import PlanInputs, TopKInputs
+from mxpert.training.rows.inputs import (
     ActivateBackwardInputs,
     ActivateInputs,
     CombineBackwardInputs,
     CombineInputs,
 )
-from mxpert.problem import Op
 
 INPUTS: dict[Op, Any] = {  # Any: each op has its own class
     Op.QUANTIZE: QuantizeInputs,

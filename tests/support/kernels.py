@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mxpert.backend import BACKENDS
-from mxpert.kernel_spec import AnyKernel
-from mxpert.problem import Op
+from mxpert.core.backend import BACKENDS
+from mxpert.core.kernel import AnyKernel
+from mxpert.core.problem import Op
 
 
 def kernels_of(backend: str) -> dict[Op, AnyKernel]:

@@ -18,9 +18,9 @@ from triton.backends.driver import Benchmarker, GPUDriver
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
-from mxpert.problem import Target
-from mxpert.runtime.launch import ThroughTriton, record_launches
-from mxpert.target import on_device
+from mxpert.core.launch import ThroughTriton, record_launches
+from mxpert.core.problem import Target
+from mxpert.core.target import on_device
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
 _DEVICE = 1 << 20

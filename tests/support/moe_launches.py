@@ -6,16 +6,15 @@ from typing import Any
 
 import torch
 
-from mxpert.backends.triton.moe import host as moe
+from mxpert.core.problem import GemmConfig, MoEConfig, MoEOptions, MoEProblem, Op, OwnFormat
 from mxpert.formats import MXFP4, MXTensor
 from mxpert.formats.tensor import Layout
-from mxpert.inputs.moe import DownInputs, GateUpInputs
-from mxpert.problem import GemmConfig, MoEConfig, MoEOptions, MoEProblem, Op, OwnFormat
-from mxpert.routing import RoutingPlan, plan_capacity
+from mxpert.moe.inputs import DownInputs, GateUpInputs
+from mxpert.moe.triton import host as moe
+from mxpert.moe.weights import MoEWeights
+from mxpert.routing.plan import RoutingPlan, plan_capacity
 from mxpert.testing.problems import MoEShape
-from mxpert.weights import MoEWeights
-
-from .devices import DEVICES
+from support.devices import DEVICES
 
 
 def launch_stages(problem: MoEProblem, config: MoEConfig, shape: MoEShape) -> None:

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from mxpert.backends.hopper.moe import layout as layouts
 from mxpert.errors import message, require
 from mxpert.formats import pack_codes
 from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS
 from mxpert.formats.spec import E8M0_MAX, E8M0_NAN, MX_BLOCK_SIZE
 from mxpert.formats.tensor import Layout, MXTensor
+from mxpert.moe.hopper import layout as layouts
+from mxpert.moe.weights import MoEWeights, gate_up_rows
 from mxpert.testing.problems import MoEInputs
-from mxpert.weights import MoEWeights, gate_up_rows
 
 POISON_CODES = 0x77
 """Two e2m1 codes of 6: with scale byte 254 about 1e39, beyond the range of float32."""

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from mxpert.configs import HopperGemmConfig, HopperKernel
-from mxpert.dispatch import override
+from mxpert.core.problem import ActivationFormat, MoEConfig
+from mxpert.core.registry import override
 from mxpert.formats.tensor import MXTensor
-from mxpert.ops.moe import moe_down, moe_gate_up
-from mxpert.ops.route import make_routing_plan
-from mxpert.problem import ActivationFormat, MoEConfig
-from mxpert.routing import RoutingPlan
+from mxpert.moe.op import moe_down, moe_gate_up
+from mxpert.routing.op import make_routing_plan
+from mxpert.routing.plan import RoutingPlan
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
@@ -63,7 +63,7 @@ class Load:
 
 def _count(count: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
     if count.device.type == "cuda":
-        from ._difference_kernel import count_differences
+        from support._difference_kernel import count_differences
 
         count_differences(count, first.contiguous(), second)
     else:
@@ -142,7 +142,7 @@ def hunt(
 def hopper_tiles(a_format: str) -> dict[str, MoEConfig]:
     """Every tile of the Hopper MoE kernels for an activation format, by name; those of decode with
     their depth split, too."""
-    from mxpert.backends.hopper.moe import config as heuristics
+    from mxpert.moe.hopper import config as heuristics
 
     found = {}
     for name, config in heuristics.tiles(hi_lo=a_format == "bf16").items():

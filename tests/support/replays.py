@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from mxpert.runtime.replay import Recording, Replayed
+from mxpert.core.replay import Recording, Replayed
 
 LOWEST_ADDRESS = 1 << 22
 """Integers from here on count as addresses. The heap of a Python at a fixed address lies low."""

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mxpert.backends.reference.moe import activate
-from mxpert.backends.reference.quantize import WeightDecoder
+from mxpert.core.problem import OwnFormat, activation_mx_format
 from mxpert.errors import message
 from mxpert.formats.codec import (
     block_scale,
@@ -28,10 +27,11 @@ from mxpert.formats.codec import (
 from mxpert.formats.spec import E8M0_BIAS, MXFormat, ScaleRule
 from mxpert.formats.tensor import MXTensor
 from mxpert.formats.token import FP8_TOKEN, quantize_token_rows
-from mxpert.problem import OwnFormat, activation_mx_format
+from mxpert.moe.reference import activate
+from mxpert.moe.weights import gate_up_rows
+from mxpert.quantize.reference import WeightDecoder
 from mxpert.testing.numerics import accumulation_error
 from mxpert.testing.problems import MoEInputs
-from mxpert.weights import gate_up_rows
 
 DEVIATIONS = 6.0
 """Allowed error of a value, in standard deviations of accumulator noise. One in 10⁹ Gaussian errors

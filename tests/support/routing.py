@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from mxpert.core.problem import GroupScore, Scoring, TopKOptions
 from mxpert.errors import require
-from mxpert.problem import GroupScore, Scoring, TopKOptions
-from mxpert.routing import TOKEN_BITS, TOKEN_MASK, RoutingPlan, check_plan_shapes
+from mxpert.routing.plan import TOKEN_BITS, TOKEN_MASK, RoutingPlan, check_plan_shapes
 
 CONTRACT_EXPERTS = (
     (256, 8),

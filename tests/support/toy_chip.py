@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from mxpert.backend import BACKENDS, Backend, Status, Support
+from mxpert.core.backend import BACKENDS, Backend, Status, Support
+from mxpert.core.problem import MoEProblem, Op, Target
+from mxpert.core.stage_configs import MoEConfig, ReferenceConfig, StageConfig, require_integers
 from mxpert.errors import require_tensor
 from mxpert.formats.gate_up import GateUpOrder
 from mxpert.formats.layouts import WeightLayout, require_plain
 from mxpert.formats.tensor import Layout, MXTensor
-from mxpert.inputs.moe import FusedMoEInputs
-from mxpert.problem import MoEProblem, Op, Target
-from mxpert.stage_configs import MoEConfig, ReferenceConfig, StageConfig, require_integers
+from mxpert.moe.inputs import FusedMoEInputs
 
 TARGET = Target("toy", "toy1", "Toy 1", num_sms=2, shared_memory=1 << 16)
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.text import Text
 
-from ...dispatch import detect_target
+from ...core.target import detect_target
 from ...distributed.links import find_links, kernel_refusal, transports
 from .. import bench
 from ..measure import GateError

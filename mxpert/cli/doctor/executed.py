@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
+from ...core.problem import ACTIVATION_FORMATS, ActivationFormat
 from ...errors import UnsupportedError, message
+from ...explain import explain
 from ...formats.spec import MXFormatLike
 from ...formats.tensor import MXTensor
-from ...ops.explain import explain
-from ...ops.grouped_gemm import grouped_gemm
-from ...ops.moe import fused_moe
-from ...ops.quantize import quantize
-from ...problem import ACTIVATION_FORMATS, ActivationFormat
+from ...grouped.op import grouped_gemm
+from ...moe.op import fused_moe
+from ...quantize.op import quantize
 from ...testing.numerics import STAGE_GATE, is_exact, relative_l2
 from ...testing.problems import MoEShape, random_moe_problem
 from ..measure import RunWeights, error_gate, float64_reference, intermediate_sizes

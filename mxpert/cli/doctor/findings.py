@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ...core.problem import Target
+from ...core.toolchain import toolchain
 from ...distributed.links import Links, TransportState
 from ...errors import message
-from ...problem import Target
-from ...runtime.toolchain import toolchain
 from ..report import Row, package_version
 
 MINIMUM_VERSIONS = {"torch": "2.11", "triton": "3.6", "numpy": "1.26", "safetensors": "0.5"}

@@ -9,13 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from ...backend import BACKENDS
-from ...dispatch import explain_problem
-from ...dispatch.registry import refusal
-from ...errors import UnsupportedError
-from ...formats.spec import MXFP4, MXFP8_E4M3, ScaleRule
-from ...formats.tensor import Layout
-from ...problem import (
+from ...core.backend import BACKENDS
+from ...core.problem import (
     ACTIVATION_FORMATS,
     DualProblem,
     GroupedProblem,
@@ -30,6 +25,10 @@ from ...problem import (
     TopKOptions,
     TopKProblem,
 )
+from ...core.registry import explain_problem, refusal
+from ...errors import UnsupportedError
+from ...formats.spec import MXFP4, MXFP8_E4M3, ScaleRule
+from ...formats.tensor import Layout
 from ..options import FORMAT_NAMES
 from ..report import Row
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...backend import Status
-from ...dispatch.support import remedy_of, support_of
-from ...problem import Target
+from ...core.backend import Status
+from ...core.problem import Target
+from ...core.support import remedy_of, support_of
 from ..report import Row
 from .findings import BROKEN, Finding
 from .operations import short_names

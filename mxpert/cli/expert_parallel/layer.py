@@ -14,16 +14,16 @@ from ...distributed import DispatchedTokens, ExpertParallel, Placement
 from ...distributed.transport import WireFormat
 from ...formats.names import OwnFormat
 from ...formats.tensor import MXTensor
-from ...inputs.moe import FusedMoEInputs
-from ...ops.local_weights import take_experts
-from ...ops.moe import fused_moe, fused_moe_received
-from ...ops.moe_checks import moe_options
-from ...ops.quantize import quantize
+from ...moe.checks import moe_options
+from ...moe.inputs import FusedMoEInputs
+from ...moe.local_weights import take_experts
+from ...moe.op import fused_moe, fused_moe_received
+from ...moe.weights import MoEWeights
+from ...quantize.op import quantize
 from ...testing.numerics import relative_l2
 from ...testing.problems import MoEShape, random_moe_problem, random_tokens
 from ...testing.ranks import Steps, Variant, time_ranks
 from ...testing.timing import Call
-from ...weights import MoEWeights
 from ..measure import check_gate, float64_reference, intermediate_sizes, rotations
 
 Rows = torch.Tensor | MXTensor

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from ...core.files import short
 from ...distributed.planner import LINKS, ExpertLayer, plan_layer
 from ...distributed.planner.load import ROUTINGS
 from ...distributed.planner.plan import MeasuredLayers
 from ...distributed.transport import WireFormat
 from ...errors import message, require
-from ...files import short
 from ...formats.names import OwnFormat
 from ...testing.problems import MoEShape
 from ..options import FORMAT_NAMES, open_folder

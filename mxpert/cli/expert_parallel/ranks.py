@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from ...dispatch import detect_target
+from ...core.target import detect_target
 from ...distributed import ExpertParallel
 from ...distributed.links import find_links, kernel_refusal, transports
 from ...errors import message, require

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...core.problem import ACTIVATION_FORMATS, ActivationFormat, parse_activation_format
 from ...errors import message, require
-from ...problem import ACTIVATION_FORMATS, ActivationFormat, parse_activation_format
 from ..placement import contiguous_bounds
 from .load import choice_probabilities, expected_maximum
 

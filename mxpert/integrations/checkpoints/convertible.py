@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError, message
-from ...weights import GateUpOrder
+from ...moe.weights import GateUpOrder
 from ..models.experts import FoundExperts, find_experts
 from .safetensors_files import CONFIG_FILE
 

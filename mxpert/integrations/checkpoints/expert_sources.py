@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from ...core.files import is_file
 from ...errors import UnsupportedError, message, require
-from ...files import is_file
 from ...formats.spec import MX_BLOCK_SIZE
-from ...weights import GateUpOrder
-from ...weights_state import PROJECTIONS
+from ...moe.weights import GateUpOrder
+from ...moe.weights_state import PROJECTIONS
 from ..module_paths import module_order
 from .safetensors_files import CONFIG_FILE, CheckpointReader, TensorInfo, quantization_method
 

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...core.files import is_file, partial_name
 from ...errors import UnsupportedError, message, require, require_tensor
-from ...files import is_file, partial_name
 from ...formats.codec import quantize_blocks
 from ...formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
-from ...weights import GateUpOrder, MoEWeights
+from ...moe.weights import GateUpOrder, MoEWeights
 from ..models.saved_config import GPT_OSS_UNCONVERTED
 from ..module_paths import layer_number
 from ..transformers_versions import INSTALL

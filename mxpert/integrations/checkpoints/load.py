@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
+from ...core.files import short
+from ...core.problem import Activation, SwiGLU
 from ...errors import require, require_tensor
-from ...files import short
 from ...formats.spec import MX_BLOCK_SIZE
-from ...problem import Activation, SwiGLU
-from ...published import BLOCK_BYTES, expert_weights_from, published_expert_tensors
-from ...weights import GateUpOrder, MoEWeights
-from ...weights_state import PROJECTIONS
+from ...moe.published import BLOCK_BYTES, expert_weights_from, published_expert_tensors
+from ...moe.weights import GateUpOrder, MoEWeights
+from ...moe.weights_state import PROJECTIONS
 from ..module_paths import choose_modules, module_order
 from .safetensors_files import CONFIG_FILE, CheckpointReader, positive_int, quantization_method
 

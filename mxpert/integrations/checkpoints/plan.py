@@ -13,8 +13,8 @@ import torch
 from ...errors import UnsupportedError, message, require
 from ...formats.codec import dequantize_blocks, quantize_blocks
 from ...formats.spec import MXFP4, ScaleRule, ScaleRuleLike
-from ...published import BLOCK_BYTES
-from ...weights_state import PROJECTIONS
+from ...moe.published import BLOCK_BYTES
+from ...moe.weights_state import PROJECTIONS
 from ..models.experts import FoundExperts
 from .convertible import converter_experts, stacked_order
 from .expert_sources import ExpertLayer, find_expert_layers

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from ... import __version__
+from ...core.files import JSONReader, partial_name, write_atomically
 from ...errors import require
-from ...files import JSONReader, partial_name, write_atomically
 from ...formats.spec import MX_BLOCK_SIZE, ScaleRule, ScaleRuleLike
-from ...published import BLOCK_BYTES
-from ...weights import GateUpOrder
-from ...weights_state import PROJECTIONS
+from ...moe.published import BLOCK_BYTES
+from ...moe.weights import GateUpOrder
+from ...moe.weights_state import PROJECTIONS
 from ..models.saved_config import (
     GPT_OSS,
     GPT_OSS_UNCONVERTED,

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ...core.files import exists, is_file, parse_json, short, what_is_at, write_atomically
 from ...errors import message, require
-from ...files import exists, is_file, parse_json, short, what_is_at, write_atomically
 from .hub import local_checkpoint
 
 CONFIG_FILE = "config.json"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...weights_state import PROJECTIONS
+from ...moe.weights_state import PROJECTIONS
 from .expert_sources import ExpertLayer
 from .plan import OutputShard, QuantizePlan, quantize_expert
 from .safetensors_files import CheckpointReader, sha256_of

@@ -7,15 +7,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...core.problem import ActivationFormat, OwnFormat, parse_activation_format
 from ...distributed import ExpertParallel
 from ...errors import UnsupportedError, message, require, require_device
 from ...formats.spec import ScaleRule, ScaleRuleLike
 from ...modules import quantize_stacked
-from ...problem import ActivationFormat, OwnFormat, parse_activation_format
+from ...moe.weights import MoEWeights
+from ...moe.weights_state import PROJECTIONS
 from ...training.expert_parallel import check_expert_parallel
 from ...training.recipe import MXFP8Recipe
-from ...weights import MoEWeights
-from ...weights_state import PROJECTIONS
 from .expert_modules import MXExperts, TrainableExperts, empty
 from .experts import FoundExperts, check_loaded, find_experts, is_experts, stays_dense
 from .implementations import IMPLEMENTATIONS

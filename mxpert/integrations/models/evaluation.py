@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from ...core.problem import SHORT_NAMES, parse_activation_format
 from ...errors import message, require, require_tensor
-from ...problem import SHORT_NAMES, parse_activation_format
 from .convert import convert, mx_experts
 from .experts import find_experts
 

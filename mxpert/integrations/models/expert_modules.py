@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
+from ...core.problem import Activation, ActivationFormat, parse_activation_format
 from ...distributed import ExpertParallel
 from ...modules import PreparedExperts
-from ...ops.quantize import dequantize
-from ...problem import Activation, ActivationFormat, parse_activation_format
-from ...published import expert_weights_from, published_shapes
+from ...moe.published import expert_weights_from, published_shapes
+from ...moe.weights import GateUpOrder, MoEWeights, gate_up_rows
+from ...quantize.op import dequantize
 from ...training.activation import gated_activation
 from ...training.autograd import grouped_linear
 from ...training.expert_parallel import run_on_ranks
 from ...training.module import take_groups
 from ...training.permute import run_experts, sort_by_expert
 from ...training.recipe import MXFP8Recipe
-from ...weights import GateUpOrder, MoEWeights, gate_up_rows
 from .experts import FoundExperts
 
 

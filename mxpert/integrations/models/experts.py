@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from ...core.problem import Activation, ClampedSiLU, SiLU, SwiGLU
 from ...errors import UnsupportedError, message, require
 from ...formats.spec import MX_BLOCK_SIZE
-from ...ops.quantize import FLOAT_DTYPES
-from ...problem import Activation, ClampedSiLU, SiLU, SwiGLU
+from ...moe.weights import GateUpOrder, gate_up_rows
+from ...moe.weights_state import PROJECTIONS
+from ...quantize.op import FLOAT_DTYPES
 from ...training.activation import gated_activation
-from ...weights import GateUpOrder, gate_up_rows
-from ...weights_state import PROJECTIONS
 
 _FLAGS = ("is_transposed", "has_bias", "_apply_gate")
 _LIMITS = ("limit", "swiglu_limit")

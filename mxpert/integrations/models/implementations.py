@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...problem import FORMAT_OF, OwnFormat
+from ...core.problem import FORMAT_OF, OwnFormat
 
 NAME = "mxpert"
 IMPLEMENTATIONS: dict[str, OwnFormat] = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...formats.spec import ScaleRule
-from ...weights import GateUpOrder
+from ...moe.weights import GateUpOrder
 from .experts import FoundExperts, is_experts, starred, unconverted_modules
 from .implementations import NAME
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ...ops.explain import explain
-from ...ops.moe import fused_moe
-from ...ops.route import route_topk
-from ...ops.warm_up import even_routing, warm_up
-from ...problem import Activation, ActivationFormat
-from ...weights import MoEWeights
+from ...core.problem import Activation, ActivationFormat
+from ...explain import explain
+from ...moe.op import fused_moe
+from ...moe.warm_up import even_routing, warm_up
+from ...moe.weights import MoEWeights
+from ...routing.op import route_topk
 from .layer_weights import count_unfolded
 
 _warm: set[tuple[object, ...]] = set()

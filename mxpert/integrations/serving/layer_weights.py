@@ -7,7 +7,7 @@ import torch
 from ...errors import message
 from ...formats.spec import E8M0_NAN, MX_BLOCK_SIZE, MXFP4
 from ...formats.tensor import Layout, MXTensor
-from ...weights import GateUpOrder, MoEWeights
+from ...moe.weights import GateUpOrder, MoEWeights
 
 _PACKED = "_packed"  # suffix of compressed-tensors' parameters
 

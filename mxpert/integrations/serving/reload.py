@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...weights import MoEWeights
+from ...moe.weights import MoEWeights
 from .layer_weights import poison
 
 

@@ -15,9 +15,9 @@ import torch
 from ...errors import message, require_tensor
 from ...formats.gate_up import GateUpOrder
 from ...formats.spec import ScaleRule
-from ...ops.quantize import FLOAT_DTYPES
-from ...ops.requantize import requantize_
-from ...weights import MoEWeights
+from ...moe.requantize import requantize_
+from ...moe.weights import MoEWeights
+from ...quantize.op import FLOAT_DTYPES
 
 
 @dataclass(frozen=True)

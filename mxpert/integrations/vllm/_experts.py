@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-from ...ops.route import route_topk
+from ...routing.op import route_topk
 from ..serving.layer import Layer
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
+from ...core.problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
 from ...errors import UnsupportedError, message
 from ...formats.spec import MX_BLOCK_SIZE
-from ...problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
-from ...weights import GateUpOrder
+from ...moe.weights import GateUpOrder
 from ..serving.refusals import Refusal, refuse_first
 from ._start import refused_all2all, refused_options
 from .options import KEY, OP

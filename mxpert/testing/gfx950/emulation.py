@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
-from ...problem import Target
-from ...target import current_device, on_device
+from ...core.problem import Target
+from ...core.target import current_device, on_device
 from ..ahead_of_time import compile_call, specialize
 from .launcher import Reachable, Report, run
 from .machine import Schedule

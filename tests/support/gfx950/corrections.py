@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from .pseudocode import PSEUDOCODE
+from support.gfx950.pseudocode import PSEUDOCODE
 
 
 @dataclass(frozen=True)

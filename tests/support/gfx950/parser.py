@@ -6,7 +6,7 @@ import functools
 import re
 from typing import Any
 
-from .values import Value, make
+from support.gfx950.values import Value, make
 
 _TOKEN = re.compile(
     r"\s+|//[^\n]*|(?P<sized>\d+'(?:0x[0-9a-fA-F]+|[\d.]+)U?|\d+'[UIFB])"

@@ -13,8 +13,18 @@ from typing import Any
 
 from tinygrad.runtime.autogen.amd.cdna.str_pcode import PCODE
 
-from .parser import TYPE, parse
-from .values import DENORMAL, FUNCTIONS, Value, bf16, is_denormal, make, power, same, to_small
+from support.gfx950.parser import TYPE, parse
+from support.gfx950.values import (
+    DENORMAL,
+    FUNCTIONS,
+    Value,
+    bf16,
+    is_denormal,
+    make,
+    power,
+    same,
+    to_small,
+)
 
 __all__ = ["PSEUDOCODE", "Lane", "Value", "same"]
 

@@ -1,1 +1,0 @@
-"""Grouped GEMMs of training on gfx950's scaled MFMA."""

@@ -1,1 +1,0 @@
-"""Device code that the gfx950 kernels share."""

@@ -1,1 +1,0 @@
-"""What several backends share: routing, quantisation, combine, activations, launch order."""

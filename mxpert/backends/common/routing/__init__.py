@@ -1,1 +1,0 @@
-"""Top-k of router logits, and the routing plan: rows sorted by expert."""

@@ -1,0 +1,33 @@
+"""Hopper kernels (sm_90): TMA, warp specialisation, FP4 weights decoded to FP8 wgmma fragments."""
+
+from ..core.backend import Backend, Status, Support
+from ..core.problem import Op, Target
+from ..formats.spec import ScaleSpan
+from ..moe.hopper.config import HopperGemmConfig
+from ..moe.hopper.layout import HOPPER_FRAGMENT
+
+BACKEND = Backend(
+    "hopper",
+    kernels={
+        Op.MOE_GATE_UP: "mxpert.moe.hopper.host:GATE_UP",
+        Op.MOE_DOWN: "mxpert.moe.hopper.host:DOWN",
+        Op.FUSED_MOE: "mxpert.moe.hopper.host:FUSED_MOE",
+        Op.QUANTIZE_DUAL: "mxpert.quantize.dual_hopper:QUANTIZE_DUAL",
+        Op.GROUPED_GEMM: "mxpert.grouped.hopper:GROUPED_GEMM",
+        Op.GROUPED_WGRAD: "mxpert.grouped.hopper:GROUPED_WGRAD",
+    },
+    rank={"cuda": 0},
+    made_for=("sm_90",),
+    stage_config=HopperGemmConfig,
+    weight_layout=HOPPER_FRAGMENT,
+    training_span=ScaleSpan.AUTO,
+    gpus=(
+        Support("H200", ("sm_90",), "hopper", Status.MEASURED, r"\bH200\b"),
+        Support("H100", ("sm_90",), "hopper", Status.TESTED, r"\bH100\b"),
+        Support("GH200, H800, H20", ("sm_90",), "hopper", Status.SAME_BINARIES),
+    ),
+    devices=(
+        Target("cuda", "sm_90", "NVIDIA H200", 132, 232448),
+        Target("cuda", "sm_90", "NVIDIA H100 80GB HBM3", 132, 232448),
+    ),
+)

@@ -1,1 +1,0 @@
-"""Grouped GEMMs of training on Hopper: forward, dgrad, wgrad."""

@@ -1,1 +1,0 @@
-"""What the Hopper kernels share: pipeline, tile scheduler, TMA descriptors, PTX."""

@@ -1,1 +1,0 @@
-"""Portable grouped GEMMs of training."""

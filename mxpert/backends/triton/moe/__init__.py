@@ -1,1 +1,0 @@
-"""The two stages of an MoE layer, portable."""

@@ -1,1 +1,0 @@
-"""Rowwise and columnwise MX copies of a tensor from one read, portable."""

@@ -1,1 +1,0 @@
-"""Activation and combine between the GEMMs of training, forward and backward."""

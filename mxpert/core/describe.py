@@ -1,0 +1,45 @@
+"""describe(): the problem that a call of an op would resolve, without a launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from ..errors import message
+from .files import short
+from .ops import OPS
+from .problem import Problem
+
+
+def describe(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
+    """The problem that ``op(*args, **kwargs)`` resolves. Nothing is launched.
+
+    Raises:
+        ValueError, TypeError: whatever `op` itself would raise.
+    """
+    try:
+        with _StopBeforeLaunch():
+            op(*args, **kwargs)
+    except _DescribedError as described:
+        return described.problem
+    raise ValueError(message("describe", "op", "a function that calls an op", short(op)))
+
+
+class _DescribedError(Exception):
+    """Ends a call whose problem is known."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
+class _StopBeforeLaunch(TorchFunctionMode):
+    """Observes ops, as a tracer does, and ends the call of the first one of this library."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = str(func).partition(".")
+        if namespace == "mxpert":
+            raise _DescribedError(OPS[name.partition(".")[0]].problem_of(args))
+        return func(*args, **(kwargs or {}))

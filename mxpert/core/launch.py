@@ -1,0 +1,449 @@
+"""Kernel launches with little host work: the results of Triton's launch code are cached.
+
+``kernel[grid](...)`` binds and specialises every argument, builds a cache key of strings and calls
+hooks: 30 µs and more with thirty arguments. A `Launch` holds all arguments except the tensors. A
+call builds a key from those properties of the tensors that select the binary (dtype, None, 16-byte
+alignment, device), looks up the binary, and passes the pointers to Triton's own C launcher.
+
+The key is at least as fine as Triton's. The first call with each key goes through Triton. So does
+every call in the interpreter, under launch hooks, on other targets and with another C launcher.
+Inside `on_device` with an executor, that one gets every call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from triton import knobs
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..errors import message
+from .target import current_device, on_device
+
+try:
+    from triton.backends.nvidia import driver as nvidia
+except ImportError:  # a build of Triton for other devices
+    nvidia = None
+
+_CALLING_CONVENTION = "iiiKKppOOOOOO"
+"""Format of the C launcher's leading arguments, which `Launch` relies on: grid, stream, function,
+cooperative, dependent launch, two scratch buffers, metadata, launch metadata, two hooks."""
+_STREAM, _FIXED, _LEADING = 3, 4, 13
+"""Indices of the stream, of the first argument after it, and of the kernel's first argument."""
+
+_DIRECT = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == _CALLING_CONVENTION
+_MAX_DESCRIPTORS = 4096
+
+LAUNCH_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
+"""Default compile options of every launch. With FP fusion a multiplication and an addition compile
+to one fma. It is set explicitly because Triton's default changes in 3.10."""
+
+CACHED_LAUNCHES = 4096
+"""Size of the caches of `Launch` objects; each problem, config and stride has its own object."""
+
+
+@dataclass(frozen=True)
+class DescriptorSpec:
+    """Parameters of a TMA descriptor for a contiguous tensor.
+
+    Args:
+        block: (rows, columns) of a copy, or (1, rows, columns) for tensors of several matrices.
+        width: columns of the 2-D view of the tensor; None takes its last dimension.
+    """
+
+    block: tuple[int, ...]
+    width: int | None = None
+
+    @property
+    def num_arguments(self) -> int:
+        """Number of C launcher arguments per descriptor: the map, the sizes and the strides."""
+        return 1 + 2 * len(self.block)
+
+    def descriptor(self, tensor: torch.Tensor) -> Any:
+        """Make the descriptor of `tensor`, viewed as rows of `width`.
+
+        With a 2-D block it covers all rows, with a 3-D block one matrix per leading index. Reads
+        past the last row or column give zeros.
+        """
+        width, block = self.width or tensor.shape[-1], list(self.block)
+        if len(block) == 2:
+            rows = tensor.view(-1, width)
+        else:
+            rows = tensor.view(-1, math.prod(tensor.shape[-2:]) // width, width)
+        return self.from_rows(rows, block)
+
+    def from_rows(self, rows: torch.Tensor, block: list[int]) -> Any:
+        """The descriptor of this view, for a Triton kernel."""
+        return TensorDescriptor.from_tensor(rows, block)
+
+
+class DescriptorEncoder:
+    """Encodes the TMA descriptors of tensors with one shape and strides; holds no tensor.
+
+    Args:
+        position: index of the descriptor's first argument of the C launcher.
+        like: the descriptor of one such tensor.
+        metadata: what the binary expects of the descriptor.
+    """
+
+    def __init__(self, position: int, like: Any, metadata: Any) -> None:
+        self._described = dict(shape=like.shape, strides=like.strides, padding=like.padding)
+        self._metadata = metadata
+        self.position = position
+        self.arguments = slice(position, position + 1 + 2 * len(like.shape))
+        self.encoded: dict[int, list[Any]] = {}
+
+    def fill(self, arguments: list[Any]) -> None:
+        """Replace the address in `arguments` by the encoded descriptor, sizes and strides."""
+        address = arguments[self.position]
+        arguments[self.arguments] = self.encoded.get(address) or self.encode(address)
+
+    def encode(self, address: int) -> list[Any]:
+        """Encode, cache and return the arguments for a tensor at `address`."""
+        if len(self.encoded) >= _MAX_DESCRIPTORS:
+            self.encoded.clear()
+        moved = SimpleNamespace(base=SimpleNamespace(data_ptr=lambda: address), **self._described)
+        encoded: list[Any] = nvidia.make_tensordesc_arg(moved, self._metadata)
+        self.encoded[address] = encoded
+        return encoded
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel with everything that the C launcher needs.
+
+    Args:
+        launcher: Triton's C function.
+        fixed: its arguments between the stream and the kernel's own arguments.
+        descriptors: what the binary expects of each TMA descriptor, by parameter.
+        encoders: encoders by parameter, shape and strides.
+    """
+
+    launcher: Callable[..., None]
+    fixed: tuple[Any, ...]
+    descriptors: dict[str, Any]
+    encoders: dict[tuple[Any, ...], DescriptorEncoder] = field(default_factory=dict)
+
+
+class ThroughTriton:
+    """The executor that launches by Triton's own code."""
+
+    def execute(
+        self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], *, warmup: bool
+    ) -> Any:
+        """Launch a kernel on the current device, or only compile it."""
+        return kernel.run(grid=grid, warmup=warmup, **arguments)
+
+    def reach(self, name: str, tensor: torch.Tensor, *, shared: bool = False) -> None:
+        """Does nothing: devices reach all memory."""
+
+
+_TRITON = ThroughTriton()
+
+
+class Launch:
+    """A kernel with its grid and all arguments except the tensors.
+
+    Create it in a cached function of everything it depends on. Call it with the tensors by keyword.
+
+    Args:
+        kernel: a Triton or Gluon kernel. grid: one to three sizes.
+        tiles: parameters that the kernel takes as TMA descriptors.
+        constants: scalars, constexprs and launch options (num_warps, maxnreg, …) by keyword.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        tiles: Mapping[str, DescriptorSpec] = MappingProxyType({}),
+        /,
+        **constants: Any,
+    ) -> None:
+        constants = {**LAUNCH_OPTIONS, **constants}
+        self.kernel, self.grid, self.tiles, self.constants = kernel, grid, tiles, constants
+        self._binaries: dict[tuple[Any, ...], Binary] | None = None
+        if _DIRECT and isinstance(kernel, JITFunction):
+            self._template, self._positions = _template(kernel, grid, tiles, constants)
+            self._binaries = _BINARIES.setdefault(_signature(kernel, tiles, constants), {})
+
+    def arguments(self, tensors: Mapping[str, torch.Tensor | None]) -> dict[str, Any]:
+        """All arguments by keyword, for ``kernel[grid](...)``."""
+        made = {
+            name: tile.descriptor(tensors[name])  # type: ignore[arg-type]
+            for name, tile in self.tiles.items()
+        }
+        return {**tensors, **made, **self.constants}
+
+    def __call__(self, **tensors: torch.Tensor | None) -> None:
+        """Enqueue the kernel on the current stream of the tensors' device."""
+        place = current_device()
+        executor = place.executor
+        if (
+            executor is not None
+            or self._binaries is None
+            or has_hooks()
+            or self.kernel.pre_run_hooks
+        ):
+            with torch.cuda.device_of(_first(tensors)):  # Triton launches on the current device
+                (_TRITON if executor is None else executor).execute(
+                    self.kernel, self.grid, self.arguments(tensors), warmup=place.compiles_only
+                )
+            _record(self, tensors, None)
+            return
+        active = driver.active
+        device = active.get_current_device()
+        if _first(tensors).get_device() not in (device, -1):
+            with torch.cuda.device_of(_first(tensors)):
+                self(**tensors)
+            return
+        key, arguments = self._bind(tensors, device)
+        binary = self._binaries.get(key)
+        if binary is None:
+            _record(self, tensors, self._learn(key, tensors))
+            return
+        _record(self, tensors, binary)
+        arguments[_STREAM:_LEADING] = active.get_current_stream(device), *binary.fixed
+        for encoder in self.encoders(binary, tensors):
+            encoder.fill(arguments)
+        binary.launcher(*arguments)
+
+    def encoders(
+        self, binary: Binary, tensors: Mapping[str, torch.Tensor | None]
+    ) -> list[DescriptorEncoder]:
+        """The encoders of the descriptors of these tensors."""
+        encoders = []
+        for name, tile in self.tiles.items():
+            tensor: Any = tensors[name]
+            key = name, tensor.shape, tensor.stride()
+            encoder = binary.encoders.get(key)
+            if encoder is None:
+                encoder = DescriptorEncoder(
+                    self._positions[name], tile.descriptor(tensor), binary.descriptors[name]
+                )
+                if len(binary.encoders) >= _MAX_DESCRIPTORS:
+                    binary.encoders.clear()
+                binary.encoders[key] = encoder
+            encoders.append(encoder)
+        return encoders
+
+    def _bind(
+        self, tensors: Mapping[str, torch.Tensor | None], device: int
+    ) -> tuple[tuple[Any, ...], list[Any]]:
+        """Return the key of the binary for these tensors, and the arguments with pointers."""
+        arguments, positions = self._template.copy(), self._positions
+        dtypes: list[torch.dtype | None] = []
+        bits = 0
+        for name, tensor in tensors.items():
+            if tensor is None:
+                dtypes.append(None)
+            else:
+                arguments[positions[name]] = pointer = tensor.data_ptr()
+                dtypes.append(tensor.dtype)
+                bits |= pointer
+        key = (
+            device,
+            knobs.runtime.debug,
+            knobs.compilation.instrumentation_mode,
+            bits % 16 and _misaligned(tensors),
+            *tensors,
+            *dtypes,
+        )
+        return key, arguments
+
+    def _learn(
+        self, key: tuple[Any, ...], tensors: Mapping[str, torch.Tensor | None]
+    ) -> Binary | None:
+        """Launch through Triton and store the binary that it found or compiled."""
+        compiled = self.kernel[self.grid](**self.arguments(tensors))
+        binary = _binary(compiled, self.kernel, self.tiles)
+        if binary is not None and self._binaries is not None:
+            self._binaries[key] = binary
+        return binary
+
+
+class LaunchRecord(NamedTuple):
+    """A launch that was made. `binary` is None if the launch has to go through Triton."""
+
+    launch: Launch
+    tensors: dict[str, torch.Tensor | None]
+    binary: Binary | None
+
+
+_records: contextvars.ContextVar[list[LaunchRecord] | None] = contextvars.ContextVar(
+    "mxpert_launch_records", default=None
+)
+
+
+@contextlib.contextmanager
+def record_launches() -> Iterator[list[LaunchRecord]]:
+    """Record the launches of this thread or task inside the block, in order."""
+    records: list[LaunchRecord] = []
+    token = _records.set(records)
+    try:
+        yield records
+    finally:
+        _records.reset(token)
+
+
+def compile_only() -> contextlib.AbstractContextManager[None]:
+    """Compile the kernels of this thread's or task's launches inside the block; launch none."""
+    executor = current_device().executor
+    return on_device(executor=_TRITON if executor is None else executor, compiles_only=True)
+
+
+def _record(launch: Launch, tensors: dict[str, torch.Tensor | None], binary: Binary | None) -> None:
+    records = _records.get()
+    if records is not None:
+        records.append(LaunchRecord(launch, tensors, binary))
+
+
+class PreparedLaunch:
+    """A launch with a known binary, whose tensors are given as a list of addresses.
+
+    Args:
+        record: the launch, with its binary.
+        places: for each tensor, the index in the list of addresses and an offset in bytes; None for
+            a tensor that stays where it is.
+    """
+
+    def __init__(self, record: LaunchRecord, places: Mapping[str, tuple[int, int] | None]) -> None:
+        launch, binary = record.launch, record.binary
+        assert binary is not None  # for the type checker; the caller has checked it
+        self.kernel = launch.kernel
+        self._launcher, self._template = binary.launcher, launch._template.copy()
+        self._template[_FIXED:_LEADING] = binary.fixed
+        pointers = []
+        for name, place in places.items():
+            position, tensor = launch._positions[name], record.tensors[name]
+            if place is not None:
+                pointers.append((position, *place))
+            elif tensor is not None:
+                self._template[position] = tensor.data_ptr()
+        self._pointers = tuple(pointers)
+        self._encoders = launch.encoders(binary, record.tensors)
+
+    def __call__(self, stream: int, addresses: list[int]) -> None:
+        """Enqueue the kernel on `stream`."""
+        arguments = self._template.copy()
+        arguments[_STREAM] = stream
+        for position, place, offset in self._pointers:
+            arguments[position] = addresses[place] + offset
+        for encoder in self._encoders:  # `fill`, without the call
+            address = arguments[encoder.position]
+            arguments[encoder.arguments] = encoder.encoded.get(address) or encoder.encode(address)
+        self._launcher(*arguments)
+
+
+_BINARIES: dict[tuple[Any, ...], dict[tuple[Any, ...], Binary]] = {}
+"""Binaries by `_signature` and key. Launches that differ only in sizes share them."""
+
+
+def _first(tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+    for tensor in tensors.values():
+        if tensor is not None:
+            return tensor
+    raise ValueError(message("Launch", "tensors", "a tensor", "none"))
+
+
+def is_direct() -> bool:
+    """Whether launches can bypass Triton: not in its interpreter, not with another C launcher."""
+    return _DIRECT and not knobs.runtime.interpret
+
+
+def has_hooks() -> bool:
+    """Whether launch hooks are set, so that launches go through Triton."""
+    try:
+        runtime = knobs.runtime
+        return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    except AttributeError:  # a hook in place of Triton's chain of hooks
+        return True
+
+
+def _misaligned(tensors: Mapping[str, torch.Tensor | None]) -> tuple[str, ...]:
+    """Names of the tensors whose address is not a multiple of 16 bytes."""
+    return tuple(
+        name for name, tensor in tensors.items() if tensor is not None and tensor.data_ptr() % 16
+    )
+
+
+def _template(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tiles: Mapping[str, DescriptorSpec],
+    constants: Mapping[str, Any],
+) -> tuple[list[Any], dict[str, int]]:
+    """The C launcher's arguments, None where they are not known yet, and parameters' positions."""
+    template: list[Any] = [*grid, 1, 1][:_STREAM]
+    template += [None] * (_LEADING - _STREAM)
+    positions = {}
+    for name, parameter in kernel.signature.parameters.items():
+        positions[name] = len(template)
+        default = None if parameter.default is inspect.Parameter.empty else parameter.default
+        count = tiles[name].num_arguments if name in tiles else 1
+        template += [constants.get(name, default)] * count
+    return template, positions
+
+
+def _signature(
+    kernel: Any, tiles: Mapping[str, DescriptorSpec], constants: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Key of everything except tensors that can change Triton's choice of a binary.
+
+    Integers contribute their width, and if Triton specialises on them, whether they are 1 or a
+    multiple of 16. Floats contribute their type. Constexprs and launch options contribute their
+    value.
+    """
+    parameters = {parameter.name: parameter for parameter in kernel.params}
+    parts: list[Any] = [kernel, tuple(tiles.items())]
+    for name, value in constants.items():
+        parameter = parameters.get(name)
+        part: Any = value
+        if parameter is not None and not parameter.is_constexpr:
+            if type(value) is int:
+                width = -(1 << 31) <= value < 1 << 31, -(1 << 63) <= value < 1 << 63
+                special = not parameter.do_not_specialize and (value == 1, value % 16 == 0)
+                part = (width, special)
+            elif type(value) is float:
+                part = None
+        parts.append((name, type(value), part))
+    return tuple(parts)
+
+
+def _binary(compiled: Any, kernel: Any, tiles: Mapping[str, DescriptorSpec]) -> Binary | None:
+    """Make the Binary of a compiled kernel; None if its launches have to go through Triton."""
+    if not isinstance(compiled.run, nvidia.CudaLauncher):
+        return None
+    run, launcher = compiled.run, compiled.run.launch
+    if run.global_scratch_size or run.profile_scratch_size:
+        return None
+    described: list[Any] = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+    names = [name for name in kernel.arg_names if name in tiles]
+    if len(described) != len(names) or None in described:
+        return None
+    if names:  # take the inner launcher: the outer one encodes descriptors at each launch
+        launcher = inspect.getclosurevars(launcher).nonlocals.get("launcher")
+        if launcher is None:
+            return None
+    fixed = (
+        compiled.function,
+        run.launch_cooperative_grid,
+        run.launch_pdl,
+        None,
+        None,
+        compiled.packed_metadata,
+        None,
+        None,
+        None,
+    )
+    return Binary(launcher, fixed, dict(zip(names, described, strict=True)))

@@ -1,0 +1,151 @@
+"""Configs of the kernels: tiles and schedules, to pin with `override` and to store in tables."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..errors import message, require, require_dtype
+
+
+def require_integers(config: Any, names: tuple[str, ...]) -> None:
+    """Raise TypeError unless these fields are ints."""
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int:
+            raise TypeError(message(type(config).__name__, name, "an int", repr(value)))
+
+
+def require_positive(config: Any, name: str) -> None:
+    """Raise ValueError unless a field is an int of at least 1."""
+    value = getattr(config, name)
+    if type(value) is not int or value < 1:
+        raise ValueError(message(type(config).__name__, name, "an int of at least 1", repr(value)))
+
+
+def set_kernel(config: Any, kernels: type[enum.StrEnum]) -> None:
+    """Make `config.kernel` a member of `kernels`; raise ValueError for an unknown name."""
+    kernel, names = config.kernel, [each.value for each in kernels]
+    known = isinstance(kernel, str) and kernel in names
+    require(known, type(config).__name__, "kernel", need=f"one of {names}", got=repr(kernel))
+    object.__setattr__(config, "kernel", kernels(kernel))
+
+
+class StageConfig:
+    """Base of the frozen dataclasses that configure one stage of an MoE layer, one a backend.
+
+    A row of a tuned table becomes the subclass that shares most fields with it.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    block_m: int
+
+
+def name_kinds(*others: type) -> str:
+    """The types of configs as errors name them: "a GemmConfig, AnotherConfig or MoEConfig"."""
+    *names, last = [kind.__name__ for kind in (*StageConfig.__subclasses__(), *others)]
+    return f"a {', '.join(names)} or {last}"
+
+
+@dataclass(frozen=True)
+class GemmConfig(StageConfig):
+    """Tile and schedule of one stage on the Triton backend, to pin with `override`.
+
+    Args:
+        block_m: sorted rows of a tile.
+        block_n: output columns of a tile (stage 1: features).
+        block_k: elements of the contracted dimension in one step of the loop.
+        num_warps: warps of a thread block.
+        num_stages: buffers of its pipeline.
+        group_m: row blocks that share weights in L2.
+        split_k: thread blocks that share the contracted dimension of a tile.
+
+    Raises:
+        TypeError: a value that is no int.
+        ValueError: `block_m` below 1. An op raises it too for a tile that its kernel cannot run.
+
+    Example:
+        >>> GemmConfig(16, 64, 128).num_stages
+        3
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 3
+    group_m: int = 1
+    split_k: int = 1
+
+    def __post_init__(self) -> None:
+        require_integers(self, tuple(vars(self)))
+        require_positive(self, "block_m")
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Configs of both stages of a layer, to pin with `override`.
+
+    Args:
+        routing_block_m: rows per block of the plan, a multiple of each stage's `block_m`.
+        gate_up: config of stage 1, of the type that the backend takes: a GemmConfig, or its own.
+        down: config of stage 2, of the same kind.
+
+    Raises:
+        TypeError: a stage of another type.
+        ValueError: a `routing_block_m` that is no multiple of each stage's `block_m`.
+
+    Example:
+        >>> MoEConfig(32, GemmConfig(16, 64, 128), GemmConfig(32, 64, 128)).routing_block_m
+        32
+    """
+
+    routing_block_m: int
+    gate_up: StageConfig
+    down: StageConfig
+
+    def __post_init__(self) -> None:
+        require_positive(self, "routing_block_m")
+        for name, stage in (("gate_up", self.gate_up), ("down", self.down)):
+            if not isinstance(stage, StageConfig):
+                raise TypeError(message("MoEConfig", name, name_kinds(), repr(stage)))
+            require(
+                self.routing_block_m % stage.block_m == 0,
+                "MoEConfig",
+                "routing_block_m",
+                need=f"a multiple of block_m = {stage.block_m}",
+                got=self.routing_block_m,
+            )
+
+
+@dataclass(frozen=True)
+class ReferenceConfig:
+    """Config of the reference backend.
+
+    Args:
+        accumulate: dtype of sums: float32, or float64 for comparisons.
+        routing_block_m: rows per block of the plan that `fused_moe` makes.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: `routing_block_m` is no positive int.
+
+    Example:
+        >>> ReferenceConfig(torch.float64).routing_block_m
+        16
+    """
+
+    accumulate: torch.dtype = torch.float32
+    routing_block_m: int = 16
+
+    def __post_init__(self) -> None:
+        require_dtype(
+            self.accumulate, (torch.float32, torch.float64), "ReferenceConfig", "accumulate"
+        )
+        require_positive(self, "routing_block_m")
+
+
+Config = StageConfig | MoEConfig | ReferenceConfig | None

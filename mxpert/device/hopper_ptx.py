@@ -1,0 +1,250 @@
+"""Inline PTX: table-based decoding of weights, and conversions that Triton lacks or miscompiles.
+
+Triton miscompiles a conversion to e4m3 and back in one expression, so rows are encoded in PTX.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .compat import aggregate
+
+
+def _table_assembly() -> str:
+    """PTX that puts the eight e4m3 magnitudes for shift s into lane s, lowest code first.
+
+    A shift is subtracted from the exponent of every non-zero entry. Shifts 12 to 14 have subnormal
+    entries. Larger shifts occur only in blocks of zeros.
+    """
+    return "\n".join(
+        [
+            "{ .reg .b32 lane, by, late; .reg .pred small, last, none;",
+            "mov.u32 lane, %laneid;",
+            "mul.lo.u32 by, lane, 0x08080808;",
+            "sub.u32 $1, 0x7C787470, by;",  # 6 4 3 2, times 2^6
+            "and.b32 by, by, 0xFFFFFF00;",
+            "sub.u32 $0, 0x6C686000, by;",  # 1.5 1 0.5 0, times 2^6
+            "sub.u32 late, lane, 12;",
+            "setp.lt.u32 small, late, 3;",
+            "setp.eq.u32 last, lane, 14;",
+            "setp.gt.u32 none, lane, 14;",
+            "@small shr.u32 $0, 0x0C080400, late;",
+            "@last mov.b32 $1, 0x0C080604;",
+            "@none mov.b32 $0, 0;",
+            "}",
+        ]
+    )
+
+
+def _decode_assembly() -> str:
+    """PTX that converts 32 codes of one row and MX block to e4m3, about 8 instructions per 8 codes.
+
+    Outputs: $0..$3 are the first halves (k 0..15 of four k32 steps), $4..$7 the second halves.
+    Inputs: $8..$11 are the packed words, $12 the block's shift, $28 and $44 the lane's two words of
+    `decode_tables`. Broadcasting copies the last three; all copies are the same register.
+    """
+    lines = [
+        "{ .reg .b32 lo, hi, a, b;",
+        "shfl.sync.idx.b32 lo, $28, $12, 31, 0xFFFFFFFF;",
+        "shfl.sync.idx.b32 hi, $44, $12, 31, 0xFFFFFFFF;",
+    ]
+    for step in range(4):
+        first, second, word = f"${step}", f"${4 + step}", f"${8 + step}"
+        lines += [
+            f"and.b32 a, {word}, 0x77777777;",
+            "shr.u32 b, a, 16;",
+            "prmt.b32 a, lo, hi, a;",
+            "prmt.b32 b, lo, hi, b;",
+            f"lop3.b32 {first}, {word}, 0x80808080, a, 0xEA;",  # (word & signs) | magnitudes
+            f"shl.b32 a, {word}, 4;",
+            f"lop3.b32 {second}, a, 0x80808080, b, 0xEA;",
+        ]
+    return "\n".join(lines) + " }"
+
+
+_TABLE_ASSEMBLY = gl.constexpr(_table_assembly())
+_DECODE_ASSEMBLY = gl.constexpr(_decode_assembly())
+_DECODE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 52))
+
+
+@aggregate
+class DecodeTables:
+    """Look-up tables of `decode_words`: lane s holds the e4m3 magnitudes for shift s.
+
+    low: int32, codes 0 to 3. high: int32, codes 4 to 7. The words differ between lanes although
+    their type is a scalar. A shuffle from the lane that has the table is cheaper than building it
+    for each block.
+    """
+
+    low: gl.tensor
+    high: gl.tensor
+
+
+@gluon.jit
+def decode_tables():
+    """Build the look-up tables of `decode_words`."""
+    low, high = gl.inline_asm_elementwise(
+        _TABLE_ASSEMBLY, "=&r,=&r,r", [0], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+    )
+    return DecodeTables(low=low, high=high)
+
+
+@gluon.jit
+def decode_words(codes, shifts, tables):
+    """Decode packed codes, 16 bytes of a block at a time, with the block's shift.
+
+    Returns e4m3 codes of the first and of the second halves of four k32 steps.
+    """
+    return gl.inline_asm_elementwise(
+        _DECODE_ASSEMBLY,
+        _DECODE_CONSTRAINTS,
+        [codes, shifts, tables.low, tables.high],
+        dtype=(gl.float8e4nv, gl.float8e4nv),
+        is_pure=True,
+        pack=16,
+    )
+
+
+@gluon.constexpr_function
+def _fp8_conversion(FORMAT):
+    return (
+        "{ .reg .b16 low, high;"
+        f" cvt.rn.satfinite.{FORMAT}x2.f32 low, $2, $1;"
+        f" cvt.rn.satfinite.{FORMAT}x2.f32 high, $4, $3;"
+        " mov.b32 $0, {low, high}; }"
+    )
+
+
+@gluon.jit
+def encode_fp8_words(first, second, third, fourth, FORMAT: gl.constexpr):
+    """Pack the codes of four float32 values into an int32, the first in the lowest byte.
+
+    Rounds to nearest even, saturates; NaN becomes 0x7F.
+    """
+    ASSEMBLY: gl.constexpr = _fp8_conversion(FORMAT)
+    return gl.inline_asm_elementwise(
+        ASSEMBLY, "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def multiply_bfloat16_pairs(left, right):
+    """Multiply the bfloat16 halves of int32 values pairwise; subnormals are kept."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def larger_halves(left, right):
+    """Maximum of both unsigned 16-bit halves of int32 values."""
+    return gl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [left, right], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+_SPLIT_CODES = gl.constexpr("""{
+.reg .b16 hi01, hi23, lo01, lo23;
+.reg .b32 v01, v23, h01, h23, sixteen;
+mov.b32 sixteen, 0x4C004C00;
+cvt.rn.f16x2.f32 v01, $3, $2;
+cvt.rn.f16x2.f32 v23, $5, $4;
+cvt.rn.satfinite.e4m3x2.f32 hi01, $3, $2;
+cvt.rn.satfinite.e4m3x2.f32 hi23, $5, $4;
+cvt.rn.f16x2.e4m3x2 h01, hi01;
+cvt.rn.f16x2.e4m3x2 h23, hi23;
+cvt.rn.satfinite.e4m3x2.f16x2 hi01, v01;
+cvt.rn.satfinite.e4m3x2.f16x2 hi23, v23;
+mov.b32 $0, {hi01, hi23};
+sub.rn.f16x2 v01, v01, h01;
+sub.rn.f16x2 v23, v23, h23;
+mul.rn.f16x2 v01, v01, sixteen;
+mul.rn.f16x2 v23, v23, sixteen;
+cvt.rn.satfinite.e4m3x2.f16x2 lo01, v01;
+cvt.rn.satfinite.e4m3x2.f16x2 lo23, v23;
+mov.b32 $1, {lo01, lo23};
+}""")
+"""hi is converted twice: ptxas 12.8 miscompiles codes that are packed and converted back (it reads
+a register that was never written)."""
+
+
+LO_SCALE = gl.constexpr(1 / 16)
+"""Weight of the low parts of `split_codes`."""
+
+
+@gluon.jit
+def split_codes(values):
+    """Return e4m3 codes hi and lo with ``values = hi + lo / 16``, four values at a time.
+
+    values: float32 tensor of bfloat16 numbers with magnitudes up to 448. Conversion through float16
+    is exact for all values that lo can represent.
+    """
+    hi, lo = gl.inline_asm_elementwise(
+        _SPLIT_CODES, "=&r,=r,f,f,f,f", [values], (gl.int8, gl.int8), is_pure=True, pack=4
+    )
+    return hi.to(gl.float8e4nv, bitcast=True), lo.to(gl.float8e4nv, bitcast=True)
+
+
+def _rescaling(power: str) -> str:
+    """PTX that multiplies the e4m3 codes in low and high by `power` and packs them into $0."""
+    return f"""cvt.rn.f16x2.e4m3x2 first, low;
+cvt.rn.f16x2.e4m3x2 second, high;
+cvt.rn.f16x2.f32 power, {power}, {power};
+mul.rn.f16x2 first, first, power;
+mul.rn.f16x2 second, second, power;
+cvt.rn.satfinite.e4m3x2.f16x2 low, first;
+cvt.rn.satfinite.e4m3x2.f16x2 high, second;
+mov.b32 $0, {{low, high}};"""
+
+
+_SCALE_CODES = gl.constexpr(f"""{{
+.reg .b16 low, high;
+.reg .b32 first, second, power;
+mov.b32 {{low, high}}, $1;
+{_rescaling("$2")}
+}}""")
+
+_QUANTIZE_CODES = gl.constexpr(f"""{{
+.reg .b16 low, high;
+.reg .b32 first, second, power;
+.reg .f32 a, b, c, d;
+mul.f32 a, $1, $5;
+mul.f32 b, $2, $5;
+mul.f32 c, $3, $5;
+mul.f32 d, $4, $5;
+cvt.rn.satfinite.e4m3x2.f32 low, b, a;
+cvt.rn.satfinite.e4m3x2.f32 high, d, c;
+{_rescaling("$9")}
+}}""")
+
+
+@gluon.jit
+def scaled_words(words, power):
+    """Multiply words of four e4m3 codes by a power of two of at most 1.
+
+    The product is exact in float16: a code has four significant bits, and products with powers
+    below 2^-24 round to zero in e4m3 anyway.
+    """
+    return gl.inline_asm_elementwise(
+        _SCALE_CODES, "=r,r,f", [words, power], gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def quantized_codes(values, inverse, power):
+    """Quantise values with their block's inverse scale to e4m3, then multiply by a power of two.
+
+    The power is applied as in `scaled_words`. Four values of a block at a time.
+    """
+    values, inverse = gl.broadcast(values, inverse)
+    values, power = gl.broadcast(values, power)
+    codes = gl.inline_asm_elementwise(
+        _QUANTIZE_CODES,
+        "=r,f,f,f,f,f,f,f,f,f,f,f,f",
+        [values, inverse, power],
+        gl.int8,
+        is_pure=True,
+        pack=4,
+    )
+    return codes.to(gl.float8e4nv, bitcast=True)

@@ -1,0 +1,1 @@
+"""Grouped GEMMs of training: forward, gradient of the input, gradient of the weights."""

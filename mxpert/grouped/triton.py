@@ -1,0 +1,208 @@
+"""Host side of GROUPED_GEMM and GROUPED_WGRAD on Triton; no synchronisation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+
+from ..core.launch import CACHED_LAUNCHES, Launch
+from ..core.problem import GemmConfig, GroupedProblem, Op, Target
+from ..device.groups import group_block, refuse_groups
+from ..device.targets import has_tcgen05
+from ..device.tile_rules import OUT_DTYPES
+from ..formats.spec import get_format
+from ..formats.tensor import MXTensor, Operand
+from . import triton_config as heuristics
+from .host import Grouped, GroupedGemm, GroupedWgrad
+from .triton_kernels import _grouped_gemm_kernel, _grouped_wgrad_kernel
+
+
+class _Grouped(Grouped):
+    """Base class of both GEMMs: supported problems and choice of tiles."""
+
+    backend = "triton"
+
+    def unsupported(self, problem: GroupedProblem) -> str | None:
+        """Why the kernel cannot serve `problem`; None if it can."""
+        if problem.out_dtype not in OUT_DTYPES:
+            return (
+                f"writes bfloat16, float16 or float32, not {problem.out_dtype}; "
+                "pass one as out_dtype"
+            )
+        # The number of groups does not limit wgrad: a program reads two offsets only.
+        searched = problem.num_groups if problem.op is Op.GROUPED_GEMM else 0
+        return refuse_groups(problem.target, searched)
+
+    def configs(self, problem: GroupedProblem) -> Iterator[GemmConfig]:
+        """Every valid config of the tuner's grid, the heuristic's first."""
+        yield heuristics.heuristic(problem)
+        yield from heuristics.configs(problem)
+
+    def heuristic(self, problem: GroupedProblem) -> GemmConfig:
+        """The config used if the tuned table has no row for `problem`."""
+        return heuristics.heuristic(problem)
+
+    def require_valid(self, problem: GroupedProblem, config: GemmConfig) -> None:
+        heuristics.require_valid(problem, config)
+
+
+class _GroupedGemm(_Grouped, GroupedGemm):
+    def multiply(
+        self,
+        problem: GroupedProblem,
+        config: GemmConfig,
+        a: Operand,
+        b: Operand,
+        out: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        a_data, a_scale, a_strides = _parts(a)
+        b_data, b_scale, b_strides = _parts(b)
+        _gemm_launch(problem, config, a_strides, b_strides)(
+            c_ptr=out,
+            a_ptr=a_data,
+            a_scale_ptr=a_scale,
+            b_ptr=b_data,
+            b_scale_ptr=b_scale,
+            group_offsets_ptr=offsets,
+        )
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _gemm_launch(
+    problem: GroupedProblem,
+    config: GemmConfig,
+    a_strides: tuple[int, ...],
+    b_strides: tuple[int, ...],
+) -> Launch:
+    # An upper bound of the number of tiles, without the groups' sizes: each group, and the rows
+    # without a group, add at most one ragged tile; a tile has at least one row.
+    row_tiles = triton.cdiv(problem.num_rows, config.block_m) + problem.num_groups
+    row_tiles = min(row_tiles, problem.num_rows)
+    a_m, a_k, a_scale_m, a_scale_k = a_strides
+    b_g, b_n, b_k, b_scale_g, b_scale_n, b_scale_k = b_strides
+    if not problem.trans_b:
+        b_n, b_k, b_scale_n, b_scale_k = b_k, b_n, b_scale_k, b_scale_n
+    return Launch(
+        _grouped_gemm_kernel,
+        (row_tiles * triton.cdiv(problem.n, config.block_n),),
+        num_rows=problem.num_rows,
+        num_groups=problem.num_groups,
+        num_n=problem.n,
+        num_k=problem.k,
+        a_stride_m=a_m,
+        a_stride_k=a_k,
+        a_scale_stride_m=a_scale_m,
+        a_scale_stride_k=a_scale_k,
+        b_stride_g=b_g,
+        b_stride_n=b_n,
+        b_stride_k=b_k,
+        b_scale_stride_g=b_scale_g,
+        b_scale_stride_n=b_scale_n,
+        b_scale_stride_k=b_scale_k,
+        BLOCK_G=group_block(problem.num_groups),
+        PREFETCH_SCALES=_prefetch_scales(problem.target, a_scale_k, b_scale_k),
+        **_tile_constants(problem, config),
+    )
+
+
+class _GroupedWgrad(_Grouped, GroupedWgrad):
+    def multiply(
+        self,
+        problem: GroupedProblem,
+        config: GemmConfig,
+        a: Operand,
+        b: Operand,
+        out: torch.Tensor,
+        offsets: torch.Tensor,
+    ) -> None:
+        grad_data, grad_scale, grad_strides = _parts(a)
+        a_data, a_scale, a_strides = _parts(b)
+        _wgrad_launch(problem, config, grad_strides, a_strides, out.stride())(
+            out_ptr=out,
+            grad_ptr=grad_data,
+            grad_scale_ptr=grad_scale,
+            a_ptr=a_data,
+            a_scale_ptr=a_scale,
+            offsets_ptr=offsets,
+        )
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _wgrad_launch(
+    problem: GroupedProblem,
+    config: GemmConfig,
+    grad_strides: tuple[int, ...],
+    a_strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+) -> Launch:
+    tiles = triton.cdiv(problem.n, config.block_m) * triton.cdiv(problem.k, config.block_n)
+    grad_n, grad_r, grad_scale_n, grad_scale_r = grad_strides
+    a_k, a_r, a_scale_k, a_scale_r = a_strides
+    if problem.a_format == "bf16":  # [M, n] and [M, k]; MX copies are [n, M] and [k, M]
+        grad_n, grad_r, a_k, a_r = grad_r, grad_n, a_r, a_k
+    out_g, out_n, out_k = out_strides
+    return Launch(
+        _grouped_wgrad_kernel,
+        (problem.num_groups * tiles,),
+        reduction=problem.num_rows,
+        num_n=problem.n,
+        num_k=problem.k,
+        out_stride_g=out_g,
+        out_stride_n=out_n,
+        out_stride_k=out_k,
+        grad_stride_n=grad_n,
+        grad_stride_r=grad_r,
+        grad_scale_stride_n=grad_scale_n,
+        grad_scale_stride_r=grad_scale_r,
+        a_stride_k=a_k,
+        a_stride_r=a_r,
+        a_scale_stride_k=a_scale_k,
+        a_scale_stride_r=a_scale_r,
+        ACCUMULATE=problem.accumulate,
+        PREFETCH_SCALES=_prefetch_scales(problem.target, grad_scale_r, a_scale_r),
+        **_tile_constants(problem, config),
+    )
+
+
+def _tile_constants(problem: GroupedProblem, config: GemmConfig) -> dict[str, Any]:
+    return dict(
+        A_FORMAT=_element(problem.a_format),
+        B_FORMAT=_element(problem.b_format),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
+        GROUP_M=config.group_m,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def _element(format_name: str) -> str:
+    """The kernels' element format name of an operand."""
+    return "bf16" if format_name == "bf16" else get_format(format_name).element.name
+
+
+def _parts(value: Operand) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
+    """Return values, scales (None for bf16) and the strides of both (0 for absent scales)."""
+    if isinstance(value, MXTensor):
+        return value.qdata, value.scale, value.qdata.stride() + value.scale.stride()
+    return value, None, value.stride() + (0,) * value.dim()
+
+
+def _prefetch_scales(target: Target, *strides: int) -> bool:
+    """Whether the kernel loads scales one step ahead.
+
+    True on NVIDIA, where the pipeliner does not hide their latency. False with tcgen05 and strided
+    scales (``trans_b=False``), which Triton 3.6 fails to lower.
+    """
+    dense = all(stride <= 1 for stride in strides)
+    return target.kind != "hip" and (dense or not has_tcgen05(target))
+
+
+GROUPED_GEMM = _GroupedGemm()
+GROUPED_WGRAD = _GroupedWgrad()

@@ -1,0 +1,1 @@
+"""The two-stage MoE layer: weights, checks, the reference, and kernels by chip."""

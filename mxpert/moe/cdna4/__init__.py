@@ -1,0 +1,1 @@
+"""The MoE kernels of gfx950."""

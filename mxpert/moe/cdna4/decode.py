@@ -1,0 +1,243 @@
+"""MoE GEMM for few tokens per expert on gfx950; it is limited by the memory that weights are in.
+
+The problem is transposed: weights are operand A of MFMA and activation rows its N, so that a tile
+has as few as 16 rows. Weights come in `Layout.CDNA4_FRAGMENT`: each wave streams its own units of
+64 weight rows × 128 elements of depth with 16-byte loads straight into the registers that MFMA
+reads, and a word of scales a lane for the four fragments of a unit. Activation rows go to LDS by
+direct copies, in chunks of 16 bytes, and all waves read them from there.
+
+Grid: one dimension, a workgroup for each split of each tile of [64 * WAVES weight rows, ROWS sorted
+rows], as many as the plan can need; those without a tile return at once. Tiles are not persistent:
+the weights of a tile take a CU tens of thousands of cycles, so that its start costs little beside
+the other workgroups of the CU. Consecutive workgroups go to the XCDs in turn, so tiles are numbered
+such that an XCD gets neighbouring ones: its L2 serves their activation rows.
+
+Waves: SLICES * WAVES. The SLICES waves of the same weight rows have every SLICES-th unit of depth
+and add their sums through LDS. k_splits workgroups have parts of the depth and store float32
+partial sums, which a finishing kernel adds in order.
+
+Pipeline: DEPTH steps of weights are in registers or on the way, 17 KB a step with four waves.
+Activations have two buffers in LDS, a copy each; a copy lasts ITERATIONS iterations of four steps.
+
+Timeline of a wave: description of the tile → first copy of activations, DEPTH steps of weights →
+for each copy: wait for it, barrier, start the next one; for each step: read activations from LDS,
+four MFMA (bf16: decode, 16 MFMA) for 16 rows, load the step DEPTH ahead → epilogue.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...device.cdna4_fragments import elements_per_chunk, items_per_lane
+from ...device.cdna4_raster import NUM_XCDS
+from ...device.compat import aggregate
+from .epilogue import (
+    GatedActivation,
+    MXFormat,
+    Plan,
+    Tile,
+    add_bias,
+    row_vector,
+    scale_rows,
+    store_features,
+    store_outputs,
+    store_partial,
+)
+from .mainloop import (
+    UNIT_LANES,
+    UNIT_WORDS,
+    Shape,
+    Units,
+    accumulate,
+    open_activations,
+    open_weights,
+    sum_slices,
+)
+
+RUN_TIME_VALUES = (
+    "num_tokens",
+    "num_experts",
+    "num_k_blocks",
+    "num_n_blocks",
+    "row_units",
+    "depth_units",
+    "routing_block_m",
+    "k_splits",
+    "units_per_split",
+    "partial_rows",
+    "x_row_chunks",
+    "x_scale_stride",
+    "p0",
+    "p1",
+)
+"""Numbers that Triton must not specialise on: they may be 1 or odd, which would compile one binary
+per model."""
+
+
+@aggregate
+class Activations:
+    """Activation rows in memory.
+
+    x: bfloat16 values or uint8 codes, row_width elements a row. x_scale: uint32 words of E8M0
+    bytes, scale_stride a row. first_row: sorted row of the tile. GATHER: rows belong to tokens,
+    which `plan` names; else they are sorted already and x is the tile's first one.
+    """
+
+    x: gl.tensor
+    x_scale: gl.tensor
+    row_width: gl.tensor
+    scale_stride: gl.tensor
+    first_row: gl.tensor
+    plan: Plan
+    GATHER: gl.constexpr
+
+    @gluon.jit
+    def row_of(self, place):
+        """Row in memory of each row of the tile; a padding row gets any row that exists."""
+        if self.GATHER:
+            token = self.plan.tokens(self.first_row + place)
+            return gl.where(token < self.plan.num_tokens, token, 0)
+        else:
+            return place
+
+    @gluon.jit
+    def scale_row_of(self, place):
+        """Row of each row of the tile in a vector with a value a row of the whole matrix."""
+        if self.GATHER:
+            return self.row_of(place)
+        else:
+            return self.first_row + place
+
+
+@gluon.jit
+def _locate(plan, row_units, k_splits, WAVES: gl.constexpr, ROWS: gl.constexpr):
+    """Tile and split of this workgroup; the expert is −1 without a tile.
+
+    An XCD gets consecutive tiles; the splits and weight rows of a row block are neighbours.
+    """
+    per_block = gl.cdiv(row_units, WAVES) * k_splits
+    total = gl.load(plan.num_valid) // ROWS * per_block
+    per_xcd = gl.cdiv(total, NUM_XCDS)
+    place = gl.program_id(0) // NUM_XCDS
+    index = gl.program_id(0) % NUM_XCDS * per_xcd + place
+    first_row = index // per_block * ROWS
+    inside = index % per_block
+    expert = gl.to_tensor(-1)
+    if (place < per_xcd) & (index < total):
+        expert = plan.expert(first_row)
+    first_weight_row = inside // k_splits * (WAVES * 64)
+    tile = Tile(expert=expert, first_row=first_row, first_weight_row=first_weight_row)
+    return tile, inside % k_splits
+
+
+@gluon.jit
+def _open_tile_weights(codes, scales, tile, first_depth, units, shape):
+    """`WeightStream` of a tile from a unit of depth on; codes and scales of all experts."""
+    first_unit = tile.first_weight_row // 64
+    unit = (tile.expert.to(gl.int64) * units.rows + first_unit) * units.depth + first_depth
+    codes += unit * (UNIT_LANES * items_per_lane(shape.FORMAT))
+    return open_weights(codes, scales + unit * UNIT_WORDS, first_unit, units, shape)
+
+
+@gluon.jit
+def _open_source(x, x_scale, row_width, scale_stride, tile, plan, GATHER: gl.constexpr):
+    """`Activations` of a tile. Sorted rows of a tile are neighbours; tokens may be anywhere."""
+    if not GATHER:
+        x += tile.first_row.to(gl.int64) * row_width
+    if x_scale is None:
+        scales = x
+    elif GATHER:
+        scales = x_scale
+    else:
+        scales = x_scale + tile.first_row.to(gl.int64) * scale_stride
+    return Activations(
+        x=x,
+        x_scale=scales,
+        row_width=row_width,
+        scale_stride=scale_stride,
+        first_row=tile.first_row,
+        plan=plan,
+        GATHER=GATHER,
+    )
+
+
+@gluon.jit(do_not_specialize=RUN_TIME_VALUES, do_not_specialize_on_alignment=("x_scale_ptr",))
+def _moe_gemm_decode_cdna4_kernel(
+    out_ptr,
+    out_scale_ptr,
+    partial_ptr,
+    x_ptr,
+    x_scale_ptr,
+    x_row_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    sorted_token_ids_ptr,
+    sorted_weights_ptr,
+    block_expert_ids_ptr,
+    num_valid_ptr,
+    num_tokens,
+    num_experts,
+    num_k_blocks,
+    num_n_blocks,
+    row_units,
+    depth_units,
+    routing_block_m,
+    k_splits,
+    units_per_split,
+    partial_rows,
+    x_row_chunks,
+    x_scale_stride,
+    p0,
+    p1,
+    X_FORMAT: gl.constexpr,
+    GATHER: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    OUT_FORMAT: gl.constexpr,
+    EMAX: gl.constexpr,
+    THRESHOLD: gl.constexpr,
+    ATOMIC: gl.constexpr,
+    ROWS: gl.constexpr,
+    SLICES: gl.constexpr,
+    WAVES: gl.constexpr,
+    DEPTH: gl.constexpr,
+    ITERATIONS: gl.constexpr,
+    STREAM: gl.constexpr,
+):
+    """Multiply the rows of a block by its expert's weights and run the epilogue."""
+    plan = Plan(
+        sorted_token_ids_ptr,
+        block_expert_ids_ptr,
+        num_valid_ptr,
+        num_tokens,
+        num_experts,
+        routing_block_m,
+    )
+    tile, split = _locate(plan, row_units, k_splits, WAVES, ROWS)
+    if tile.expert < 0:
+        return
+    SCALED: gl.constexpr = x_scale_ptr is not None
+    shape = Shape(X_FORMAT, ROWS, SLICES, WAVES, DEPTH, ITERATIONS, STREAM, SCALED=SCALED)
+    first_depth = split * units_per_split
+    units = Units(row_units, depth_units, gl.minimum(units_per_split, depth_units - first_depth))
+    weights = _open_tile_weights(w_ptr, w_scale_ptr, tile, first_depth, units, shape)
+    row_width = x_row_chunks * elements_per_chunk(X_FORMAT)
+    source = _open_source(x_ptr, x_scale_ptr, row_width, x_scale_stride, tile, plan, GATHER)
+    blocks = num_k_blocks - first_depth * 4
+    activations = open_activations(source, first_depth * 4, blocks, shape, SLICES * WAVES)
+    sums = sum_slices(accumulate(weights, activations, shape))
+    sums = scale_rows(sums, x_row_scale_ptr, source.scale_row_of(row_vector(sums)))
+    if partial_ptr is not None:
+        width = num_n_blocks * (32 if ACTIVATION == "" else 64)
+        store_partial(partial_ptr, sums, split, partial_rows, tile, width, plan)
+    elif ACTIVATION == "":
+        sums = add_bias(sums, bias_ptr, tile, num_n_blocks * 32)
+        sums = scale_rows(sums, sorted_weights_ptr, tile.first_row + row_vector(sums))
+        store_outputs(out_ptr, sums, tile, num_n_blocks * 32, plan, ATOMIC)
+    else:
+        sums = scale_rows(sums, sorted_weights_ptr, tile.first_row + row_vector(sums))
+        sums = add_bias(sums, bias_ptr, tile, num_n_blocks * 64)
+        activation = GatedActivation(p0, p1, ACTIVATION)
+        mx = MXFormat(OUT_FORMAT, EMAX, THRESHOLD)
+        store_features(out_ptr, out_scale_ptr, sums, tile, num_n_blocks * 32, plan, activation, mx)

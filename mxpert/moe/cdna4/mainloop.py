@@ -1,0 +1,346 @@
+"""Main loop of the decode kernel: stream weights through registers, activations through LDS."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...device.cdna4_fragments import (
+    STEPS,
+    as_operand,
+    as_scale_operand,
+    as_x_operand,
+    as_x_scale_operand,
+    chunks_per_unit,
+    code_layout,
+    decode_operand,
+    elements_per_chunk,
+    items_per_lane,
+    scale_layout,
+    sum_layout,
+    unit_x_scales,
+    x_layout,
+    x_scale_layout,
+)
+from ...device.compat import aggregate, barrier, batched_mfma_scaled, buffer_load, reinterpret
+
+_async_copy = gl.amd.cdna4.async_copy
+UNIT_LANES = gl.constexpr(256)
+UNIT_WORDS = gl.constexpr(64)
+"""A unit of 64 x 128 weights: lanes of four fragments, 16 bytes each, and words of scales."""
+
+
+@aggregate
+class Shape:
+    """What is fixed when the kernel is compiled.
+
+    FORMAT: of the activations, "bf16", "e4m3" or "e2m1". ROWS: activation rows of a tile. SLICES,
+    WAVES: see `lib.fragments`. DEPTH: steps of weights in flight. ITERATIONS: iterations that a
+    copy of activations lasts. STREAM: weights are read once, so that they need no cache. SCALED:
+    activations have E8M0 scales.
+    """
+
+    FORMAT: gl.constexpr
+    ROWS: gl.constexpr
+    SLICES: gl.constexpr
+    WAVES: gl.constexpr
+    DEPTH: gl.constexpr
+    ITERATIONS: gl.constexpr
+    STREAM: gl.constexpr
+    SCALED: gl.constexpr
+
+
+@aggregate
+class WeightStream:
+    """Weights of a tile: base addresses, and offsets of each thread.
+
+    exists: whether the thread's 64 rows exist; the last tile of an expert may have fewer.
+    """
+
+    codes: gl.tensor
+    scales: gl.tensor
+    code_offsets: gl.tensor
+    scale_offsets: gl.tensor
+    code_exists: gl.tensor
+    scale_exists: gl.tensor
+    num_units: gl.tensor
+    shape: Shape
+
+    @gluon.jit
+    def load(self, step):
+        """Start loading the codes and scales of a step; past the last unit they are zeros."""
+        SLICES: gl.constexpr = self.shape.SLICES
+        unit = step * SLICES
+        ITEMS: gl.constexpr = items_per_lane(self.shape.FORMAT)
+        codes = self.codes + unit.to(gl.int64) * (UNIT_LANES * ITEMS)
+        scales = self.scales + unit.to(gl.int64) * UNIT_WORDS
+        CL: gl.constexpr = self.code_offsets.type.layout
+        SL: gl.constexpr = self.scale_offsets.type.layout
+        code_mask = self.code_exists & (unit + _slices(SLICES, CL) < self.num_units)
+        scale_mask = self.scale_exists & (unit + _slices(SLICES, SL) < self.num_units)
+        CACHE: gl.constexpr = ".cg" if self.shape.STREAM else ".ca"
+        return Weights(
+            codes=buffer_load(codes, self.code_offsets, code_mask, CACHE),
+            scales=buffer_load(scales, self.scale_offsets, scale_mask, CACHE),
+        )
+
+
+@aggregate
+class Weights:
+    """Codes and scales of a step, as loaded."""
+
+    codes: gl.tensor
+    scales: gl.tensor
+
+
+@gluon.constexpr_function
+def _along(rank, axis, layout):
+    """Layout of a vector along one axis of a tensor."""
+    for place in reversed(range(rank)):
+        if place != axis:
+            layout = gl.SliceLayout(place, layout)
+    return layout
+
+
+@gluon.jit
+def along(size: gl.constexpr, axis: gl.constexpr, rank: gl.constexpr, LAYOUT: gl.constexpr):
+    """0, 1, … size - 1 along an axis of a tensor of `rank` dimensions; 1 in the others."""
+    values = gl.arange(0, size, _along(rank, axis, LAYOUT))
+    for place in gl.static_range(rank):
+        if place != axis:
+            values = gl.expand_dims(values, place)
+    return values
+
+
+@gluon.jit
+def _slices(SLICES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Index of the slice of each thread, to compare with numbers of units."""
+    if SLICES == 1:
+        return 0
+    else:
+        return along(SLICES, 0, len(LAYOUT.shape), LAYOUT)
+
+
+@aggregate
+class Units:
+    """Units of an expert's weights, rows and depth; `wanted` of the depth belong to the tile."""
+
+    rows: gl.tensor
+    depth: gl.tensor
+    wanted: gl.tensor
+
+
+@gluon.jit
+def open_weights(codes, scales, first_unit, units, shape):
+    """`WeightStream` of a tile.
+
+    Args:
+        codes, scales: addresses of the tile's first unit; codes uint8, or uint32 with bf16
+            activations, scales uint32.
+        first_unit: the tile's first unit of rows. units: Units.
+    """
+    SLICES: gl.constexpr = shape.SLICES
+    WAVES: gl.constexpr = shape.WAVES
+    ITEMS: gl.constexpr = items_per_lane(shape.FORMAT)
+    CL: gl.constexpr = code_layout(SLICES, WAVES, shape.FORMAT)
+    SL: gl.constexpr = scale_layout(SLICES, WAVES)
+    fragment = along(4 * WAVES, 1, 4, CL)
+    place = along(SLICES, 0, 4, CL) + fragment // 4 * units.depth
+    lane = fragment % 4 * 64 + along(64, 2, 4, CL)
+    wave = along(WAVES, 1, 3, SL)
+    words = (along(SLICES, 0, 3, SL) + wave * units.depth) * UNIT_WORDS + along(64, 2, 3, SL)
+    return WeightStream(
+        codes=codes,
+        scales=scales,
+        code_offsets=(place * UNIT_LANES + lane) * ITEMS + along(ITEMS, 3, 4, CL),
+        scale_offsets=words,
+        code_exists=first_unit + fragment // 4 < units.rows,
+        scale_exists=first_unit + wave < units.rows,
+        num_units=units.wanted,
+        shape=shape,
+    )
+
+
+@aggregate
+class ActivationCopies:
+    """Activation rows of a tile and their buffers in LDS, two of each.
+
+    rows: chunks of 16 bytes, [2, chunks of a copy, ROWS, 16 bytes]. scales: uint32 [2, slices and
+    iterations of a copy, ROWS, STEPS], a byte for each MX block of a unit. x, x_scale: addresses of
+    the tile's first depth. offsets, scale_offsets: of each thread's chunks and words of the first
+    copy. num_blocks: MX blocks of depth from there on.
+    """
+
+    rows: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    x: gl.tensor
+    x_scale: gl.tensor
+    offsets: gl.tensor
+    scale_offsets: gl.tensor
+    num_blocks: gl.tensor
+    shape: Shape
+
+    @gluon.jit
+    def copy(self, copy):
+        """Start copying rows straight to LDS; zeros past the last block."""
+        FORMAT: gl.constexpr = self.shape.FORMAT
+        CHUNKS: gl.constexpr = self.rows.shape[1]
+        LAYOUT: gl.constexpr = self.offsets.type.layout
+        PER_BLOCK: gl.constexpr = chunks_per_unit(FORMAT) // 4
+        chunk = copy * CHUNKS + along(CHUNKS, 0, 3, LAYOUT)
+        # An address of 2^31 or more is out of bounds: the copy writes zeros to LDS. A masked copy
+        # would write nothing.
+        outside = (chunk >= self.num_blocks * PER_BLOCK).to(gl.int32) * (1 << 30)
+        if elements_per_chunk(FORMAT) == 16:
+            outside += outside
+        _async_copy.buffer_load_to_shared(
+            self.rows.index(copy % 2),
+            self.x + copy * (CHUNKS * elements_per_chunk(FORMAT)),
+            self.offsets + outside,
+        )
+        _async_copy.commit_group()
+
+    @gluon.jit
+    def load_scales(self, copy):
+        """Start loading the scales of a copy, as they are in LDS; zeros past the last block."""
+        PARTS: gl.constexpr = self.scales.shape[1]
+        WORDS: gl.constexpr = self.scale_offsets.type.layout
+        unit = copy * (PARTS * STEPS) + _scale_units(PARTS, self.shape, WORDS)
+        x_scale = self.x_scale + copy * (PARTS * STEPS)
+        return buffer_load(x_scale, self.scale_offsets, unit * 4 < self.num_blocks, ".ca")
+
+
+@gluon.jit
+def _scale_units(PARTS: gl.constexpr, shape, LAYOUT: gl.constexpr):
+    """Unit of depth, inside a copy, of each word [PARTS, ROWS, STEPS] of scales in LDS."""
+    part = along(PARTS, 0, 3, LAYOUT)
+    step = part // shape.SLICES * STEPS + along(STEPS, 2, 3, LAYOUT)
+    return step * shape.SLICES + part % shape.SLICES
+
+
+@gluon.jit
+def open_activations(source, first_block, num_blocks, shape, num_warps: gl.constexpr):
+    """`ActivationCopies` of a tile whose depth starts at `first_block`; allocates LDS.
+
+    source: Activations.
+    """
+    FORMAT: gl.constexpr = shape.FORMAT
+    ROWS: gl.constexpr = shape.ROWS
+    WIDTH: gl.constexpr = elements_per_chunk(FORMAT)
+    UNITS: gl.constexpr = shape.ITERATIONS * STEPS * shape.SLICES
+    CHUNKS: gl.constexpr = UNITS * chunks_per_unit(FORMAT)
+    COPY: gl.constexpr = gl.BlockedLayout(
+        [1, 1, WIDTH], [64 // ROWS, ROWS, 1], [num_warps, 1, 1], [2, 1, 0]
+    )
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 16, 4], [num_warps, 1, 1], [2, 1, 0])
+    PARTS: gl.constexpr = shape.ITERATIONS * shape.SLICES
+    rows = gl.allocate_shared_memory(
+        source.x.dtype.element_ty,
+        [2, CHUNKS, ROWS, WIDTH],
+        gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
+    )
+    scales = gl.allocate_shared_memory(
+        gl.uint32, [2, PARTS, ROWS, STEPS], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    )
+    row = source.row_of(along(ROWS, 1, 3, COPY))
+    chunk = along(CHUNKS, 0, 3, COPY) * WIDTH + along(WIDTH, 2, 3, COPY)
+    scale_row = source.row_of(along(ROWS, 1, 3, WORDS))
+    return ActivationCopies(
+        rows=rows,
+        scales=scales,
+        x=source.x + first_block * (chunks_per_unit(FORMAT) // 4 * WIDTH),
+        x_scale=source.x_scale + first_block // 4,
+        offsets=row * source.row_width + chunk,
+        scale_offsets=scale_row * source.scale_stride + _scale_units(PARTS, shape, WORDS),
+        num_blocks=num_blocks,
+        shape=shape,
+    )
+
+
+@gluon.jit
+def _multiply(sums, weights, x, x_scales, shape):
+    """Add the products of one step to the sums."""
+    LAYOUT: gl.constexpr = sums.type.layout
+    if shape.FORMAT == "bf16":
+        operand = decode_operand(weights.codes, weights.scales, LAYOUT)
+        return gl.amd.cdna4.mfma(operand, x, sums)
+    else:
+        operand = as_operand(weights.codes, LAYOUT)
+        scales = as_scale_operand(weights.scales)
+        return batched_mfma_scaled(operand, scales, "e2m1", x, x_scales, shape.FORMAT, sums)
+
+
+@gluon.jit
+def _replace(queue, place: gl.constexpr, weights):
+    """The queue with other weights at a place."""
+    return queue[:place] + (weights,) + queue[place + 1 :]
+
+
+@gluon.jit
+def accumulate(weights, activations, shape):
+    """Sums of a tile over its depth, float32 [SLICES, 64 * WAVES, ROWS].
+
+    weights: WeightStream. activations: ActivationCopies.
+    """
+    FORMAT: gl.constexpr = shape.FORMAT
+    SLICES: gl.constexpr = shape.SLICES
+    WAVES: gl.constexpr = shape.WAVES
+    ROWS: gl.constexpr = shape.ROWS
+    SUMS: gl.constexpr = sum_layout(SLICES, WAVES, FORMAT)
+    X: gl.constexpr = x_layout(SLICES, WAVES, ROWS, FORMAT)
+    sums = gl.zeros((SLICES, 64 * WAVES, ROWS), gl.float32, SUMS)
+    iterations = gl.cdiv(weights.num_units, STEPS * SLICES)
+    # One view for each step of the two buffers, and for each iteration.
+    x_steps = reinterpret(
+        activations.rows,
+        activations.x.dtype.element_ty,
+        [2 * shape.ITERATIONS * STEPS, SLICES * chunks_per_unit(FORMAT), ROWS, X.shape[2]],
+        gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
+    )
+    x_scale_words = reinterpret(
+        activations.scales,
+        gl.uint32,
+        [2 * shape.ITERATIONS, SLICES, ROWS, STEPS],
+        gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
+    )
+    activations.copy(0)
+    queue = ()
+    for step in gl.static_range(shape.DEPTH):
+        queue += (weights.load(gl.to_tensor(step)),)
+    if shape.SCALED:
+        own_scales = activations.load_scales(0)
+    x_scales = unit_x_scales(SLICES, WAVES, ROWS)
+    for copy in range(gl.cdiv(iterations, shape.ITERATIONS)):
+        if shape.SCALED:
+            activations.scales.index(copy % 2).store(own_scales)
+        _async_copy.wait_group(0)
+        barrier()
+        activations.copy(copy + 1)
+        if shape.SCALED:
+            own_scales = activations.load_scales(copy + 1)
+        first = copy * shape.ITERATIONS
+        for iteration in range(first, gl.minimum(first + shape.ITERATIONS, iterations)):
+            place = iteration % (2 * shape.ITERATIONS)
+            if shape.SCALED:
+                words = _async_copy.load_shared_relaxed(
+                    x_scale_words.index(place), x_scale_layout(SLICES, WAVES, ROWS)
+                )
+            for step in gl.static_range(STEPS):
+                x = _async_copy.load_shared_relaxed(x_steps.index(place * STEPS + step), X)
+                if shape.SCALED:
+                    x_scales = as_x_scale_operand(words, step, WAVES)
+                x = as_x_operand(x, SLICES, SUMS, FORMAT)
+                sums = _multiply(sums, queue[step % shape.DEPTH], x, x_scales, shape)
+                following = weights.load(iteration * STEPS + step + shape.DEPTH)
+                queue = _replace(queue, step % shape.DEPTH, following)
+    _async_copy.wait_group(0)
+    return sums
+
+
+@gluon.jit
+def sum_slices(sums):
+    """Sums of all slices, [64 * WAVES, ROWS]; waves add them through LDS."""
+    if sums.shape[0] > 1:
+        return gl.sum(sums, axis=0)
+    else:
+        return sums.reshape(sums.shape[1], sums.shape[2])

@@ -1,0 +1,237 @@
+"""MoE GEMM of gfx950 for many rows of an expert: tiles of 256 weight rows on scaled MFMA.
+
+A workgroup computes one tile: BLOCK_M sorted rows of one expert × 256 weight rows. With 256 or 128
+sorted rows it has eight waves, two on each SIMD, in two groups; with 64 it has four.
+
+Grid: one dimension, at least one workgroup for each tile that the plan can have; those without a
+tile return at once. Workgroups are dealt out to the eight dies in turn. Each die gets a contiguous
+run of tiles, in groups of GROUP_M row blocks times all weight tiles, so that the workgroups of a
+die share rows and weights in its L2.
+
+Roles: every wave copies, reads and multiplies. Two groups of four waves alternate between memory
+and compute phases (`lib.phases`).
+
+Barriers: two a step, one after each phase.
+    after the memory phase: operands are in registers, and the copies that the next memory phase
+        reads have landed.
+    after the compute phase: the LDS that its operands came from may be overwritten.
+
+Pipeline: see `prefill_mainloop` and `prefill_copies`. A step is 128 elements of the contracted
+    dimension.
+
+Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long), modelled with Triton 3.6.0: 1068 cycles,
+    96 % of them MFMA (e4m3: 2060 and 99 %; Triton 3.9.0: 97 % and 99 %).
+    group 1:  copies, reads            | MFMA (512 cycles)        |
+    group 2:  MFMA of the step before  | copies, reads            |
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...device.cdna4_raster import NUM_XCDS
+from .prefill_copies import (
+    Source,
+    Variant,
+    copied_rows,
+    copied_units,
+    make_buffers,
+    offsets_of_scales,
+    offsets_of_weights,
+)
+from .prefill_epilogue import (
+    TOKEN_MASK,
+    Output,
+    Quadrant,
+    Terms,
+    store_features,
+    store_outputs,
+    sums_of,
+)
+from .prefill_layouts import wave_rows, wave_units
+from .prefill_mainloop import multiply_tile
+
+RUN_TIME_VALUES = (
+    "num_tokens",
+    "num_experts",
+    "num_n_blocks",
+    "row_units",
+    "depth_units",
+    "routing_block_m",
+    "num_k_blocks",
+    "x_row_chunks",
+    "p0",
+    "p1",
+)
+"""Numbers that Triton must not specialise on: that would compile one binary a model."""
+
+
+@gluon.jit
+def _tile_of_program(num_valid_ptr, tiles_n, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr):
+    """Return row block and weight tile of this workgroup; the row block is −1 if it has none."""
+    tiles_m = gl.cdiv(gl.load(num_valid_ptr), BLOCK_M)
+    total = tiles_m * tiles_n
+    program = gl.program_id(0)
+    die = program % NUM_XCDS
+    tile = die * (total // NUM_XCDS) + gl.minimum(die, total % NUM_XCDS) + program // NUM_XCDS
+    group = tile // (GROUP_M * tiles_n)
+    group_size = gl.maximum(gl.minimum(tiles_m - group * GROUP_M, GROUP_M), 1)
+    place = tile % (GROUP_M * tiles_n)
+    tile_m = gl.where(program < total, group * GROUP_M + place % group_size, -1)
+    return tile_m, place // group_size
+
+
+@gluon.jit
+def _row_offsets(ids, first, num_tokens, stride, BLOCK_M: gl.constexpr, GATHER: gl.constexpr):
+    """Offsets of the tile's rows, in the order of the copies.
+
+    With GATHER rows are tokens, and the offset counts from the first token; padding repeats the
+    last token. Without it rows are sorted, and the offset counts from the tile's first row.
+    """
+    row = copied_rows(BLOCK_M)
+    if GATHER:
+        row = gl.minimum(gl.load(ids + first + row) & TOKEN_MASK, num_tokens - 1)
+    return row * stride
+
+
+@gluon.jit
+def _source(
+    rows,
+    row_offset,
+    row_bytes,
+    row_scales,
+    w,
+    w_scale,
+    first_unit,
+    tile_n,
+    row_units,
+    depth_units,
+    BLOCK_M: gl.constexpr,
+):
+    """`Source` of a tile. first_unit: number of the tile's first unit of 64 weight rows."""
+    UNITS: gl.constexpr = copied_units(gl.num_warps())
+    units = first_unit * depth_units
+    return Source(
+        rows=rows,
+        row_offset=row_offset,
+        row_bytes=row_bytes,
+        weights=w + units * 4096,
+        weight_offset=offsets_of_weights(tile_n * 4, row_units, depth_units),
+        row_scales=row_scales,
+        row_scale_offset=offsets_of_scales(UNITS, 0, BLOCK_M // 64, depth_units),
+        weight_scales=w_scale + units * 256,
+        weight_scale_offset=offsets_of_scales(4, tile_n * 4, row_units, depth_units),
+        steps=depth_units,
+    )
+
+
+@gluon.jit
+def _terms(ids, bias, bias_rows, row_scale, weights, num_tokens):
+    """`Terms` of a tile, whose expert's biases start at bias_rows. Pointers may be None."""
+    return Terms(
+        sorted_token_ids=ids,
+        bias=ids if bias is None else bias + bias_rows,
+        row_scale=ids if row_scale is None else row_scale,
+        weights=ids if weights is None else weights,
+        num_tokens=num_tokens,
+        HAS_BIAS=bias is not None,
+        HAS_ROW_SCALE=row_scale is not None,
+        HAS_WEIGHTS=weights is not None,
+    )
+
+
+@gluon.jit
+def _store(sums, terms, output, tile_m, tile_n, variant):
+    """Run the epilogue of each quadrant."""
+    BLOCK_M: gl.constexpr = variant.BLOCK_M
+    FORMAT: gl.constexpr = variant.FORMAT
+    for unit in gl.static_range(wave_units(BLOCK_M, FORMAT)):
+        for half in gl.static_range(wave_rows(BLOCK_M, FORMAT) // 32):
+            quadrant = Quadrant(tile_m, tile_n, BLOCK_M, FORMAT, half, unit)
+            total = sums_of(sums, quadrant)
+            if output.ACTIVATION != "":
+                store_features(total, terms, output, quadrant)
+            else:
+                store_outputs(total, terms, output, quadrant)
+
+
+@gluon.jit(do_not_specialize=RUN_TIME_VALUES)
+def _moe_gemm_prefill_cdna4_kernel(
+    out_ptr,
+    out_scale_ptr,
+    partial_ptr,
+    x_ptr,
+    x_scale_ptr,
+    x_row_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    sorted_token_ids_ptr,
+    sorted_weights_ptr,
+    block_expert_ids_ptr,
+    num_valid_ptr,
+    num_tokens,
+    num_experts,
+    num_n_blocks,
+    row_units,
+    depth_units,
+    routing_block_m,
+    num_k_blocks,
+    x_row_chunks,
+    p0,
+    p1,
+    X_FORMAT: gl.constexpr,
+    OUT_FORMAT: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    ATOMIC: gl.constexpr,
+    EMAX: gl.constexpr,
+    THRESHOLD: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """One stage: ``x @ w[expert].T`` and its epilogue; see the module.
+
+    x: uint8 codes, rows 16 · x_row_chunks bytes apart: of tokens, or in stage 2 (ACTIVATION "")
+    sorted. x_scale: by `arrange_scales`. w, w_scale: CDNA4_FRAGMENT. partial: None.
+    """
+    tile_m, tile_n = _tile_of_program(num_valid_ptr, gl.cdiv(row_units, 4), BLOCK_M, GROUP_M)
+    first = gl.maximum(tile_m, 0) * BLOCK_M
+    expert = gl.load(block_expert_ids_ptr + first // routing_block_m)
+    has_rows = (gl.load(sorted_token_ids_ptr + first) & TOKEN_MASK) < num_tokens
+    if (tile_m < 0) | (expert < 0) | (expert >= num_experts) | (has_rows == 0):
+        return
+    GATHER: gl.constexpr = ACTIVATION != ""
+    stride = x_row_chunks * 16
+    source = _source(
+        rows=x_ptr if GATHER else x_ptr + first.to(gl.int64) * stride,
+        row_offset=_row_offsets(sorted_token_ids_ptr, first, num_tokens, stride, BLOCK_M, GATHER),
+        row_bytes=num_k_blocks * (16 if X_FORMAT == "e2m1" else 32),
+        row_scales=x_scale_ptr + (first // 64).to(gl.int64) * depth_units * 256,
+        w=w_ptr,
+        w_scale=w_scale_ptr,
+        first_unit=expert.to(gl.int64) * row_units + tile_n * 4,
+        tile_n=tile_n,
+        row_units=row_units,
+        depth_units=depth_units,
+        BLOCK_M=BLOCK_M,
+    )
+    variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT)
+    sums = multiply_tile(source, make_buffers(variant), variant)
+    output = Output(
+        out=out_ptr,
+        scale=out_scale_ptr if out_scale_ptr is not None else out_ptr,
+        columns=num_n_blocks * 32,
+        p0=p0,
+        p1=p1,
+        FORMAT=OUT_FORMAT,
+        ACTIVATION=ACTIVATION,
+        ATOMIC=ATOMIC,
+        EMAX=EMAX,
+        THRESHOLD=THRESHOLD,
+    )
+    bias_rows = expert.to(gl.int64) * output.columns * (2 if GATHER else 1)
+    terms = _terms(
+        sorted_token_ids_ptr, bias_ptr, bias_rows, x_row_scale_ptr, sorted_weights_ptr, num_tokens
+    )
+    _store(sums, terms, output, tile_m, tile_n, variant)

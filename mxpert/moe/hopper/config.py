@@ -1,0 +1,348 @@
+"""Choice of tiles for the Hopper MoE kernels, and the check of configs."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...core.problem import MoEConfig, MoEProblem, Op
+from ...core.stage_configs import StageConfig, require_integers, require_positive, set_kernel
+from ...errors import message, require
+from ...formats.layouts import UNIT_ROWS
+
+
+class HopperKernel(enum.StrEnum):
+    """The two GEMM kernels of an MoE stage on Hopper.
+
+    DECODE: few rows an expert; limited by the memory that weights are read from.
+    PREFILL: many rows an expert; limited by the tensor cores.
+
+    Source:
+        The kernels of the hopper backend.
+
+    Example:
+        >>> HopperKernel("decode") is HopperKernel.DECODE
+        True
+    """
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+
+    def __repr__(self) -> str:
+        return f"HopperKernel.{self.name}"
+
+
+@dataclass(frozen=True)
+class HopperGemmConfig(StageConfig):
+    """Kernel, tile and schedule of one MoE stage on Hopper, to pin with `override`.
+
+    Args:
+        kernel: the kernel that runs, or its name.
+        block_m: sorted rows of a routing block.
+        num_stages: stages of the pipeline, each 256 elements of the contracted dimension.
+        consumers: consumer warpgroups of a CTA; each computes its own 64 weight rows of a tile.
+        blocks_per_tile: most routing blocks of an expert in one tile. A weight is decoded once for
+            all of them. The decode kernel has one.
+        k_splits: CTAs that share the contracted dimension of a tile. The prefill kernel has one.
+        hi_lo: whether rows are two e4m3 parts, hi and lo, as for bfloat16 activations (a16w4).
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: an unknown kernel, or `block_m` below 1. An op raises it too for a tile that
+            the kernel does not have.
+
+    Example:
+        >>> HopperGemmConfig("decode", block_m=8, num_stages=5).kernel
+        HopperKernel.DECODE
+    """
+
+    kernel: HopperKernel
+    block_m: int
+    num_stages: int
+    consumers: int = 2
+    blocks_per_tile: int = 1
+    k_splits: int = 1
+    hi_lo: bool = False
+
+    def __post_init__(self) -> None:
+        set_kernel(self, HopperKernel)
+        if type(self.hi_lo) is not bool:
+            raise TypeError(message("HopperGemmConfig", "hi_lo", "a bool", repr(self.hi_lo)))
+        require_integers(
+            self, ("block_m", "num_stages", "consumers", "blocks_per_tile", "k_splits")
+        )
+        require_positive(self, "block_m")
+
+
+STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
+"""Both stages of a layer."""
+
+BLOCKS_M = (8, 16, 32)
+"""block_m of decode tiles. Prefill tiles have routing blocks of 32 or 64 rows."""
+
+STAGE_DEPTH = 256
+"""Elements of depth (K) in a pipeline stage of both kernels."""
+
+DECODE_REGISTERS = 80
+"""Registers per thread (maxnreg) of the decode kernel: the register file then holds two CTAs of
+twelve warps."""
+
+DECODE_WORKER_REGISTERS = 104
+"""Registers per thread of a consumer: the producer's warps release theirs (80 → 24)."""
+
+_UNIT_STAGE_BYTES = UNIT_ROWS * STAGE_DEPTH // 2 + UNIT_ROWS * STAGE_DEPTH // 32
+"""Bytes of a consumer's weights in a stage: two codes a byte, and a shift for 32 codes."""
+
+_DECODE_SHARED = 113 * 1024
+"""Shared memory per CTA in bytes so that two fit on an SM; the system takes one kilobyte of it."""
+
+_PREFILL_SHARED = 227 * 1024
+"""Shared memory of one CTA in bytes."""
+
+_BARRIER_BYTES = 2048
+_MIN_STEPS_PER_K_SPLIT = 2
+_MAX_K_SPLIT_ROWS = 64
+_MAX_STAGES = 8
+_FEW_STAGES = 3
+_MOST_IDLE = 1.1
+"""Largest ratio of padded to real row units with three consumers. In a stage with few weight rows
+the third consumer has none in the last tile: with the 1024 rows (16 units) of kimi-k2 TP4, tiles of
+two consumers take 4 % less time."""
+
+_DECODE_LIMITS = (("decode8", 1.5), ("decode32", 26))
+_LIMITS: dict[bool, tuple[tuple[str, float], ...]] = {
+    True: (*_DECODE_LIMITS, ("triple", 84), ("wide", math.inf)),
+    False: (
+        *_DECODE_LIMITS,
+        ("short", 56),
+        ("triple", 88),
+        ("narrow", 104),
+        ("middle", 192),
+        ("wide", math.inf),
+    ),
+}
+"""Tile names with the largest number of rows per hit expert at which each is the fastest, by hi_lo.
+
+The limits are somewhat below a tile's rows, since experts with more rows than the average need a
+second tile. A decode tile of 32 rows loads only its block's real rows. It is within 1 % (a8w4) or
+3 % (a16w4) of narrower tiles if tokens spread evenly, and up to 20 % faster if they do not. The
+tile of 16 rows is used only for plans with routing_block_m = 16.
+
+Measured on an H200 with 1 to 2000 rows an expert, on gpt-oss-120b, kimi-k2 TP4, deepseek-v3 EP8 and
+qwen3-235b.
+"""
+
+_PREFILL_SHAPES: dict[bool, dict[str, tuple[int, int, int]]] = {
+    True: {"triple": (32, 3, 2), "wide": (64, 2, 2)},
+    False: {
+        "short": (32, 3, 2),
+        "triple": (32, 3, 3),
+        "narrow": (32, 2, 4),
+        "middle": (64, 2, 3),
+        "wide": (64, 2, 4),
+    },
+}
+"""block_m, consumers and blocks_per_tile of prefill tiles by name, ordered by rows, by hi_lo.
+
+Wide tiles decode each weight for more rows. Narrow tiles leave room for more stages. Registers hold
+the sums of up to 256 rows with two consumers and 96 with three; with hi and lo 128 and 64.
+"""
+
+
+def stage_bytes(config: HopperGemmConfig) -> int:
+    """Bytes of a pipeline stage: weight codes, shifts, and one-byte activation rows (hi and lo)."""
+    rows = config.block_m * config.blocks_per_tile * (2 if config.hi_lo else 1)
+    return config.consumers * _UNIT_STAGE_BYTES + rows * STAGE_DEPTH
+
+
+def _decode_config(block_m: int, hi_lo: bool) -> HopperGemmConfig:
+    """Decode config with as many stages as two CTAs per SM allow."""
+    config = HopperGemmConfig(HopperKernel.DECODE, block_m, 1, hi_lo=hi_lo)
+    stages = (_DECODE_SHARED - _BARRIER_BYTES) // stage_bytes(config)
+    return replace(config, num_stages=min(_MAX_STAGES, stages))
+
+
+def _prefill_config(block_m: int, consumers: int, blocks: int, hi_lo: bool) -> HopperGemmConfig:
+    """Prefill config for tiles of up to `blocks` blocks, with as many stages as fit.
+
+    Shared memory must also hold the output buffers. More stages hide more memory latency: with one
+    stage more, the "short" tile was up to 11 % faster than "triple" on the same rows.
+    """
+    config = HopperGemmConfig(
+        HopperKernel.PREFILL, block_m, 1, consumers, blocks_per_tile=blocks, hi_lo=hi_lo
+    )
+    outputs = consumers * block_m * UNIT_ROWS * torch.bfloat16.itemsize
+    room = _PREFILL_SHARED - _BARRIER_BYTES - outputs
+    return replace(config, num_stages=room // stage_bytes(config))
+
+
+def output_buffers(config: HopperGemmConfig, row_bytes: int) -> tuple[int, int]:
+    """Output buffers per consumer of a prefill tile (TMA stores in flight), and rows of each.
+
+    row_bytes: bytes of a consumer's outputs per row.
+    """
+    ring = config.num_stages * stage_bytes(config)
+    room = _PREFILL_SHARED - _BARRIER_BYTES - ring
+    return next(
+        (buffers, rows)
+        for buffers, rows in ((2, config.block_m), (1, config.block_m), (1, 32), (1, 16))
+        if config.consumers * buffers * rows * row_bytes <= room
+    )
+
+
+@functools.cache
+def tiles(hi_lo: bool) -> dict[str, HopperGemmConfig]:
+    """All tiles by name, ordered by activation rows."""
+    return {f"decode{rows}": _decode_config(rows, hi_lo) for rows in BLOCKS_M} | {
+        name: _prefill_config(*shape, hi_lo) for name, shape in _PREFILL_SHAPES[hi_lo].items()
+    }
+
+
+def uses_hi_lo(problem: MoEProblem) -> bool:
+    """Whether activations are encoded as hi and lo rows (bf16 activations)."""
+    return problem.options.activation_format == "bf16"
+
+
+def decode_ctas(problem: MoEProblem) -> int:
+    """Number of CTAs of the decode kernel; all are resident."""
+    return 2 * problem.target.num_sms
+
+
+def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
+    """Choose the tile of a stage by the rows per hit expert, assuming that tokens spread evenly.
+
+    Both stages get the same block_m.
+    """
+    hi_lo = uses_hi_lo(problem)
+    name = next(name for name, limit in _LIMITS[hi_lo] if problem.rows_per_expert <= limit)
+    units = _row_units(problem, op)
+    if name == "triple" and not hi_lo and -(-units // 3) * 3 > _MOST_IDLE * units:
+        name = "narrow"
+    return tiles(hi_lo)[name]
+
+
+def _row_units(problem: MoEProblem, op: Op) -> int:
+    rows = 2 * problem.intermediate_size if op is Op.MOE_GATE_UP else problem.hidden_size
+    return -(-rows // UNIT_ROWS)
+
+
+def _tiles_and_steps(problem: MoEProblem, op: Op) -> tuple[int, int]:
+    """Number of decode tiles per block, and of steps of depth, of a stage."""
+    depth = problem.hidden_size if op is Op.MOE_GATE_UP else problem.intermediate_size
+    return -(-_row_units(problem, op) // 2), -(-depth // STAGE_DEPTH)
+
+
+def _with_k_splits(config: HopperGemmConfig, problem: MoEProblem, op: Op) -> HopperGemmConfig:
+    """Set k_splits > 1 if the tiles of the routed rows leave more than half of the CTAs idle."""
+    if config.kernel is HopperKernel.PREFILL:
+        return config
+    num_tiles, steps = _tiles_and_steps(problem, op)
+    idle_factor = decode_ctas(problem) // (problem.hit_experts * num_tiles)
+    return replace(config, k_splits=max(1, min(idle_factor, steps // _MIN_STEPS_PER_K_SPLIT)))
+
+
+def early_stages(config: HopperGemmConfig, problem: MoEProblem, num_tiles: int) -> int:
+    """Stages of weights that a CTA of stage 1 loads before it waits for the activation rows.
+
+    num_tiles: tiles per block. Loads complete in the order in which they are issued. If every tile
+    has its own CTA, the activation rows are ready before all stages of weights have arrived. With
+    three stages instead of all, T = 1 takes 1 to 4 % less time, T = 2 and more up to 5 % more.
+    """
+    if problem.hit_experts * num_tiles <= decode_ctas(problem):
+        return min(_FEW_STAGES, config.num_stages)
+    return config.num_stages
+
+
+def _layer(problem: MoEProblem, gate_up: HopperGemmConfig, down: HopperGemmConfig) -> MoEConfig:
+    """Config of a layer with these tiles, with split-K if CTAs would be idle."""
+    gate_up, down = (
+        _with_k_splits(tile, problem, op)
+        for tile, op in zip((gate_up, down), STAGE_OPS, strict=True)
+    )
+    return MoEConfig(gate_up.block_m, gate_up, down)
+
+
+def _preferred_tiles(problem: MoEProblem) -> tuple[HopperGemmConfig, HopperGemmConfig]:
+    return _preferred(problem, Op.MOE_GATE_UP), _preferred(problem, Op.MOE_DOWN)
+
+
+def layer_heuristic(problem: MoEProblem) -> MoEConfig:
+    """Config of a layer: the preferred tile for each stage."""
+    return _layer(problem, *_preferred_tiles(problem))
+
+
+def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
+    """Configs of a layer: the heuristic's first, then other tiles, then other k_splits."""
+    preferred = _preferred_tiles(problem)
+    first = _layer(problem, *preferred)
+    others = [_layer(problem, tile, tile) for tile in tiles(uses_hi_lo(problem)).values()]
+    if preferred[0].kernel is HopperKernel.DECODE:
+        others += [
+            MoEConfig(
+                first.routing_block_m,
+                *(replace(t, k_splits=n) for t, n in zip(preferred, splits, strict=True)),
+            )
+            for splits in _k_split_choices(problem)
+        ]
+    yield first
+    yield from (config for config in others if config != first)
+
+
+def _k_split_choices(problem: MoEProblem) -> Iterator[tuple[int, int]]:
+    """Pairs of k_splits for both stages that the tuner tries; none if there are many rows."""
+    if problem.routed_rows > _MAX_K_SPLIT_ROWS:
+        return
+    for splits in itertools.product((1, 2, 3, 4, 6), (1, 2, 3)):
+        if all(
+            number == 1 or number <= _tiles_and_steps(problem, op)[1]
+            for number, op in zip(splits, STAGE_OPS, strict=True)
+        ):
+            yield splits
+
+
+def stage_configs(problem: MoEProblem) -> Iterator[HopperGemmConfig]:
+    """Every tile whose block_m divides the plan's routing_block_m."""
+    yield from (
+        _with_k_splits(tile, problem, problem.op)
+        for tile in tiles(uses_hi_lo(problem)).values()
+        if problem.routing_block_m % tile.block_m == 0
+    )
+
+
+def stage_heuristic(problem: MoEProblem) -> HopperGemmConfig:
+    """The preferred tile, or the largest decode tile whose block_m divides routing_block_m."""
+    preferred = _preferred(problem, problem.op)
+    if problem.routing_block_m % preferred.block_m:
+        rows = max(rows for rows in BLOCKS_M if problem.routing_block_m % rows == 0)
+        preferred = tiles(uses_hi_lo(problem))[f"decode{rows}"]
+    return _with_k_splits(preferred, problem, problem.op)
+
+
+def require_valid(config: HopperGemmConfig, problem: MoEProblem) -> None:
+    """Raise ValueError for a pinned or tuned config that no kernel of this backend implements."""
+    known_tiles = list(tiles(uses_hi_lo(problem)).values())
+    decodes = config.kernel is HopperKernel.DECODE
+    valid = (
+        config.num_stages >= (2 if decodes else 1)
+        and config.k_splits >= 1
+        and (config.k_splits == 1 or decodes)
+        and any(
+            config.num_stages <= known.num_stages
+            and config == replace(known, num_stages=config.num_stages, k_splits=config.k_splits)
+            for known in known_tiles
+        )
+    )
+    require(
+        valid,
+        problem.op.value,
+        "config",
+        got=config,
+        need=f"one of {known_tiles}, with k_splits in decode tiles, or fewer stages",
+        remedy="take one from the kernel's configs()",
+    )

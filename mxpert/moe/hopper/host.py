@@ -1,0 +1,389 @@
+"""Host side of the Hopper MoE kernels: row encoding, grid sizes, launches; no synchronisation."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ...core.launch import CACHED_LAUNCHES, DescriptorSpec, Launch
+from ...core.problem import Combine, MoEConfig, MoEOptions, MoEProblem, Op
+from ...device.hopper_tma import matrix_descriptor, rows_descriptor
+from ...device.pdl import PDL_LAUNCH
+from ...formats.tensor import MXTensor, Operand
+from ...routing.plan import RoutingPlan
+from ..combine import combine_slots
+from ..inputs import DownInputs, FusedMoEInputs, GateUpInputs
+from ..layer import TwoStageLayer, quantize_rows
+from ..weights import MoEWeights
+from . import config as heuristics
+from .config import HopperGemmConfig, HopperKernel
+from .decode import _moe_gemm_decode_kernel
+from .encode import SortedRows, encode_rows, fits_one_step
+from .epilogue import LINEAR
+from .layout import HOPPER_FRAGMENT
+from .prefill import _moe_gemm_prefill_kernel
+from .split_k_combine import sum_k_splits_and_combine
+from .split_k_gate_up import sum_k_splits_and_activate, sum_k_splits_and_encode
+from .tile_list import Schedules, tile_schedule
+
+_NUM_WARPS = 4
+"""Warps of a warpgroup: of each consumer, and of the producer's partition."""
+
+_X_COPY_DEPTH = 128
+"""Depth of the prefill kernel's copies of activation rows."""
+
+
+class _Stage:
+    """Base class of both stages: supported problems and choice of tiles."""
+
+    op: Op
+    backend = "hopper"
+
+    def unsupported(self, problem: MoEProblem) -> str | None:
+        """Why the kernel cannot serve `problem`, as a phrase; None if it can."""
+        if problem.target.arch != "sm_90":
+            return f"needs sm_90, not {problem.target.arch}"
+        if problem.weight_layout is not HOPPER_FRAGMENT:
+            return (
+                "needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...), which "
+                "keeps ROW_MAJOR where a row spans more than 15 binades"
+            )
+        if problem.options.out_dtype is torch.float64:
+            return "has no float64 output"
+        if problem.routing_block_m % min(heuristics.BLOCKS_M):
+            return f"needs routing_block_m to be a multiple of {min(heuristics.BLOCKS_M)}"
+        return None
+
+    def configs(self, problem: MoEProblem) -> Iterator[HopperGemmConfig]:
+        """Every tile whose block_m divides the plan's routing_block_m."""
+        return heuristics.stage_configs(problem)
+
+    def heuristic(self, problem: MoEProblem) -> HopperGemmConfig:
+        """The config used if the tuned table has no row for `problem`."""
+        return heuristics.stage_heuristic(problem)
+
+
+class _GateUp(_Stage):
+    """Stage 1: gather and encode rows, gate/up GEMM, bias, activation, requantisation."""
+
+    op = Op.MOE_GATE_UP
+
+    def launch(
+        self, problem: MoEProblem, config: HopperGemmConfig, inputs: GateUpInputs
+    ) -> Operand:
+        """Return the intermediate [P, F] in sorted order; padding rows are undefined."""
+        call, num_rows = _Call(problem, config, inputs.plan), inputs.plan.capacity
+        h = self._rows(call, inputs.x, inputs.weights, num_rows, sum_k_splits_and_activate)
+        return quantize_rows(problem, h)
+
+    def run(
+        self,
+        problem: MoEProblem,
+        config: HopperGemmConfig,
+        inputs: GateUpInputs,
+        num_rows: int,
+        schedules: Schedules | None = None,
+    ) -> torch.Tensor | SortedRows:
+        """Return `num_rows` rows as input of stage 2.
+
+        These are bfloat16 rows, which stage 2 quantises and encodes, or after split-K rows that are
+        already encoded.
+        """
+        whole = fits_one_step(problem.intermediate_size)
+        finish = sum_k_splits_and_encode if whole else sum_k_splits_and_activate
+        call = _Call(problem, config, inputs.plan, schedules)
+        result: torch.Tensor | SortedRows = self._rows(
+            call, inputs.x, inputs.weights, num_rows, finish
+        )
+        return result
+
+    @staticmethod
+    def _rows(
+        call: _Call,
+        x: torch.Tensor | MXTensor,
+        weights: MoEWeights,
+        num_rows: int,
+        finish: Callable[[torch.Tensor, torch.Tensor | None, RoutingPlan, MoEOptions], Any],
+    ) -> Any:
+        """Return bfloat16 [num_rows, F], or after split-K what `finish` makes of the sums."""
+        plan, options = call.plan, call.problem.options
+        features = call.problem.intermediate_size
+        h = plan.sorted_weights.new_empty((num_rows, features), dtype=torch.bfloat16)
+        if not plan.max_blocks:
+            return h
+        rows = encode_rows(x, plan, num_rows, options, scatter=True)
+        if call.config.k_splits > 1:
+            parts = call.multiply_k_splits(rows, weights.gate_up_proj, num_rows, 2 * features)
+            return finish(parts, weights.gate_up_bias, plan, options)
+        epilogue = _Epilogue(
+            options.activation.name,
+            options.activation.parameters,
+            options.apply_router_weight_on_input,
+        )
+        call.multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, epilogue)
+        return h
+
+
+class _Down(_Stage):
+    """Stage 2: encode rows, down GEMM, bias, routing weight, combine."""
+
+    op = Op.MOE_DOWN
+
+    def launch(
+        self, problem: MoEProblem, config: HopperGemmConfig, inputs: DownInputs
+    ) -> torch.Tensor:
+        """Return [T, H] (`out`, if given), or with FLAT [P, H] whose padding rows are undefined.
+
+        ATOMIC allows any summation order; this backend sums in slot order, as REDUCE does.
+        """
+        return self.run(problem, config, inputs.h, inputs.weights, inputs.plan, inputs.out)
+
+    def run(
+        self,
+        problem: MoEProblem,
+        config: HopperGemmConfig,
+        h: Operand | SortedRows,
+        weights: MoEWeights,
+        plan: RoutingPlan,
+        out: torch.Tensor | None,
+        schedules: Schedules | None = None,
+    ) -> torch.Tensor:
+        """As `launch`; schedules: tile lists of the layer if its stage 1 computed h."""
+        options, width = problem.options, problem.hidden_size
+        flat = options.combine is Combine.FLAT
+        num_rows = plan.capacity if flat else plan.max_blocks * plan.routing_block_m
+        if plan.num_tokens == 0:
+            size = (num_rows if flat else 0, width)
+            return torch.empty(size, device=weights.device, dtype=options.out_dtype)
+        if isinstance(h, SortedRows):
+            rows = h
+        else:
+            in_layer = schedules is not None
+            rows = encode_rows(h, plan, num_rows, options, scatter=False, release_first=in_layer)
+        if config.k_splits > 1 and not flat:
+            call = _Call(problem, config, plan, schedules)
+            parts = call.multiply_k_splits(rows, weights.down_proj, num_rows, width)
+            return sum_k_splits_and_combine(parts, weights.down_bias, plan, options, out)
+        values = rows.scale.new_empty((num_rows, width), dtype=options.out_dtype)
+        call = _Call(problem, _without_k_splits(config), plan, schedules)
+        epilogue = _Epilogue(weighted=not options.apply_router_weight_on_input)
+        call.multiply(values, rows, weights.down_proj, weights.down_bias, epilogue)
+        if flat:
+            return values
+        return combine_slots(values, plan.slot_rows, problem.target, plan_before_wait=True, out=out)
+
+
+@functools.cache
+def _without_k_splits(config: HopperGemmConfig) -> HopperGemmConfig:
+    return replace(config, k_splits=1)
+
+
+class _Epilogue(NamedTuple):
+    """What follows a GEMM: LINEAR or an activation with its parameters, and the routing weight."""
+
+    kind: str = LINEAR
+    parameters: tuple[float, float] = (0.0, 0.0)
+    weighted: bool = False
+
+
+class _Gemm(NamedTuple):
+    """Sizes and flags that a GEMM's launch needs beside problem and config."""
+
+    num_rows: int
+    num_outputs: int
+    row_units: int
+    depth_units: int
+    routing_block_m: int
+    low_rows: int
+    has_bias: bool
+    epilogue: _Epilogue
+
+
+class _Call(NamedTuple):
+    """One call of a stage. `schedules` caches the tile lists that both stages of a layer share."""
+
+    problem: MoEProblem
+    config: HopperGemmConfig
+    plan: RoutingPlan
+    schedules: Schedules | None = None
+
+    def multiply_k_splits(
+        self, rows: SortedRows, weight: MXTensor, num_rows: int, width: int
+    ) -> torch.Tensor:
+        """Return the partial sums of a GEMM, float32 [k_splits, num_rows, width]."""
+        parts = rows.scale.new_empty((self.config.k_splits, num_rows, width))
+        self.multiply(parts, rows, weight, None, _Epilogue())
+        return parts
+
+    def multiply(
+        self,
+        out: torch.Tensor,
+        rows: SortedRows,
+        weight: MXTensor,
+        bias: torch.Tensor | None,
+        epilogue: _Epilogue,
+    ) -> None:
+        """Run one GEMM with its epilogue over the plan's blocks.
+
+        `out` is [P, F or H], or with split-K [k_splits, P, 2F or H].
+        """
+        problem, config, plan, _ = self
+        _, row_units, depth_units, _ = weight.qdata.shape
+        gemm = _Gemm(
+            out.shape[-2],
+            out.shape[-1],
+            row_units,
+            depth_units,
+            plan.routing_block_m,
+            rows.scale.shape[0],
+            bias is not None,
+            epilogue,
+        )
+        tensors = dict(
+            code_desc=weight.qdata,
+            shift_desc=weight.scale,
+            reference=weight.reference,
+            bias=rows.scale if bias is None else bias,
+            x_scale=rows.scale,
+            routed_weights=plan.sorted_weights,
+            tile_counter=rows.tile_counter,
+        )
+        if config.kernel is HopperKernel.PREFILL:
+            schedule = tile_schedule(plan, config.block_m, config.blocks_per_tile, self.schedules)
+            _prefill_launch(problem, config, gemm, out.dtype)(
+                out_desc=out,
+                x_desc=rows.codes,
+                tile_first_block=schedule.first_block,
+                tile_blocks=schedule.blocks,
+                tile_expert=schedule.expert,
+                num_runs=schedule.count,
+                **tensors,
+            )
+        else:
+            _decode_launch(problem, config, gemm)(
+                out=out,
+                **dict.fromkeys(_x_descriptors(config.block_m), rows.codes),
+                sorted_token_ids=plan.sorted_token_ids,
+                block_expert_ids=plan.block_expert_ids,
+                num_valid=plan.num_valid,
+                **tensors,
+            )
+
+
+_X_DESCRIPTORS = {rows: f"x{rows}_desc" for rows in heuristics.BLOCKS_M}
+"""The decode kernel's descriptor parameters by rows of x; None above a config's block_m."""
+
+
+@functools.cache
+def _x_descriptors(block_m: int) -> dict[str, DescriptorSpec]:
+    return {
+        name: rows_descriptor(rows, heuristics.STAGE_DEPTH, torch.float8_e4m3fn)
+        for rows, name in _X_DESCRIPTORS.items()
+        if rows <= block_m
+    }
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _decode_launch(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -> Launch:
+    # The last step of an odd depth must not read the next unit: decode is limited by bandwidth.
+    tiles = {
+        "code_desc": matrix_descriptor(64, 128, torch.uint8),
+        "shift_desc": matrix_descriptor(16, 32, torch.uint8),
+        **_x_descriptors(config.block_m),
+    }
+    unused = {name: None for name in _X_DESCRIPTORS.values() if name not in tiles}
+    constants = _gemm_constants(problem, config, gemm)
+    early_stages = config.num_stages  # stage 2 starts while the last tiles of stage 1 still run
+    if gemm.epilogue.kind != LINEAR:
+        early_stages = heuristics.early_stages(config, problem, constants["tiles_per_block"])
+    return Launch(
+        _moe_gemm_decode_kernel,
+        (heuristics.decode_ctas(problem),),
+        tiles,
+        num_tokens=problem.num_tokens,
+        k_splits=config.k_splits,
+        blocks_per_unit=gemm.routing_block_m // config.block_m,
+        num_rows=gemm.num_rows,
+        early_stages=early_stages,
+        BLOCK_M=config.block_m,
+        maxnreg=heuristics.DECODE_REGISTERS,
+        WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS,
+        **unused,
+        **constants,
+    )
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _prefill_launch(
+    problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm, out_dtype: torch.dtype
+) -> Launch:
+    constants = _gemm_constants(problem, config, gemm)
+    outputs = 64 if gemm.epilogue.kind == LINEAR else 32  # columns of a consumer's 64 weight rows
+    buffers, rows = heuristics.output_buffers(config, outputs * out_dtype.itemsize)
+    # With hi and lo and only two stages of 256 codes, copy half a stage at a time (32 rows are 128
+    # codes of depth): decoding then starts earlier.
+    code_rows = 32 if config.hi_lo and config.num_stages <= 2 else 64
+    tiles = {
+        "code_desc": rows_descriptor(code_rows, 128, torch.uint8, width=128),
+        "shift_desc": rows_descriptor(code_rows // 4, 32, torch.uint8, width=32),
+        "x_desc": rows_descriptor(config.block_m, _X_COPY_DEPTH, torch.float8_e4m3fn),
+        "out_desc": rows_descriptor(rows, outputs, out_dtype),
+    }
+    return Launch(
+        _moe_gemm_prefill_kernel,
+        (problem.target.num_sms,),
+        tiles,
+        BLOCK_M=config.block_m,
+        BLOCKS=config.blocks_per_tile,
+        STAGING_BUFFERS=buffers,
+        CONSUMERS=config.consumers,
+        **constants,
+    )
+
+
+def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -> dict[str, Any]:
+    """Check the config; return the arguments common to the decode and the prefill kernel."""
+    heuristics.require_valid(config, problem)
+    epilogue = gemm.epilogue
+    return dict(
+        param_first=float(epilogue.parameters[0]),
+        param_second=float(epilogue.parameters[1]),
+        low_rows=gemm.low_rows,
+        num_outputs=gemm.num_outputs,
+        tiles_per_block=-(-gemm.row_units // config.consumers) * config.k_splits,
+        row_units=gemm.row_units,
+        depth_units=gemm.depth_units,
+        STAGES=config.num_stages,
+        HI_LO=config.hi_lo,
+        EPILOGUE=epilogue.kind,
+        HAS_BIAS=gemm.has_bias,
+        WEIGHTED=epilogue.weighted,
+        num_warps=_NUM_WARPS,
+        **PDL_LAUNCH,
+    )
+
+
+class _Layer(TwoStageLayer):
+    """FUSED_MOE: the stages of a layer share its tile lists."""
+
+    def stages(
+        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs, plan: RoutingPlan
+    ) -> torch.Tensor:
+        """Run both stages with a given plan; return [T, H], or `out`, which stage 2 writes."""
+        first, second = config.gate_up, config.down
+        assert isinstance(first, HopperGemmConfig)  # for the type checker: checked by dispatch
+        assert isinstance(second, HopperGemmConfig)  # for the type checker: checked by dispatch
+        weights, num_rows = inputs.weights, plan.max_blocks * plan.routing_block_m
+        schedules: Schedules = {}  # a cache of tile lists, which the stages fill
+        tokens = GateUpInputs(inputs.x, weights, plan)
+        h = GATE_UP.run(problem, first, tokens, num_rows, schedules)
+        return DOWN.run(problem, second, h, weights, plan, inputs.out, schedules)
+
+
+GATE_UP = _GateUp()
+DOWN = _Down()
+FUSED_MOE = _Layer(GATE_UP, DOWN, heuristics)

@@ -1,0 +1,461 @@
+"""MoE GEMM for many tokens per expert: FP8 tensor cores at the power limit.
+
+The grid is persistent, one CTA per SM. A CTA tile is CONSUMERS row units of 64 weight rows × a run
+of up to BLOCKS blocks of BLOCK_M activation rows of one expert (with HI_LO: high and low parts);
+`tile_list` makes the runs. Its width depends on the number of blocks in the run. Blocks of 32 rows
+waste less padding if experts have about a hundred rows. Decoding takes most of the time there. A
+third consumer hides more of it; registers suffice for that up to 96 rows.
+
+Roles: one consumer warpgroup per row unit, and a producer. No maxnreg.
+    consumers: 4 warps each, 240 registers if there are two, 160 if there are three (168 in consumer
+        0, the default partition). Each computes its own row unit, [64, rows].
+    producer: 1 warp, 24 registers. It claims tiles and starts all TMA loads. Three idle warps fill
+        its warpgroup.
+
+Barriers: two or three mbarriers a stage, and one order barrier a consumer.
+    ready: 1 arrival, by the producer with the number of bytes. It completes when the TMA loads have
+        written them. All consumers wait. With READY_PER_STAGE = 2 each half of a stage has its own.
+    free: CONSUMERS arrivals a stage, one by each consumer when its wgmma have read the stage. The
+        producer waits before it fills the stage again.
+    order: 1 arrival, by the previous consumer of the ring. The consumer waits before its wgmma of a
+        stage, so that one consumer multiplies while the others decode and promote (ping-pong).
+        Consumer 0 passes first. Policies without an order have no such barrier.
+
+Pipeline: STAGES stages of 256 codes of depth, as many as fit (2 to 5 in the tiles of `config`).
+    A stage holds CONSUMERS × (64 × 128 + 16 × 32) bytes of weight codes and shifts, 256 bytes of
+    each of BLOCKS × BLOCK_M activation rows (with HI_LO twice as many) and the tag of its tile:
+    82,944 bytes with 2 consumers and 4 blocks of 64 rows.
+
+Timeline:
+    producer: grid dependency wait → per step: wait free, publish tile, load rows, load weights →
+        two steps before a tile's end: claim the next tile and load its description → ... → publish
+        end.
+    consumer: grid dependency wait → per tile: load epilogue terms; per stage: wait ready, decode,
+        wait order, wgmma, signal the next consumer, arrive at free, promote; epilogue, start the
+        TMA stores → read the next tile from the next stage's tag. The next tile runs while the
+        stores are in flight.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ...device.compat import aggregate, async_load
+from ...device.hopper_pipeline import consumer_start, producer_start
+from ...device.hopper_ptx import LO_SCALE, decode_tables
+from ...device.hopper_tile_scheduler import (
+    CLAIM_LEAD,
+    claim_tile,
+    publish_end,
+    publish_tile,
+    read_tile,
+)
+from ...device.pdl import wait_and_launch_dependents
+from .epilogue import (
+    ActivationParameters,
+    Epilogue,
+    Variant,
+    finish,
+    load_output_terms,
+    load_row_terms,
+    output_layout,
+    outputs_per_unit,
+    row_per_thread_layout,
+    store_subtiles,
+)
+from .mainloop import (
+    STAGE_CODES,
+    UNIT_CODES,
+    PingPong,
+    PrefillPipeline,
+    accumulate_prefill,
+    left_columns,
+    make_order_barriers,
+    make_prefill_pipeline,
+    num_columns,
+    ping_pong_policy,
+    right_columns,
+)
+
+_UNIT_CODE_ROWS = gl.constexpr(32)
+_UNIT_SHIFT_ROWS = gl.constexpr(8)
+"""Rows of 128 bytes of codes, and of 32 bytes of shifts, of a row unit and depth unit."""
+
+_CONSUMER_WARPS = gl.constexpr(4)
+_PRODUCER_WARPS = gl.constexpr(1)
+_PRODUCER_REGISTERS = gl.constexpr(24)
+_REGISTERS_OF_TWO = gl.constexpr(240)
+_REGISTERS_OF_THREE = gl.constexpr(160)
+
+
+@aggregate
+class TileList:
+    """Runs of blocks from `tile_list`; each run has tiles_per_run tiles of CONSUMERS row units.
+
+    first_block, blocks, expert: int32 [num_runs]. depth_units: units of 128 codes.
+    """
+
+    first_block: gl.tensor
+    blocks: gl.tensor
+    expert: gl.tensor
+    num_runs: gl.tensor
+    tiles_per_run: gl.tensor
+    depth_units: gl.tensor
+
+
+@aggregate
+class TileInfo:
+    """A tile: the run's first block, its number of blocks and expert, and the tile in the run.
+
+    No tile is left if it has 0 blocks.
+    """
+
+    first_block: gl.tensor
+    blocks: gl.tensor
+    expert: gl.tensor
+    tile_in_run: gl.tensor
+
+    @gluon.jit
+    def numbers(self):
+        """The four numbers of a stage's tag."""
+        return self.first_block, self.blocks, self.expert, self.tile_in_run
+
+
+@aggregate
+class Operands:
+    """TMA descriptors of the operands. low_rows: row of x where the low parts begin (HI_LO)."""
+
+    code_desc: tma.tensor_descriptor
+    shift_desc: tma.tensor_descriptor
+    x_desc: tma.tensor_descriptor
+    row_units: gl.tensor
+    low_rows: gl.tensor
+
+
+@aggregate
+class ConsumerArgs:
+    """Arguments of a consumer.
+
+    order: order barriers of all consumers. staging: its output buffers [buffers, rows, outputs].
+    ORDER: ping-pong policy.
+    """
+
+    pipe: PrefillPipeline
+    order: gl.shared_memory_descriptor
+    staging: gl.shared_memory_descriptor
+    epilogue: Epilogue
+    out_desc: tma.tensor_descriptor
+    parameters: ActivationParameters
+    tiles: TileList
+    ORDER: gl.constexpr
+
+
+@aggregate
+class ProducerArgs:
+    """Arguments of the producer."""
+
+    pipe: PrefillPipeline
+    tile_counter: gl.tensor
+    operands: Operands
+    tiles: TileList
+
+
+@gluon.jit
+def _locate_tile(tile, tiles):
+    """Load the TileInfo of a tile index."""
+    run = tile // tiles.tiles_per_run
+    used = run < tiles.num_runs
+    return TileInfo(
+        first_block=gl.load(tiles.first_block + run, mask=used, other=0),
+        blocks=gl.load(tiles.blocks + run, mask=used, other=0),
+        expert=gl.load(tiles.expert + run, mask=used, other=0),
+        tile_in_run=tile % tiles.tiles_per_run,
+    )
+
+
+@gluon.jit
+def _load_rows(pipe, operands, half, ready, tile, depth):
+    """Start the TMA loads of 128 codes of a tile's activation rows into half a stage."""
+    BLOCK_M: gl.constexpr = pipe.BLOCK_M
+    BLOCKS: gl.constexpr = pipe.BLOCKS
+    for q in gl.static_range(BLOCKS):
+        row = tile.first_block * BLOCK_M + q * BLOCK_M
+        used = tile.blocks > q
+        rows = pipe.x.view(half, q * BLOCK_M, BLOCK_M)
+        async_load(operands.x_desc, [row, depth], ready, rows, pred=used)
+        if pipe.HI_LO:
+            rows = pipe.x.view(half, (BLOCKS + q) * BLOCK_M, BLOCK_M)
+            async_load(operands.x_desc, [operands.low_rows + row, depth], ready, rows, pred=used)
+
+
+@gluon.jit
+def _fill_stage(args, state, step, tile):
+    """Wait for a free stage and start the TMA loads of one step; return the next state."""
+    pipe = args.pipe
+    operands = args.operands
+    unit = pipe.CONSUMERS * tile.tile_in_run
+    READY_PER_STAGE: gl.constexpr = pipe.READY_PER_STAGE
+    DEPTH_UNITS: gl.constexpr = 2 // READY_PER_STAGE  # that arrive at one mbarrier
+    WEIGHT_BYTES: gl.constexpr = pipe.CONSUMERS * (
+        operands.code_desc.block_type.nbytes + operands.shift_desc.block_type.nbytes
+    )
+    BLOCK_BYTES: gl.constexpr = num_columns(DEPTH_UNITS, pipe.HI_LO) * (
+        operands.x_desc.block_type.nbytes
+    )
+    CODE_ROWS: gl.constexpr = _UNIT_CODE_ROWS * DEPTH_UNITS
+    SHIFT_ROWS: gl.constexpr = _UNIT_SHIFT_ROWS * DEPTH_UNITS
+    mbarrier.wait(pipe.free.index(state.stage), state.phase)
+    publish_tile(pipe.tags, state.stage, tile.numbers())
+    for part in gl.static_range(READY_PER_STAGE):
+        ready = pipe.ready.index(state.stage * READY_PER_STAGE + part)
+        for q in gl.static_range(pipe.BLOCKS):
+            mbarrier.expect(ready, WEIGHT_BYTES + (q + 1) * BLOCK_BYTES, pred=tile.blocks == q + 1)
+        for half in gl.static_range(part * DEPTH_UNITS, (part + 1) * DEPTH_UNITS):
+            _load_rows(
+                pipe,
+                operands,
+                half=2 * state.stage + half,
+                depth=step * STAGE_CODES + half * UNIT_CODES,
+                ready=ready,
+                tile=tile,
+            )
+        # For an odd number of depth units, the last step also reads the next unit's weights. They
+        # are finite and are multiplied by x = 0.
+        for c in gl.static_range(pipe.CONSUMERS):
+            row_unit = tile.expert * operands.row_units + gl.minimum(
+                unit + c, operands.row_units - 1
+            )
+            first = row_unit * args.tiles.depth_units + 2 * step + part
+            own = state.stage * pipe.CONSUMERS + c
+            async_load(
+                operands.code_desc,
+                [first * _UNIT_CODE_ROWS, 0],
+                ready,
+                pipe.codes.index(own).slice(part * _UNIT_CODE_ROWS, CODE_ROWS, 0),
+            )
+            async_load(
+                operands.shift_desc,
+                [first * _UNIT_SHIFT_ROWS, 0],
+                ready,
+                pipe.shifts.index(own).slice(part * _UNIT_SHIFT_ROWS, SHIFT_ROWS, 0),
+            )
+    return state.advance()
+
+
+@gluon.jit
+def _produce(args):
+    """The producer warp: claim tiles and load their operands; see the timeline above."""
+    pipe = args.pipe
+    tiles = args.tiles
+    steps = gl.cdiv(tiles.depth_units, 2)
+    claim_at = gl.maximum(steps - CLAIM_LEAD, 1)
+    state = producer_start(pipe.STAGES)
+    number = gl.program_id(0)
+    following = _locate_tile(number, tiles)
+    while following.blocks > 0:
+        tile = following
+        for step in range(claim_at):
+            state = _fill_stage(args, state, step, tile)
+        number = claim_tile(number, args.tile_counter, tiles.num_runs * tiles.tiles_per_run)
+        following = _locate_tile(number, tiles)
+        for step in range(claim_at, steps):
+            state = _fill_stage(args, state, step, tile)
+    publish_end(pipe.tags, state, following.numbers(), pipe.ready, pipe.free, pipe.READY_PER_STAGE)
+
+
+@gluon.jit
+def _load_outputs(epilogue, expert, unit, COLUMNS: gl.constexpr):
+    """Load the terms of one row unit's outputs for a group of COLUMNS rows."""
+    return load_output_terms(
+        epilogue,
+        expert,
+        first_output=unit * outputs_per_unit(epilogue.variant.EPILOGUE),
+        LAYOUT=output_layout(COLUMNS, epilogue.variant.EPILOGUE),
+    )
+
+
+@gluon.jit
+def _store(args, sums, outputs, rows, first_row, unit, SUBTILE: gl.constexpr):
+    """Run the epilogue for sums [64, rows] of one row unit; store rows from `first_row` on."""
+    EPILOGUE: gl.constexpr = args.epilogue.variant.EPILOGUE
+    LAYOUT: gl.constexpr = output_layout(sums.shape[1], EPILOGUE)
+    value = finish(sums, outputs, rows.to_columns(LAYOUT), args.parameters, args.epilogue, LAYOUT)
+    first_output = unit * outputs_per_unit(EPILOGUE)
+    store_subtiles(value, args.out_desc, args.staging, first_row, first_output, SUBTILE)
+
+
+@gluon.jit
+def _compute_tile(
+    args,
+    tables,
+    ping_pong,
+    state,
+    turn,
+    tile,
+    first_row,
+    unit,
+    PARTITION: gl.constexpr,
+    ROWS: gl.constexpr,
+):
+    """Compute and store one row unit of a tile of ROWS rows; return the next state and turn."""
+    epilogue = args.epilogue
+    HI_LO: gl.constexpr = args.pipe.HI_LO
+    LEFT: gl.constexpr = left_columns(ROWS, HI_LO)
+    RIGHT: gl.constexpr = right_columns(ROWS, HI_LO)
+    TWO_GROUPS: gl.constexpr = RIGHT > 0 and not HI_LO
+    ROW_LAYOUT: gl.constexpr = row_per_thread_layout()
+    # Issue these loads before the main loop, which hides their latency.
+    outputs = _load_outputs(epilogue, tile.expert, unit, LEFT)
+    rows = load_row_terms(epilogue, first_row, LEFT, ROW_LAYOUT)
+    if TWO_GROUPS:
+        right_rows = load_row_terms(epilogue, first_row + LEFT, RIGHT, ROW_LAYOUT)
+    left, right, state, turn = accumulate_prefill(
+        args.pipe,
+        tables,
+        ping_pong,
+        state,
+        turn,
+        steps=gl.cdiv(args.tiles.depth_units, 2),
+        PARTITION=PARTITION,
+        ROWS=ROWS,
+    )
+    if HI_LO:
+        left += right * LO_SCALE
+    _store(args, left, outputs, rows, first_row, unit, SUBTILE=0)
+    if TWO_GROUPS:
+        outputs = _load_outputs(epilogue, tile.expert, unit, RIGHT)
+        SUBTILE: gl.constexpr = LEFT // args.staging.shape[1]
+        _store(args, right, outputs, right_rows, first_row + LEFT, unit, SUBTILE)
+    return state, turn
+
+
+@gluon.jit
+def _consume(args, PARTITION: gl.constexpr):
+    """A consumer warpgroup: compute row unit PARTITION of each tile; see the timeline above."""
+    pipe = args.pipe
+    ping_pong = PingPong(
+        mine=args.order.index(PARTITION),
+        next=args.order.index((PARTITION + 1) % pipe.CONSUMERS),
+        POLICY=args.ORDER,
+    )
+    tables = decode_tables()
+    state = consumer_start(pipe.STAGES)
+    turn = 1 if PARTITION == 0 else 0  # consumer 0 passes its order barrier first
+    tile = _locate_tile(gl.program_id(0), args.tiles)
+    while tile.blocks > 0:
+        unit = pipe.CONSUMERS * tile.tile_in_run + PARTITION
+        for q in gl.static_range(1, pipe.BLOCKS + 1):
+            if tile.blocks == q:
+                state, turn = _compute_tile(
+                    args,
+                    tables,
+                    ping_pong,
+                    state,
+                    turn,
+                    tile,
+                    first_row=tile.first_block * pipe.BLOCK_M,
+                    unit=unit,
+                    PARTITION=PARTITION,
+                    ROWS=q * pipe.BLOCK_M,
+                )
+        ready = pipe.ready.index(state.stage * pipe.READY_PER_STAGE)
+        first_block, blocks, expert, tile_in_run = read_tile(
+            pipe.tags, state.stage, ready, state.phase
+        )
+        tile = TileInfo(
+            first_block=first_block, blocks=blocks, expert=expert, tile_in_run=tile_in_run
+        )
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _make_staging(out_desc, STAGING_BUFFERS: gl.constexpr):
+    """Allocate a consumer's output buffers."""
+    ROWS: gl.constexpr = out_desc.block_type.shape[0]
+    OUTPUTS: gl.constexpr = out_desc.block_type.shape[1]
+    STAGING_SHAPE: gl.constexpr = [STAGING_BUFFERS, ROWS, OUTPUTS]
+    return gl.allocate_shared_memory(out_desc.dtype, STAGING_SHAPE, out_desc.layout)
+
+
+@gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "low_rows"])
+def _moe_gemm_prefill_kernel(
+    out_desc,
+    code_desc,
+    shift_desc,
+    x_desc,
+    reference,
+    bias,
+    x_scale,
+    routed_weights,
+    tile_first_block,
+    tile_blocks,
+    tile_expert,
+    num_runs,
+    tile_counter,
+    param_first,
+    param_second,
+    low_rows,
+    num_outputs,
+    tiles_per_block,
+    row_units,
+    depth_units,
+    CONSUMERS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    STAGES: gl.constexpr,
+    STAGING_BUFFERS: gl.constexpr,
+    HI_LO: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    WEIGHTED: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """Compute out [P, num_outputs] for all tiles; see the contract and the structures above.
+
+    num_runs: int32 [1]. tiles_per_block: tiles of a run. STAGING_BUFFERS: TMA stores in flight.
+    """
+    gl.static_assert(num_warps == _CONSUMER_WARPS, "consumer 0 is the default partition")
+    ORDER: gl.constexpr = ping_pong_policy(CONSUMERS, BLOCKS * BLOCK_M, HI_LO)
+    pipe = make_prefill_pipeline(
+        code_desc, shift_desc, x_desc, CONSUMERS, BLOCK_M, BLOCKS, STAGES, HI_LO
+    )
+    staging_0 = _make_staging(out_desc, STAGING_BUFFERS)
+    staging_1 = _make_staging(out_desc, STAGING_BUFFERS)
+    order = make_order_barriers(CONSUMERS, ORDER, unused=pipe.free)
+    wait_and_launch_dependents()
+    tiles = TileList(
+        first_block=tile_first_block,
+        blocks=tile_blocks,
+        expert=tile_expert,
+        num_runs=gl.load(num_runs),
+        tiles_per_run=tiles_per_block,
+        depth_units=depth_units,
+    )
+    variant = Variant(EPILOGUE, HAS_BIAS, WEIGHTED)
+    epilogue = Epilogue(reference, bias, num_outputs, row_units, x_scale, routed_weights, variant)
+    parameters = ActivationParameters(param_first, param_second)
+    operands = Operands(code_desc, shift_desc, x_desc, row_units, low_rows)
+    producer = ProducerArgs(pipe, tile_counter, operands, tiles)
+    consumer_0 = ConsumerArgs(pipe, order, staging_0, epilogue, out_desc, parameters, tiles, ORDER)
+    consumer_1 = ConsumerArgs(pipe, order, staging_1, epilogue, out_desc, parameters, tiles, ORDER)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [(_consume, (consumer_0, 0)), (_consume, (consumer_1, 1)), (_produce, (producer,))],
+            [_CONSUMER_WARPS, _PRODUCER_WARPS],
+            [_REGISTERS_OF_TWO, _PRODUCER_REGISTERS],
+        )
+    else:
+        last = _make_staging(out_desc, STAGING_BUFFERS)
+        consumer_2 = ConsumerArgs(pipe, order, last, epilogue, out_desc, parameters, tiles, ORDER)
+        gl.warp_specialize(
+            [
+                (_consume, (consumer_0, 0)),
+                (_consume, (consumer_1, 1)),
+                (_consume, (consumer_2, 2)),
+                (_produce, (producer,)),
+            ],
+            [_CONSUMER_WARPS, _CONSUMER_WARPS, _PRODUCER_WARPS],
+            [_REGISTERS_OF_THREE, _REGISTERS_OF_THREE, _PRODUCER_REGISTERS],
+        )

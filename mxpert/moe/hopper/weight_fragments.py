@@ -1,0 +1,132 @@
+"""Register layouts of folded MXFP4 weights, and their decoding into FP8 fragments.
+
+The memory order is HOPPER_FRAGMENT of `layout.py`: per row unit (64 rows) and depth unit (128
+codes) 32 × 128 bytes of codes, two a byte, and 8 × 32 bytes of shifts, one for each MX block of a
+row. Four warps hold a row unit.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ...device.hopper_ptx import LO_SCALE, decode_words
+
+
+@gluon.constexpr_function
+def _row_column_bits(flat_bits: list[int], columns: int) -> list[list[int]]:
+    """Map bits of a flat byte address to [row, column] of a tile with `columns` bytes a row."""
+    return [[0, bit] if bit < columns else [bit // columns, 0] for bit in flat_bits]
+
+
+@gluon.constexpr_function
+def _powers(start: int, count: int) -> list[int]:
+    """[start, 2 start, 4 start, …], one bit for each doubling up to `count` (a power of two)."""
+    return [start << i for i in range(count.bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def code_layout(STEPS):
+    """Codes [STEPS * 32, 128] uint8: each thread's 16-byte loads are its own fragments."""
+    registers = [1, 2, 4, 8, 2048, *_powers(4096, STEPS)]
+    return gl.DistributedLinearLayout(
+        _row_column_bits(registers, 128),
+        _row_column_bits(_powers(16, 32), 128),
+        _row_column_bits([512, 1024], 128),
+        [],
+        [STEPS * 32, 128],
+    )
+
+
+@gluon.constexpr_function
+def shift_layout(STEPS):
+    """Scale shifts [STEPS * 8, 32] uint8, in the threads that hold the codes."""
+    registers = [1, *_powers(256, STEPS)]
+    return gl.DistributedLinearLayout(
+        _row_column_bits(registers, 32),
+        _row_column_bits(_powers(2, 32), 32),
+        _row_column_bits([64, 128], 32),
+        [],
+        [STEPS * 8, 32],
+    )
+
+
+@gluon.constexpr_function
+def accumulator_layout(COLUMNS):
+    """Wgmma accumulator [64, COLUMNS] float32 of a warpgroup: each warp holds 16 weight rows."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+
+
+@gluon.constexpr_function
+def row_pair_layout(ROWS):
+    """Outputs [64, ROWS] in weight-row order: a thread holds two adjacent weight rows."""
+    registers = [[1, 0], [0, 1], *[[0, bit] for bit in _powers(8, ROWS // 8)]]
+    lanes = [[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, ROWS])
+
+
+@gluon.constexpr_function
+def feature_layout(ROWS):
+    """Gated features [32, ROWS]: a thread holds gate and up of a feature."""
+    registers = [[0, 1], *[[0, bit] for bit in _powers(8, ROWS // 8)]]
+    lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [32, ROWS])
+
+
+@gluon.jit
+def decode_weights(codes_smem, shifts_smem, tables, ACCUMULATOR: gl.constexpr, STEPS: gl.constexpr):
+    """Decode one row unit × STEPS depth units in shared memory into wgmma's register operand A.
+
+    codes_smem: [STEPS * 32, 128] uint8. shifts_smem: [STEPS * 8, 32] uint8. Returns e4m3
+    [64, STEPS * 128]. No data moves between threads.
+    """
+    CODES: gl.constexpr = code_layout(STEPS)
+    SHIFTS: gl.constexpr = shift_layout(STEPS)
+    # Axes: k depth unit, r row half of a warp, w warp, g row of eight, t thread of a row, q k32
+    # step, j byte, h half of a step.
+    codes = codes_smem.load(CODES).reshape([STEPS, 2, 4, 8, 4, 4, 4])  # k r w g t q j
+    NESTED: gl.constexpr = codes.type.layout
+    shifts = shifts_smem.load(SHIFTS).to(gl.int32).reshape([STEPS, 4, 8, 4, 2])  # k w g t r
+    shifts = shifts.permute((0, 4, 1, 2, 3))  # k r w g t
+    shifts = gl.convert_layout(
+        shifts, gl.SliceLayout(5, gl.SliceLayout(6, NESTED)), assert_trivial=True
+    )
+    shifts = gl.expand_dims(gl.expand_dims(shifts, 5), 6)
+    first, second = decode_words(codes, shifts, tables)
+    weights = gl.join(first, second)  # k r w g t q j h
+    weights = weights.permute((2, 1, 3, 0, 5, 7, 4, 6))  # rows w r g, depth k q h t j
+    weights = weights.reshape([64, STEPS * 128])
+    return gl.convert_layout(weights, gl.DotOperandLayout(0, ACCUMULATOR, 4), assert_trivial=True)
+
+
+@gluon.jit
+def join_hi_lo(accumulator, HI_LO: gl.constexpr):
+    """With HI_LO return hi + lo / 16: the right half of the columns holds the rows' low parts."""
+    if HI_LO:
+        ROWS: gl.constexpr = accumulator.shape[1] // 2
+        hi, lo = accumulator.reshape([64, 2, ROWS]).permute((0, 2, 1)).split()
+        return hi + lo * LO_SCALE  # [64, ROWS] float32
+    else:
+        return accumulator
+
+
+@gluon.jit
+def row_pairs(accumulator, LAYOUT: gl.constexpr):
+    """Relabel accumulator rows from fragment order to weight-row order; no data moves."""
+    ROWS: gl.constexpr = accumulator.shape[1]
+    pairs = accumulator.reshape([4, 2, 8, ROWS]).permute((0, 2, 1, 3))  # warp, pair, row of two
+    return gl.convert_layout(pairs.reshape([64, ROWS]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def gate_and_up(accumulator, LAYOUT: gl.constexpr):
+    """Split accumulator [64, ROWS] (gate 2j, up 2j + 1) into gate and up, [32, ROWS] each.
+
+    Gate and up of a feature are in the same thread; no data moves.
+    """
+    ROWS: gl.constexpr = accumulator.shape[1]
+    pairs = accumulator.reshape([4, 2, 8, ROWS]).permute((0, 2, 3, 1))
+    gate, up = pairs.split()
+    gate = gl.convert_layout(gate.reshape([32, ROWS]), LAYOUT, assert_trivial=True)
+    up = gl.convert_layout(up.reshape([32, ROWS]), LAYOUT, assert_trivial=True)
+    return gate, up

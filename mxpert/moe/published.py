@@ -1,0 +1,153 @@
+"""The published MXFP4 layout of one layer's experts: tensor names, shapes, to and from MoEWeights.
+
+gpt-oss publishes its experts this way, and so does everything that mxpert writes: blocks and scales
+of each projection, biases, gate and up rows INTERLEAVED, the low nibble of a byte first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from ..errors import message, require, require_dtype, require_tensor
+from ..formats.spec import MX_BLOCK_SIZE, MXFP4
+from ..formats.tensor import Layout, MXTensor
+from .weights import GateUpOrder, MoEWeights, interleaved_rows
+
+BLOCK_BYTES = MX_BLOCK_SIZE // MXFP4.codes_per_byte
+"""Bytes of one block's codes: the last dimension of ``*_blocks``."""
+
+
+def published_shapes(
+    num_experts: int, hidden_size: int, intermediate_size: int, *, has_bias: bool
+) -> dict[str, tuple[int, ...]]:
+    """Shape of each published tensor, by its name below ``experts.``.
+
+    Example:
+        >>> published_shapes(4, 64, 32, has_bias=False)["gate_up_proj_blocks"]
+        (4, 64, 2, 16)
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, rows, columns in (
+        ("gate_up_proj", 2 * intermediate_size, hidden_size),
+        ("down_proj", hidden_size, intermediate_size),
+    ):
+        blocks = (num_experts, rows, columns // MX_BLOCK_SIZE)
+        shapes |= {f"{name}_blocks": (*blocks, BLOCK_BYTES), f"{name}_scales": blocks}
+        if has_bias:
+            shapes[f"{name}_bias"] = (num_experts, rows)
+    return shapes
+
+
+def published_expert_tensors(
+    weights: MoEWeights,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    op: str = "published_expert_tensors",
+) -> dict[str, torch.Tensor]:
+    """The published tensors of one layer's experts.
+
+    Args:
+        weights: ROW_MAJOR, in any gate/up order; rows and bias come out INTERLEAVED.
+        dtype: dtype of the biases.
+        op: name of the operation that error messages start with.
+
+    Returns:
+        ``gate_up_proj_blocks`` uint8 [E, 2F, H/32, 16], ``gate_up_proj_scales`` uint8 [E, 2F,
+        H/32], the same for ``down_proj``, and ``*_bias`` where there are biases; contiguous.
+    """
+    if not isinstance(weights, MoEWeights):
+        raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
+    require(
+        weights.layout is Layout.ROW_MAJOR,
+        op,
+        "weights.layout",
+        need=Layout.ROW_MAJOR,
+        got=weights.layout,
+        remedy="call weights.unprepare() first",
+    )
+    require_dtype(dtype, (torch.bfloat16, torch.float16, torch.float32, torch.float64), op)
+    weights = _interleaved(weights)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, projection, bias in (
+        ("gate_up_proj", weights.gate_up_proj, weights.gate_up_bias),
+        ("down_proj", weights.down_proj, weights.down_bias),
+    ):
+        scale = projection.scale.contiguous()
+        tensors[f"{name}_blocks"] = projection.qdata.contiguous().view(*scale.shape, BLOCK_BYTES)
+        tensors[f"{name}_scales"] = scale
+        if bias is not None:
+            tensors[f"{name}_bias"] = bias.to(dtype).contiguous()
+    return tensors
+
+
+def expert_weights_from(tensors: Mapping[str, torch.Tensor], order: GateUpOrder) -> MoEWeights:
+    """MoEWeights of published tensors: the same codes and scales, biases in float32.
+
+    Args:
+        tensors: by names below ``experts.``; biases may be absent.
+        order: order of gate and up rows as stored; published checkpoints are INTERLEAVED.
+
+    Example:
+        >>> tensors = {name: torch.zeros(shape, dtype=torch.uint8)
+        ...            for name, shape in published_shapes(4, 64, 32, has_bias=False).items()}
+        >>> expert_weights_from(tensors, GateUpOrder.INTERLEAVED).hidden_size
+        64
+    """
+    op = "expert_weights_from"
+    if not isinstance(tensors, Mapping):
+        raise TypeError(message(op, "tensors", "tensors by name", type(tensors).__name__))
+    for part, dims in (("blocks", 4), ("scales", 3)):
+        for name in (f"gate_up_proj_{part}", f"down_proj_{part}"):
+            require_tensor(tensors.get(name), op, name, dtype=torch.uint8, shape=(None,) * dims)
+    for name in ("gate_up_proj_bias", "down_proj_bias"):
+        if tensors.get(name) is not None:
+            require_tensor(tensors[name], op, name, shape=(None, None))
+
+    def projection(name: str) -> MXTensor:
+        return MXTensor(tensors[f"{name}_blocks"].flatten(-2), tensors[f"{name}_scales"], MXFP4)
+
+    def bias(name: str) -> torch.Tensor | None:
+        stored = tensors.get(f"{name}_bias")
+        return None if stored is None else stored.to(torch.float32).contiguous()
+
+    return MoEWeights(
+        projection("gate_up_proj"),
+        projection("down_proj"),
+        bias("gate_up_proj"),
+        bias("down_proj"),
+        gate_up_order=order,
+    )
+
+
+def _interleaved(weights: MoEWeights) -> MoEWeights:
+    """The same weights with rows in the order gate, up, gate, up."""
+    if weights.gate_up_order is GateUpOrder.INTERLEAVED:
+        return weights
+    assert weights.gate_up_order is not None  # checked by MoEWeights
+    rows = interleaved_rows(weights.gate_up_order, weights.intermediate_size, weights.device)
+    projection, bias = weights.gate_up_proj, weights.gate_up_bias
+    return replace(
+        weights,
+        gate_up_proj=replace(
+            projection, qdata=projection.qdata[:, rows], scale=projection.scale[:, rows]
+        ),
+        gate_up_bias=None if bias is None else bias[:, rows].contiguous(),
+        gate_up_order=GateUpOrder.INTERLEAVED,
+        fold_certificates=None,
+    )
+
+
+def mismatch(name: str, tensor: object, shape: tuple[int, ...]) -> str:
+    """Torch's message for a tensor of the wrong size, or one for the wrong type; else nothing."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"type mismatch for {name}: {type(tensor).__name__} is not a tensor."
+    if tuple(tensor.shape) != shape:
+        return (
+            f"size mismatch for {name}: copying a param with shape {tensor.shape} from "
+            f"checkpoint, the shape in current model is {torch.Size(shape)}."
+        )
+    fits = tensor.is_floating_point() if name.endswith("_bias") else tensor.dtype == torch.uint8
+    return "" if fits else f"dtype mismatch for {name}: {tensor.dtype} is not the published dtype."

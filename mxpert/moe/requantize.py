@@ -1,0 +1,144 @@
+"""New weights in the memory of prepared ones: what a trainer sends to a model that serves."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import Checks
+from ..formats.folding import FoldCertificate, fold_certificate
+from ..formats.gate_up import GateUpOrder
+from ..formats.layouts import WeightLayout
+from ..formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
+from ..formats.tensor import Layout, MXTensor
+from ..quantize.op import FLOAT_DTYPES, quantize
+from .weights import MoEWeights, prepared_rows
+
+_CODES = 1 << 28
+"""Weights that are quantised at once."""
+
+
+def requantize_(
+    weights: MoEWeights,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    *,
+    gate_up_order: GateUpOrder | None = None,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
+) -> None:
+    """Quantise dense weights into the memory of prepared ones; CUDA graphs of these stay valid.
+
+    The bits are those of ``quantize_weights(…).prepare(…)``. Beside the dense weights it needs
+    memory for one layer in MXFP4. For the weights of a trainer, layer by layer.
+
+    Args:
+        weights: written in place, in any layout.
+        gate_up_proj: bfloat16, float16 or float32 [E, 2F, H], on the device of `weights`.
+        down_proj: the same dtypes, [E, H, F].
+        gate_up_order: of the rows of `gate_up_proj`; None is the order before `prepare`.
+        gate_up_bias: [E, 2F] in that order; needed where `weights` has one. down_bias: [E, H].
+        scale_rule: how a block's scale follows from its maximum.
+
+    Raises:
+        TypeError, ValueError: a wrong type, dtype, shape, device or order; weights that the layout
+            cannot hold, such as rows that span too much. `weights` is then as it was.
+
+    Example:
+        >>> import torch, mxpert
+        >>> from mxpert.modules import quantize_weights, requantize_
+        >>> order = mxpert.GateUpOrder.CONCATENATED
+        >>> first = torch.randn(4, 64, 32), torch.randn(4, 32, 32)
+        >>> weights = quantize_weights(*first, gate_up_order=order).prepare(device="cpu")
+        >>> requantize_(weights, torch.ones(4, 64, 32), torch.ones(4, 32, 32))
+        >>> weights.down_proj.dequantize().unique()
+        tensor([1.])
+    """
+    need = Checks("requantize_")
+    if not isinstance(weights, MoEWeights):
+        raise need.type_error("weights", "MoEWeights", type(weights).__name__)
+    if not isinstance(scale_rule, ScaleRule):
+        raise need.type_error("scale_rule", "a ScaleRule", repr(scale_rule))
+    experts, hidden, inner = weights.num_experts, weights.hidden_size, weights.intermediate_size
+    for name, tensor, shape in (
+        ("gate_up_proj", gate_up_proj, (experts, 2 * inner, hidden)),
+        ("down_proj", down_proj, (experts, hidden, inner)),
+    ):
+        need.tensor(tensor, name, dtype=FLOAT_DTYPES, shape=shape, device=weights.device)
+    biases = []
+    for name, bias, held, width in (
+        ("gate_up_bias", gate_up_bias, weights.gate_up_bias, 2 * inner),
+        ("down_bias", down_bias, weights.down_bias, hidden),
+    ):
+        wanted, got = ("None" if each is None else "a tensor" for each in (held, bias))
+        need(wanted == got, name, wanted, got)
+        if bias is not None:
+            need.tensor(bias, name, dtype=FLOAT_DTYPES, shape=(experts, width))
+            bias = bias.detach().to(weights.device, torch.float32).contiguous()
+        biases.append(bias)
+    order = gate_up_order or weights.source_order or weights.gate_up_order
+    gate_up, down = (_quantized(each, scale_rule) for each in (gate_up_proj, down_proj))
+    new = MoEWeights(gate_up, down, biases[0], biases[1], gate_up_order=order)
+    replace_(weights, new, need)
+
+
+def _quantized(weight: torch.Tensor, rule: ScaleRule) -> MXTensor:
+    """MXFP4 [E, N, K], some experts at a time."""
+    experts, rows, depth = weight.shape
+    step = max(1, _CODES // (rows * depth))
+    codes = torch.empty(experts, rows, depth // 2, dtype=torch.uint8, device=weight.device)
+    scale = codes.new_empty(experts, rows, depth // MX_BLOCK_SIZE)
+    for first in range(0, experts, step):
+        part = slice(first, first + step)
+        found = quantize(weight.detach()[part].contiguous(), MXFP4, scale_rule=rule)
+        codes[part], scale[part] = found.qdata, found.scale
+    return MXTensor(codes, scale, MXFP4)
+
+
+def replace_(weights: MoEWeights, new: MoEWeights, need: Checks) -> None:
+    """Write the values of ROW_MAJOR weights into prepared ones of any layout, or raise before it.
+
+    Args:
+        new: of the same sizes and biases, on the device of `weights`, in memory of their own.
+        need: checks of the calling function.
+    """
+    layout, assigned = weights.layout, new.gate_up_order
+    assert assigned is not None  # for the type checker
+    if layout is Layout.ROW_MAJOR:
+        order = weights.gate_up_order
+        need(assigned is order, "gate_up_order", order, assigned)
+    certificates = fold_certificate(new.gate_up_proj), fold_certificate(new.down_proj)
+    gate_up, down = weights.gate_up_proj, weights.down_proj
+    rows, source = None, None
+    if isinstance(layout, WeightLayout):
+        _require_held(layout, certificates, need)
+        rows, source = prepared_rows(layout, assigned, new.intermediate_size, new.device), assigned
+        layout.pack(new.gate_up_proj, certificates[0], rows, out=gate_up)
+        layout.pack(new.down_proj, certificates[1], out=down)
+    else:
+        for held, found in ((gate_up, new.gate_up_proj), (down, new.down_proj)):
+            held.qdata.copy_(found.qdata)
+            held.scale.copy_(found.scale)
+    if weights.gate_up_bias is not None and new.gate_up_bias is not None:
+        bias = new.gate_up_bias
+        weights.gate_up_bias.copy_(bias if rows is None else bias[:, rows])
+    if weights.down_bias is not None and new.down_bias is not None:
+        weights.down_bias.copy_(new.down_bias)
+    known = None if weights.fold_certificates is None else certificates
+    weights.__dict__.update(fold_certificates=known, source_order=source)
+
+
+def _require_held(
+    layout: WeightLayout, certificates: tuple[FoldCertificate, FoldCertificate], need: Checks
+) -> None:
+    """Raise a ValueError that names the experts that the layout cannot hold."""
+    outside = sum(each.blocks_outside for each in certificates)
+    assert isinstance(outside, torch.Tensor)  # for the type checker
+    experts = outside.nonzero().flatten().tolist()
+    need(
+        all(map(layout.fits, certificates)),
+        "gate_up_proj, down_proj",
+        f"{layout.holds}, as the prepared layout holds them",
+        f"others in experts {experts[:8]}",
+        "prepare them as new weights",
+    )

@@ -1,0 +1,1 @@
+"""The portable MoE kernels, in Triton."""

@@ -1,0 +1,198 @@
+"""Tile choice for the portable MoE kernels; heuristic and tuner share one validity rule."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator
+
+import triton
+
+from ...core.problem import GemmConfig, MoEConfig, MoEProblem, Op, Target
+from ...device.targets import has_mma_sync_only, has_tcgen05, has_wgmma, refuse_without
+from ...device.tile_rules import (
+    EPILOGUE_BYTES,
+    MIN_BLOCK_M,
+    OUT_DTYPES,
+    invalid_tile,
+    num_threads,
+    require_config,
+    shrink_until_valid,
+    without_scaled_mfma,
+)
+from ...formats.tensor import Layout
+from ...formats.token import FP8_TOKEN
+
+BLOCKS_M = (MIN_BLOCK_M, 32, 64, 128)
+SPLITS = (1, 2, 4, 8)
+PROJECTIONS = {Op.MOE_GATE_UP: 2, Op.MOE_DOWN: 1}
+"""Weight rows per output column: two in stage 1 (gate and up), one in stage 2."""
+
+VALUE_BYTES = {"bf16": 2.0, "mxfp8": 1.0, "mxfp4": 0.5, FP8_TOKEN: 1.0}
+"""Bytes per activation in shared memory."""
+
+
+def unsupported(problem: MoEProblem) -> str | None:
+    """Why the kernels cannot serve `problem`, as a phrase; None if they can."""
+    options = problem.options
+    refused = refuse_without(problem.target, "scaled MFMA")
+    if refused:
+        return refused
+    if options.out_dtype not in OUT_DTYPES:
+        return (
+            f"writes bfloat16, float16 or float32, not {options.out_dtype}; pass one as out_dtype"
+        )
+    if problem.weight_layout is not Layout.ROW_MAJOR:
+        return (
+            f"reads ROW_MAJOR weights, got {problem.weight_layout.name}; call weights.unprepare()"
+        )
+    if problem.routing_block_m % MIN_BLOCK_M:
+        return (
+            f"needs routing_block_m in multiples of {MIN_BLOCK_M}, not {problem.routing_block_m}; "
+            "make the plan with one"
+        )
+    return None
+
+
+def shared_memory(target: Target, op: Op, activation_format: str, config: GemmConfig) -> int:
+    """Upper estimate of the shared memory of one program, in bytes.
+
+    A pipeline stage holds the tiles of activations and weights in their memory format, and their
+    scales. With tcgen05 e2m1 weights with e4m3 activations take one byte a code. With wgmma MX
+    activations are also stored in shared memory as bf16. After the loop the epilogue may use shared
+    memory to transpose the float32 accumulator.
+    """
+    rows, depth = config.block_m, config.block_k
+    weight_rows = PROJECTIONS[op] * config.block_n
+    widened = has_tcgen05(target) and activation_format in ("mxfp8", FP8_TOKEN)
+    stage = (
+        int(rows * depth * VALUE_BYTES[activation_format])
+        + weight_rows * depth // (1 if widened else 2)
+        + (rows + weight_rows) * depth // 32
+    )
+    decoded = rows * depth * 2 if has_wgmma(target) and activation_format != "bf16" else 0
+    loop = config.num_stages * stage + decoded
+    return max(loop, rows * weight_rows * 4) + EPILOGUE_BYTES
+
+
+def invalid(target: Target, op: Op, activation_format: str, config: GemmConfig) -> str | None:
+    """Why `config` cannot run, as a phrase; None if it can. Tuner and heuristic both use this."""
+    memory = shared_memory(target, op, activation_format, config)
+    reason = invalid_tile(target, config, PROJECTIONS[op] * config.block_n, memory)
+    decodes = target.kind == "cuda" and activation_format == "mxfp4"
+    few = config.block_m * config.block_k < 8 * num_threads(target, config)
+    if reason is None and decodes and few:
+        return "fewer than 8 activations a thread: fewer warps or a larger tile"
+    if reason is None and activation_format != "bf16":
+        return without_scaled_mfma(target, config)
+    return reason
+
+
+@functools.cache
+def require_valid(target: Target, op: Op, activation_format: str, config: GemmConfig) -> None:
+    """Raise ValueError for a config (pinned or from a table) that `invalid` refuses."""
+    require_config(op, config, invalid(target, op, activation_format, config))
+
+
+def block_m_for(rows_per_expert: float) -> int:
+    """Smallest row block that holds the rows of an average expert, at most 128.
+
+    A half-empty block wastes MMA on padding; a second block reads the expert's weights again.
+    """
+    return next((block for block in BLOCKS_M if rows_per_expert <= block), BLOCKS_M[-1])
+
+
+def stage_dimensions(problem: MoEProblem, op: Op) -> tuple[int, int]:
+    """Output columns (stage 1: features, not gate and up rows) and reduction length of a stage."""
+    sizes = (problem.intermediate_size, problem.hidden_size)
+    return sizes if op is Op.MOE_GATE_UP else sizes[::-1]
+
+
+def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
+    """Config of one stage for a given row block.
+
+    128 weight rows a tile in both stages: the height of Blackwell's block-scaled MMA and of two
+    Hopper warpgroups. Eight warps on NVIDIA keep the decoded weights in registers without spills
+    (sm_90, compiled: 98 to 255 registers over all formats; four warps spill from 64 rows on), with
+    half the K step at 128 rows. Where warps multiply operands in registers (mma.sync), the K step
+    is halved from 32 rows on, and a tile of 128 rows has 64 weight rows: 90 to 221 registers, no
+    spills (sm_80, sm_86, sm_89, sm_120; compiled, not run). group_m is 1 where an expert has one
+    row block, so that no weight is read twice. Otherwise eight row blocks share each weight tile in
+    L2.
+    """
+    target, name = problem.target, problem.options.activation_format
+    columns, depth = stage_dimensions(problem, op)
+    by_warp = has_mma_sync_only(target)
+    block_n = (64 if by_warp and block_m >= 128 else 128) // PROJECTIONS[op]
+    halved = target.kind == "cuda" and block_m >= (32 if by_warp else 128)
+    config = GemmConfig(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=64 if halved else 128,
+        num_warps=4 if target.kind == "hip" and block_m < 128 else 8,
+        num_stages=4,
+        group_m=1 if problem.rows_per_expert <= block_m else 8,
+        split_k=split_k_for(problem, block_m, block_n, columns, depth),
+    )
+    return shrink_until_valid(config, lambda c: invalid(target, op, name, c))
+
+
+def split_k_for(problem: MoEProblem, block_m: int, block_n: int, columns: int, depth: int) -> int:
+    """Splits of K if there are fewer tiles than SMs.
+
+    There are at most two programs per SM, and each split has at least four K steps.
+    """
+    num_sms = problem.target.num_sms
+    blocks = problem.hit_experts * max(1, round(problem.rows_per_expert / block_m))
+    tiles = blocks * triton.cdiv(columns, block_n)
+    steps = triton.cdiv(depth, 128)
+    return max(
+        split
+        for split in SPLITS
+        if split == 1 or (tiles < num_sms and split * tiles <= 2 * num_sms and steps // split >= 4)
+    )
+
+
+def stage_block_m(problem: MoEProblem) -> int:
+    """Row block of a separate stage.
+
+    The largest that divides routing_block_m and is at most the choice of `block_m_for`.
+    """
+    wanted = block_m_for(problem.rows_per_expert)
+    return max(b for b in BLOCKS_M if problem.routing_block_m % b == 0 and b <= max(wanted, 16))
+
+
+def stage_configs(problem: MoEProblem, op: Op, blocks_m: Iterable[int]) -> Iterator[GemmConfig]:
+    """Every valid config of a stage in the tuner's grid."""
+    target, name = problem.target, problem.options.activation_format
+    _, depth = stage_dimensions(problem, op)
+    grid = itertools.product(
+        blocks_m, (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5), (1, 8), SPLITS
+    )
+    for block_m, block_n, block_k, num_warps, num_stages, group_m, split_k in grid:
+        config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, group_m, split_k)
+        enough_steps = split_k == 1 or depth // block_k >= 2 * split_k
+        if enough_steps and invalid(target, op, name, config) is None:
+            yield config
+
+
+def layer_heuristic(problem: MoEProblem) -> MoEConfig:
+    """Config of a whole layer: one row block for the plan and both stages."""
+    block_m = block_m_for(problem.rows_per_expert)
+    return MoEConfig(
+        block_m,
+        gemm_heuristic(problem, Op.MOE_GATE_UP, block_m),
+        gemm_heuristic(problem, Op.MOE_DOWN, block_m),
+    )
+
+
+def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
+    """Configs of a layer, varying one stage at a time, since the times of the stages add up."""
+    yield layer_heuristic(problem)
+    for block_m in BLOCKS_M:
+        gate_up = gemm_heuristic(problem, Op.MOE_GATE_UP, block_m)
+        down = gemm_heuristic(problem, Op.MOE_DOWN, block_m)
+        for config in stage_configs(problem, Op.MOE_GATE_UP, (block_m,)):
+            yield MoEConfig(block_m, config, down)
+        for config in stage_configs(problem, Op.MOE_DOWN, (block_m,)):
+            yield MoEConfig(block_m, gate_up, config)

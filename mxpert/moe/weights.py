@@ -1,0 +1,465 @@
+"""MoEWeights: the expert weights of one MoE layer, checked at construction."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..core.backend import layouts_for
+from ..core.target import detect_target
+from ..errors import require, require_device, require_tensor
+from ..formats.folding import FoldCertificate, fold_certificate
+from ..formats.gate_up import GateUpOrder as GateUpOrder
+from ..formats.gate_up import GateUpOrderLike as GateUpOrderLike
+from ..formats.gate_up import gate_up_rows as gate_up_rows
+from ..formats.gate_up import interleaved_rows as interleaved_rows
+from ..formats.layouts import WeightLayout
+from ..formats.tensor import Aggregate, Layout, LayoutLike, MXTensor
+from . import weights_state
+
+_OP = "MoEWeights"
+ORDERS = "gpt-oss checkpoints are 'interleaved', stacked gate and up projections 'concatenated'"
+"""What an error about the order of rows advises."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class MoEWeights(
+    Aggregate,
+    tensors=("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"),
+    facts=("gate_up_order",),
+):
+    """MXFP4 weights of one layer's experts.
+
+    Args:
+        gate_up_proj: MXFP4 [E, 2F, H], blocks of 32 along H; row order given by `gate_up_order`.
+        down_proj: MXFP4 [E, H, F], blocks of 32 along F.
+        gate_up_bias: float32 [E, 2F] in the row order of `gate_up_proj`, or None.
+        down_bias: float32 [E, H], or None.
+        gate_up_order: the order of gate and up rows, or its name; required.
+        fold_certificates: set by `prepare`: whether each projection folds into e4m3 exactly.
+        source_order: set by `prepare`: the order before it rearranged the rows.
+
+    `qdata` and `scale` may be strided views into padded storage; kernels never read outside of the
+    logical shape.
+
+    Raises:
+        TypeError: a wrong type or dtype, or no gate/up order.
+        ValueError: shapes, formats or devices that do not fit together.
+
+    Source:
+        The experts of gpt-oss checkpoints (arXiv 2508.10925).
+
+    Example:
+        >>> import mxpert
+        >>> w = lambda *shape: mxpert.quantize(torch.ones(*shape), "mxfp4")
+        >>> weights = MoEWeights(gate_up_proj=w(4, 64, 32), down_proj=w(4, 32, 32),
+        ...                      gate_up_order=GateUpOrder.CONCATENATED)
+        >>> weights.num_experts, weights.hidden_size, weights.intermediate_size, weights.nbytes
+        (4, 32, 32, 6528)
+    """
+
+    gate_up_proj: MXTensor
+    down_proj: MXTensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    gate_up_order: GateUpOrder | None = None
+    fold_certificates: tuple[FoldCertificate, FoldCertificate] | None = None
+    source_order: GateUpOrder | None = None
+
+    if TYPE_CHECKING:  # the fields as callers may pass them
+
+        def __init__(
+            self,
+            gate_up_proj: MXTensor,
+            down_proj: MXTensor,
+            gate_up_bias: torch.Tensor | None = ...,
+            down_bias: torch.Tensor | None = ...,
+            gate_up_order: GateUpOrderLike | None = ...,
+            fold_certificates: tuple[FoldCertificate, FoldCertificate] | None = ...,
+            source_order: GateUpOrder | None = ...,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        for name in ("gate_up_order", "source_order"):
+            value = getattr(self, name)
+            if name == "gate_up_order" or value is not None:
+                parsed = GateUpOrder.parse(value, _OP, name, ORDERS)
+                if parsed is not value:  # its name was given
+                    object.__setattr__(self, name, parsed)
+        weights_state.check_projection(self.gate_up_proj, _OP, "gate_up_proj")
+        weights_state.check_projection(self.down_proj, _OP, "down_proj")
+        self._check_layout()
+        self._check_sizes()
+
+    def _check_layout(self) -> None:
+        down, order = self.down_proj.layout, self.gate_up_order
+        remedy = "bring both projections into one layout"
+        _check(down is self.layout, "down_proj.layout", self.layout, down, remedy)
+        if not isinstance(self.layout, WeightLayout):
+            return
+        self.layout.check(self.gate_up_proj, _OP)
+        self.layout.check(self.down_proj, _OP)
+        wanted = self.layout.gate_up_order
+        need, remedy = f"{wanted} in {self.layout}", "call prepare on ROW_MAJOR weights"
+        _check(order is wanted, "gate_up_order", need, order, remedy)
+
+    def _check_sizes(self) -> None:
+        experts, hidden, inner = self.down_proj.shape
+        down, gate_up = list(self.down_proj.shape), list(self.gate_up_proj.shape)
+        wanted, device = [experts, 2 * inner, hidden], self.down_proj.device
+        _check(min(down) > 0, "down_proj.shape", "E, H and F above zero", down)
+        need, remedy = f"[E, 2F, H] = {wanted}", f"down_proj [E, H, F] is {down}"
+        _check(gate_up == wanted, "gate_up_proj.shape", need, gate_up, remedy)
+        divisible = self.gate_up_order is not GateUpOrder.INTERLEAVED_16 or inner % 16 == 0
+        need = "intermediate_size divisible by 16 for INTERLEAVED_16"
+        _check(divisible, "gate_up_order", need, inner)
+        _check(device == self.device, "down_proj.device", self.device, device)
+        for name, width in (("gate_up_bias", 2 * inner), ("down_bias", hidden)):
+            bias = getattr(self, name)
+            if bias is not None:
+                require_tensor(
+                    bias,
+                    _OP,
+                    name,
+                    dtype=torch.float32,
+                    shape=(experts, width),
+                    device=self.device,
+                    contiguous=True,
+                )
+
+    @property
+    def num_experts(self) -> int:
+        """E, the number of (local) experts."""
+        return self.down_proj.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """H, the width of the layer's input and output."""
+        return self.down_proj.shape[1]
+
+    @property
+    def intermediate_size(self) -> int:
+        """F, the width between the two projections."""
+        return self.down_proj.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all tensors."""
+        return self.gate_up_proj.device
+
+    @property
+    def layout(self) -> Layout:
+        """Memory order of both projections."""
+        return self.gate_up_proj.layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales of both projections."""
+        return self.gate_up_proj.nbytes + self.down_proj.nbytes
+
+    def __repr__(self) -> str:
+        biases = [name for name in weights_state.BIASES if getattr(self, name) is not None]
+        order = self.gate_up_order.name if self.gate_up_order is not None else None
+        return (
+            f"MoEWeights(num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
+            f"intermediate_size={self.intermediate_size},\n"
+            f"           gate_up_order={order}, layout={self.layout.name}, biases={biases},\n"
+            f"           device='{self.device}', nbytes={self.nbytes})"
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Torch's dtype of the codes, two values a byte."""
+        return self.down_proj.dtype
+
+    @property
+    def ndim(self) -> int:
+        """3: both projections are [E, N, K]."""
+        return self.down_proj.ndim
+
+    def numel(self) -> int:
+        """Number of weights of both projections."""
+        return self.gate_up_proj.numel() + self.down_proj.numel()
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decode both projections, prepared or not.
+
+        Args:
+            dtype: float32, bfloat16, float16 or float64.
+
+        Returns:
+            gate_up [E, 2F, H], its rows in the order that the weights were made with, and down
+            [E, H, F]. `quantize_weights` takes them back.
+
+        Raises:
+            TypeError: another dtype.
+
+        Example:
+            >>> import mxpert
+            >>> weights = mxpert.quantize_weights(torch.ones(4, 64, 32), torch.ones(4, 32, 32),
+            ...                                   gate_up_order="concatenated")
+            >>> [(tuple(each.shape), each.unique().item()) for each in weights.dequantize()]
+            [((4, 64, 32), 1.0), ((4, 32, 32), 1.0)]
+        """
+        plain = self.unprepare()
+        return plain.gate_up_proj.dequantize(dtype), plain.down_proj.dequantize(dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the tensors of these weights by name, and their facts under "_extra_state".
+
+        The tensors are the weights' own, not copies. `torch.save` and `torch.load` take the
+        dictionary, with ``weights_only=True`` too.
+
+        Returns:
+            A dictionary that `from_state_dict` and `load_state_dict` accept: "gate_up_proj.qdata",
+            "gate_up_proj.scale", the same of "down_proj", the biases that there are, what a
+            prepared layout adds; and "_extra_state" with sizes, layout and gate/up order.
+
+        Example:
+            >>> import mxpert
+            >>> weights = mxpert.quantize_weights(torch.ones(4, 64, 32), torch.ones(4, 32, 32),
+            ...                                   gate_up_order="concatenated")
+            >>> state = weights.state_dict()
+            >>> state["down_proj.scale"].shape, state["_extra_state"]["layout"]
+            (torch.Size([4, 32, 1]), 'row_major')
+        """
+        return weights_state.flatten(self)
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> MoEWeights:
+        """Return the weights that `state_dict` described; they share its tensors.
+
+        Args:
+            state: what `state_dict` returned.
+
+        Returns:
+            MoEWeights.
+
+        Raises:
+            TypeError: an entry of the wrong type or dtype.
+            ValueError: entries that are missing, unknown, or do not fit together.
+
+        Example:
+            >>> import mxpert
+            >>> weights = mxpert.quantize_weights(torch.ones(4, 64, 32), torch.ones(4, 32, 32),
+            ...                                   gate_up_order="concatenated")
+            >>> MoEWeights.from_state_dict(weights.state_dict()).num_experts
+            4
+        """
+        return cls._from_state(state, "MoEWeights.from_state_dict")
+
+    @classmethod
+    def _from_state(cls, state: Mapping[str, Any], op: str) -> MoEWeights:
+        fields = weights_state.build(state, op)
+        for name in ("gate_up_order", "source_order"):
+            values = [order.value for order in GateUpOrder] + [None] * (name == "source_order")
+            require(
+                fields[name] in values, op, name, need=f"one of {values}", got=repr(fields[name])
+            )
+            fields[name] = None if fields[name] is None else GateUpOrder(fields[name])
+        return cls(**fields)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copy `state` into these weights in place; CUDA graphs that read them stay valid.
+
+        Args:
+            state: the `state_dict` of weights with the same sizes, layout, gate/up order and
+                biases, on any device.
+
+        Raises:
+            TypeError: an entry of the wrong type or dtype.
+            ValueError: another size, layout or order, missing or unknown entries, or weights whose
+                tensors cannot be written to.
+
+        Example:
+            >>> import mxpert
+            >>> w = lambda value, *shape: mxpert.quantize(torch.full(shape, value), "mxfp4")
+            >>> a, b = (MoEWeights(gate_up_proj=w(value, 4, 64, 32), down_proj=w(value, 4, 32, 32),
+            ...                    gate_up_order=GateUpOrder.CONCATENATED) for value in (1.0, 3.0))
+            >>> a.load_state_dict(b.state_dict())
+            >>> a.down_proj.dequantize().unique().item()
+            3.0
+        """
+        op = "MoEWeights.load_state_dict"
+        new = self._from_state(state, op)
+        mine, theirs = map(weights_state.identity, (self, new))
+        remedy = "MoEWeights.from_state_dict makes new weights of any kind"
+        require(mine == theirs, op, "state", need=f"weights of {mine}", got=theirs, remedy=remedy)
+        for name in weights_state.BIASES:
+            ours, given = (
+                "None" if getattr(weights, name) is None else "a tensor" for weights in (self, new)
+            )
+            require(ours == given, op, name, need=ours, got=given)
+        remedy = "MoEWeights.from_state_dict makes new weights"
+        _check_holds_data(self.device, op, "weights.device", remedy)
+        weights_state.copy_into(self.state_dict(), new.state_dict(), op)
+        certificates = new.to(self.device).fold_certificates
+        self.__dict__.update(fold_certificates=certificates, source_order=new.source_order)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write these weights, prepared or not, to one safetensors file.
+
+        The file holds the tensors of `state_dict`, and sizes, layout and gate/up order in its
+        header. An existing file is replaced as a whole.
+
+        Args:
+            path: the file to write.
+
+        Raises:
+            TypeError: `path` is no path.
+            ValueError: weights on "meta", or a path that cannot be written.
+
+        Example:
+            >>> import mxpert, pathlib, tempfile
+            >>> weights = mxpert.quantize_weights(torch.ones(4, 64, 32), torch.ones(4, 32, 32),
+            ...                                   gate_up_order="concatenated")
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     weights.save(pathlib.Path(folder, "layer.safetensors"))
+            ...     MoEWeights.load(pathlib.Path(folder, "layer.safetensors")).gate_up_order
+            <GateUpOrder.CONCATENATED: 'concatenated'>
+        """
+        weights_state.write(path, self.state_dict(), "MoEWeights.save")
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], *, device: torch.device | str = "cpu", mmap: bool = False
+    ) -> MoEWeights:
+        """Read weights that `save` wrote, in the layout that they were saved in.
+
+        Args:
+            path: a file of `save`.
+            device: where the weights will live.
+            mmap: on a CPU, use the file's pages: whoever changes the file changes the weights.
+
+        Returns:
+            MoEWeights on `device`. Prepared weights need no `prepare`.
+
+        Raises:
+            TypeError: `path` is no path.
+            ValueError: no such file or device, a file of something else, or a damaged file.
+
+        Example:
+            >>> MoEWeights.load("no.safetensors")  # doctest: +ELLIPSIS
+            Traceback (most recent call last):
+            ValueError: MoEWeights.load: path — need a file, got 'no.safetensors'; ...
+        """
+        op = "MoEWeights.load"
+        device = require_device(device, op)
+        state = weights_state.read(path, op, copy=device.type == "cpu" and not mmap)
+        return cls._from_state(state, op).to(device)
+
+    def prepare(
+        self, *, device: torch.device | str, layout: LayoutLike | None = None
+    ) -> MoEWeights:
+        """Return the weights on `device`, in the layout that its fastest kernels read.
+
+        Call it once, when the model is loaded. The result computes the same function, and
+        `unprepare` returns these weights bit for bit. The layout is that of the device's own
+        backend if it holds these weights exactly, as one with folded scales does where every block
+        folds into e4m3. Without such a backend it is ROW_MAJOR.
+
+        Args:
+            device: where the layer will run.
+            layout: the layout to use; None chooses.
+
+        Returns:
+            MoEWeights on `device` with `fold_certificates` set. Only the kernels of a prepared
+            layout can read it.
+
+        Raises:
+            TypeError: `layout` is no Layout and no name.
+            ValueError: weights that are prepared already, a layout that cannot hold them exactly,
+                or a device that does not exist.
+
+        Example:
+            >>> import mxpert
+            >>> weights = mxpert.quantize_weights(torch.ones(4, 64, 32), torch.ones(4, 32, 32),
+            ...                                   gate_up_order="concatenated")
+            >>> weights.prepare(device="cpu").layout.name
+            'ROW_MAJOR'
+        """
+        op, device = "prepare", require_device(device, "prepare")
+        _check_holds_data(device, op, "device", "load the weights first")
+        if layout is not None:
+            layout = Layout.parse(layout, op, "layout", "None chooses")
+        plain, remedy = Layout.ROW_MAJOR, "call unprepare() first"
+        require(
+            self.layout is plain, op, "weights.layout", need=plain, got=self.layout, remedy=remedy
+        )
+        gate_up, down = _dense(self.gate_up_proj), _dense(self.down_proj)
+        moved = replace(self, gate_up_proj=gate_up, down_proj=down).to(device)
+        certificates = (fold_certificate(moved.gate_up_proj), fold_certificate(moved.down_proj))
+        if layout is None:
+            layout = fastest_layout(detect_target(moved.device).arch, certificates)
+        moved = replace(moved, fold_certificates=certificates)
+        return moved._pack(layout, certificates) if isinstance(layout, WeightLayout) else moved
+
+    def _pack(
+        self, layout: WeightLayout, certificates: tuple[FoldCertificate, FoldCertificate]
+    ) -> MoEWeights:
+        assert self.gate_up_order is not None  # checked by __post_init__
+        rows = prepared_rows(layout, self.gate_up_order, self.intermediate_size, self.device)
+        bias = None if self.gate_up_bias is None else self.gate_up_bias[:, rows].contiguous()
+        return replace(
+            self,
+            gate_up_proj=layout.pack(self.gate_up_proj, certificates[0], rows),
+            down_proj=layout.pack(self.down_proj, certificates[1]),
+            gate_up_bias=bias,
+            gate_up_order=layout.gate_up_order,
+            source_order=self.gate_up_order,
+        )
+
+    def unprepare(self) -> MoEWeights:
+        """Return the ROW_MAJOR weights that `prepare` was called on, on the present device."""
+        layout = self.layout
+        if not isinstance(layout, WeightLayout):
+            return replace(self, fold_certificates=None)
+        order = self.source_order or layout.gate_up_order
+        rows = prepared_rows(layout, order, self.intermediate_size, self.device)
+        bias = self.gate_up_bias
+        if bias is not None:
+            bias = torch.empty_like(bias).index_copy_(1, rows, bias)
+        return replace(
+            self,
+            gate_up_proj=layout.unpack(self.gate_up_proj, rows),
+            down_proj=layout.unpack(self.down_proj),
+            gate_up_bias=bias,
+            gate_up_order=order,
+            source_order=None,
+            fold_certificates=None,
+        )
+
+
+def _check(condition: bool, argument: str, need: object, got: object, remedy: str = "") -> None:
+    require(condition, _OP, argument, need=need, got=got, remedy=remedy)
+
+
+def _check_holds_data(device: torch.device, op: str, name: str, remedy: str) -> None:
+    need = "a device that holds data"
+    require(device.type != "meta", op, name, need=need, got="'meta'", remedy=remedy)
+
+
+def prepared_rows(
+    layout: WeightLayout, order: GateUpOrder, intermediate_size: int, device: torch.device
+) -> torch.Tensor:
+    """Row indices [2F] that bring rows in `order` to the order of a prepared layout."""
+    group = layout.gate_up_order.group(intermediate_size)
+    return interleaved_rows(order, intermediate_size, device, group)
+
+
+def fastest_layout(arch: str, certificates: Iterable[FoldCertificate]) -> Layout:
+    """The layout that the fastest kernels of an architecture read, if it holds these weights."""
+    return next(
+        layout
+        for layout in layouts_for(arch)
+        if not isinstance(layout, WeightLayout) or all(map(layout.fits, certificates))
+    )
+
+
+def _dense(tensor: MXTensor) -> MXTensor:
+    """Make codes and scales contiguous."""
+    return replace(tensor, qdata=tensor.qdata.contiguous(), scale=tensor.scale.contiguous())

@@ -1,1 +1,0 @@
-"""The public ops, their checks and their registration with torch.library."""

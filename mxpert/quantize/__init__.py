@@ -1,0 +1,1 @@
+"""Quantisation of tensors in one direction or in both, and its kernels."""

@@ -1,0 +1,185 @@
+"""quantize and dequantize: tensors to and from the MX formats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..core.ops import OpSpec
+from ..core.problem import Op, QuantizeProblem
+from ..core.schema import FormatName, rebuild_mx
+from ..core.target import detect_target
+from ..errors import Checks
+from ..formats.spec import MXFormatLike, ScaleRule, ScaleRuleLike, get_format
+from ..formats.tensor import Layout, MXTensor
+from .inputs import DequantizeInputs, QuantizeInputs
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def quantize(
+    x: torch.Tensor,
+    format: MXFormatLike,
+    *,
+    axis: int = -1,
+    scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
+) -> MXTensor:
+    """Quantise a tensor to an MX format: codes and one power-of-two scale per 32 elements.
+
+    ``code = round_to_nearest_even(x / 2^(scale - 127))``, saturating at the format's largest value.
+
+    Args:
+        x: float32, bfloat16 or float16, any shape; the size along `axis` a multiple of 32.
+        format: "mxfp4", "mxfp8_e4m3" (or "mxfp8"), "mxfp8_e5m2".
+        axis: the dimension along which 32 elements share a scale.
+        scale_rule: how the scale follows from the block's maximum: a ScaleRule, or "floor",
+            "rceil", "ceil", "even".
+
+    Returns:
+        MXTensor with uint8 codes (two per byte for mxfp4, low nibble first) and uint8 E8M0 scales.
+
+    Raises:
+        TypeError: `x` is no tensor of these dtypes, or `scale_rule` no ScaleRule and no name.
+        ValueError: an unknown format or rule, an axis that `x` lacks, or a size that is no multiple
+            of 32.
+
+    Source:
+        OCP Microscaling Formats (MX) 1.0, section 6.3.
+
+    Example:
+        >>> import torch, mxpert
+        >>> q = mxpert.quantize(torch.full((1, 32), 3.0), "mxfp4")
+        >>> q.scale.item(), mxpert.dequantize(q)[0, 0].item()
+        (126, 3.0)
+    """
+    if not isinstance(scale_rule, ScaleRule):
+        scale_rule = ScaleRule.parse(scale_rule, "quantize", "scale_rule")
+    return _QUANTIZE(QuantizeOptions(scale_rule, format, axis), QuantizeInputs(x))
+
+
+def dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Decode an MXTensor: ``decode(code) * 2^(scale - 127)``; scale byte 255 gives NaN.
+
+    Args:
+        tensor: an MXTensor in ROW_MAJOR layout.
+        dtype: float32 (exact for every code and scale whose value float32 holds), bfloat16 or
+            float16.
+
+    Returns:
+        A dense tensor of the logical shape.
+
+    Raises:
+        TypeError: `tensor` is no MXTensor, or `dtype` is another one.
+        ValueError: a prepared layout.
+
+    Source:
+        OCP Microscaling Formats (MX) 1.0, section 6.1.
+
+    Example:
+        >>> import torch, mxpert
+        >>> mxpert.dequantize(mxpert.quantize(torch.ones(2, 32), "mxfp8")).sum().item()
+        64.0
+    """
+    return _DEQUANTIZE(dtype, DequantizeInputs(tensor))
+
+
+class QuantizeOptions(NamedTuple):
+    """Options of `quantize`."""
+
+    scale_rule: ScaleRule
+    format: FormatName
+    axis: int
+
+
+def check_quantize(options: QuantizeOptions, inputs: QuantizeInputs) -> None:
+    """Argument checks of `quantize`."""
+    need, x, axis = Checks("quantize"), inputs.x, options.axis
+    need.tensor(x, "x", dtype=FLOAT_DTYPES)
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise need.type_error("axis", "an int", repr(axis), "for example -1")
+    if not (x.dim() > 0 and -x.dim() <= axis < x.dim()):
+        raise need.value_error("axis", f"an axis of a {x.dim()}-dimensional tensor", axis)
+    if x.shape[axis] % 32 != 0:  # composed on failure alone: sizes may be symbols
+        raise need.value_error(
+            f"x.shape[{axis}]",
+            "a multiple of 32",
+            x.shape[axis],
+            "pad with zeros (torch.nn.functional.pad)",
+        )
+    get_format(options.format, need.op, "format")
+
+
+def check_dequantize(dtype: torch.dtype, inputs: DequantizeInputs) -> None:
+    """Argument checks of `dequantize`."""
+    need, tensor = Checks("dequantize"), inputs.tensor
+    if not isinstance(tensor, MXTensor):
+        raise need.type_error(
+            "tensor", "an MXTensor", type(tensor).__name__, "make one with mxpert.quantize"
+        )
+    need.dtype(dtype, FLOAT_DTYPES)
+    need(tensor.layout is Layout.ROW_MAJOR, "tensor.layout", Layout.ROW_MAJOR, tensor.layout)
+
+
+def _quantize_problem(options: QuantizeOptions, inputs: QuantizeInputs) -> QuantizeProblem:
+    x = inputs.x
+    return QuantizeProblem(
+        Op.QUANTIZE,
+        detect_target(x.device),
+        tuple(x.shape),
+        _negative(options.axis, x),
+        x.dtype,
+        get_format(options.format),
+        options.scale_rule,
+    )
+
+
+def _dequantize_problem(dtype: torch.dtype, inputs: DequantizeInputs) -> QuantizeProblem:
+    tensor = inputs.tensor
+    return QuantizeProblem(
+        Op.DEQUANTIZE,
+        detect_target(tensor.device),
+        tuple(tensor.shape),
+        tensor.axis,
+        dtype,
+        tensor.format,
+    )
+
+
+def _negative(axis: int, x: torch.Tensor) -> int:
+    """The axis counted from the end, as MXTensor holds it."""
+    return axis if axis < 0 else axis - x.dim()
+
+
+def _fake_quantize(options: QuantizeOptions, inputs: QuantizeInputs) -> list[torch.Tensor]:
+    x, axis, element = inputs.x, options.axis, get_format(options.format)
+    codes, scales = list(x.shape), list(x.shape)
+    codes[axis] //= element.codes_per_byte
+    scales[axis] //= element.block_size
+    return [x.new_empty(shape, dtype=torch.uint8) for shape in (codes, scales)]
+
+
+def _build_quantize(
+    tensors: Sequence[torch.Tensor], options: QuantizeOptions, inputs: QuantizeInputs
+) -> MXTensor:
+    qdata, scale = tensors
+    axis = _negative(options.axis, inputs.x)
+    return rebuild_mx(qdata, scale, get_format(options.format).name, axis=axis)
+
+
+def _fake_dequantize(dtype: torch.dtype, inputs: DequantizeInputs) -> torch.Tensor:
+    return inputs.tensor.qdata.new_empty(inputs.tensor.shape, dtype=dtype)
+
+
+_QUANTIZE: OpSpec[QuantizeOptions, QuantizeInputs, MXTensor] = OpSpec(
+    "quantize",
+    check=check_quantize,
+    describe=_quantize_problem,
+    fake=_fake_quantize,
+    returns="(Tensor, Tensor)",
+    build=_build_quantize,
+)
+_DEQUANTIZE: OpSpec[torch.dtype, DequantizeInputs, torch.Tensor] = OpSpec(
+    "dequantize", check=check_dequantize, describe=_dequantize_problem, fake=_fake_dequantize
+)

@@ -1,1 +1,0 @@
-"""The host's fast path: cached geometry, launches and replays of calls."""

@@ -1,0 +1,1 @@
+"""Activation and combine of training, forward and backward."""

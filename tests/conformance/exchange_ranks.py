@@ -1,0 +1,497 @@
+"""What the processes of test_exchange_triton.py do; each function runs on all ranks.
+
+Ranks share memory and have no barrier between epochs. Kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mxpert
+from mxpert import GateUpOrder, SiLU
+from mxpert.core.target import detect_target
+from mxpert.device import exchange_wait as wait
+from mxpert.device.exchange_wait import TICKS_PER_SECOND
+from mxpert.device.exchange_words import EPOCHS, NO_WAIT, TAG_BITS, TIMEOUT, TWO_STREAMS
+from mxpert.distributed import DispatchedTokens, ExpertParallel, Transport
+from mxpert.distributed.exchange import combine, dispatch, host
+from mxpert.distributed.exchange.schedule import Schedule, Work
+from mxpert.distributed.symmetric import SymmetricExchange
+from mxpert.errors import PeerLostError
+from mxpert.moe.local_weights import take_experts
+from mxpert.routing.triton import PlanConfig
+from mxpert.testing.numerics import assert_close_relative
+from mxpert.testing.problems import MoEShape, random_moe_problem
+from mxpert.testing.problems import random_tokens as random_tokens_of
+from support.exchange import Case, Experts, Tokens, expected, multiply, poison, random_tokens, send
+from support.interpreter import install
+from tests.distributed import exchange_scenarios
+
+if os.environ.get("TRITON_INTERPRET") == "1":  # else the kernels are compiled, and emulated
+    install()
+
+CPU = torch.device("cpu")
+SORTS = (PlanConfig(0, 32, 1), PlanConfig(2, 16, 1), None)
+"""A sort that waits: one launch, and two launches. None: dispatch waits, and nothing is sorted."""
+DELAY_S = 0.03
+ONE_EPOCH = 1 << TAG_BITS.value
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def make(case: Case) -> SymmetricExchange:
+    assert SymmetricExchange.unavailable(dist.group.WORLD, CPU) is None
+    return SymmetricExchange(dist.group.WORLD, case.spec(rank()), CPU)
+
+
+@contextlib.contextmanager
+def small_schedules() -> Iterator[None]:
+    """Few CTAs, of which each has several tiles, rows and column tiles."""
+
+    def few(work: Work, *_: int) -> Schedule:
+        return Schedule(ctas=2 if work.bound > 2 else 1, rows=2, block=32, num_warps=4)
+
+    with mock.patch.multiple(host, dispatch_schedule=few, combine_schedule=few):
+        yield
+
+
+def run(
+    exchange: SymmetricExchange,
+    case: Case,
+    epochs: int,
+    *,
+    delays: Callable[[int, int], float] | None = None,
+    bounds: tuple[int, ...] = (),
+    count: int | None = None,
+    sorts: Sequence[PlanConfig | None] = SORTS,
+) -> int:
+    """Run epochs and return how many results differ from the exact ones.
+
+    Args:
+        delays: seconds to sleep, by rank and step; None draws them.
+        bounds: slots a rank of the epochs in turn; () takes max_tokens.
+        count: tokens of each rank; None draws them.
+        sorts: of the epochs in turn.
+    """
+    generator, wrong = random.Random(rank()), 0
+    experts = Experts(case, rank(), CPU)
+    steps = itertools.count()
+
+    def pause() -> None:
+        drawn = generator.random() * DELAY_S * (generator.random() < 0.5)
+        time.sleep(drawn if delays is None else delays(rank(), next(steps)))
+
+    for epoch in range(epochs):
+        bound = bounds[epoch % len(bounds)] if bounds else case.max_tokens
+        tokens = random_tokens(replace(case, max_tokens=bound), rank(), epoch, count)
+        exchange._sections["partials"].view(torch.uint8).fill_(0xFF)
+        pause()
+        sort = sorts[epoch % len(sorts)]
+        received, arrivals = send(exchange, tokens, bound, waits=sort is None)
+        pause()
+        if sort is None:
+            rows = multiply(case, experts.factors, received)
+        else:
+            rows = experts(received, arrivals, sort)
+        poison(received)
+        pause()
+        out = torch.full((tokens.x.shape[0], case.hidden_size), torch.nan)
+        exchange.combine(rows, received, out)
+        wrong += not torch.equal(out, expected(case, tokens))
+    return wrong
+
+
+def cases() -> Iterator[Case]:
+    size = dist.get_world_size()
+    yield Case(size, wire_format="mxfp8")
+    yield Case(size, wire_format="bf16", combine_dtype=torch.bfloat16, num_experts=5, top_k=1)
+
+
+# ---- the protocol -----------------------------------------------------------------------------
+
+
+def many_epochs_are_exact() -> None:
+    """Changing routing and numbers of tokens and slots, delays on either side, poisoned slots."""
+    with small_schedules():
+        for case in cases():
+            exchange = make(case)
+            assert run(exchange, case, 12 // case.size, bounds=(4, 1, 4, 3)) == 0
+            exchange.check()
+            dist.barrier()
+            exchange.close()
+
+
+def real_schedules_are_exact() -> None:
+    case = Case(dist.get_world_size(), max_tokens=3)
+    exchange = make(case)
+    assert run(exchange, case, 2) == 0
+    exchange.check()
+    dist.barrier()
+
+
+def one_rank_is_always_late() -> None:
+    """The last rank sleeps before each step, then the others do."""
+    case = Case(dist.get_world_size())
+    with small_schedules():
+        for late in (True, False):
+            exchange = make(case)
+            last = rank() == dist.get_world_size() - 1
+            delays = lambda *_: 2 * DELAY_S * (last is late)  # noqa: B023, E731
+            assert run(exchange, case, 3, delays=delays) == 0
+            dist.barrier()
+
+
+def two_exchanges_take_turns() -> None:
+    """Both dispatch before either combines."""
+    case = Case(dist.get_world_size())
+    experts = Experts(case, rank(), CPU)
+    with small_schedules():
+        pair = [make(case), make(replace(case, seed=1))]
+        for epoch in range(2):
+            tokens = [random_tokens(case, rank(), 2 * epoch + each) for each in range(2)]
+            received = [send(*each, case.max_tokens) for each in zip(pair, tokens, strict=True)]
+            for exchange, given, mine in list(zip(pair, received, tokens, strict=True))[::-1]:
+                out = torch.full((mine.x.shape[0], case.hidden_size), torch.nan)
+                exchange.combine(experts(*given), given[0], out)
+                assert torch.equal(out, expected(case, mine))
+        dist.barrier()
+
+
+# ---- planted errors ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def planted(module: Any, name: str, mutant: Callable[..., Any]) -> Iterator[None]:
+    """Replace a function of a kernel by ``mutant(original, *arguments)``."""
+    original = getattr(module, name)
+
+    def changed(*arguments: Any) -> Any:
+        return mutant(original, *arguments)
+
+    with mock.patch.object(module, name, changed):
+        yield
+
+
+def is_seen(delays: Callable[[int, int], float] | None = None, *, times_out: bool = False) -> None:
+    """Some rank sees differences, or lost ranks if `times_out`; timed for the planted error."""
+    case = Case(dist.get_world_size(), timeout_s=2.0 if times_out else 600.0)
+    exchange = make(case)
+    wrong = run(exchange, case, 3, delays=delays, count=4, sorts=(None,))
+    counts = [None] * case.size
+    dist.all_gather_object(counts, (wrong, host.lost(exchange._words)[0]))
+    assert any(count for count, _ in counts), counts
+    assert any(lost is not None for _, lost in counts) == times_out, counts
+
+
+def wrong_slot_is_seen() -> None:
+    def shifted(original: Any, address: Any, sections: Any, *rest: Any) -> Any:
+        return original(address, sections._replace(first_slot=sections.first_slot + 1), *rest)
+
+    with small_schedules(), planted(dispatch, "_store_rows", shifted):
+        is_seen()
+
+
+def dropped_dispatch_flag_is_seen() -> None:
+    """Rank 0 leaves out one flag: the rank that waits for it loses rank 0."""
+    _dropped(dispatch)
+
+
+def dropped_combine_flag_is_seen() -> None:
+    _dropped(combine)
+
+
+def _dropped(module: Any) -> None:
+    calls = itertools.count()
+
+    def dropping(original: Any, *arguments: Any) -> None:
+        if rank() or next(calls) < 3:
+            original(*arguments)
+
+    with small_schedules(), planted(module, "set_flags", dropping):
+        is_seen(times_out=True)
+
+
+def stale_dispatch_flag_is_seen() -> None:
+    """Rank 0 sets its flags one epoch too low."""
+    _stale(dispatch)
+
+
+def stale_combine_flag_is_seen() -> None:
+    _stale(combine)
+
+
+def _stale(module: Any) -> None:
+    def stale(original: Any, peers: Any, offset: Any, own: Any, ranks: Any, value: Any, kind: Any):  # type: ignore[no-untyped-def]
+        original(peers, offset, own, ranks, value if rank() else value - ONE_EPOCH, kind)
+
+    with small_schedules(), planted(module, "set_flags", stale):
+        is_seen(times_out=True)
+
+
+def stale_target_is_seen() -> None:
+    """Waits for the previous epoch: data of a late rank are used before they are there."""
+
+    def early(original: Any, flags: Any, target: Any, *rest: Any) -> Any:
+        original(flags, target - ONE_EPOCH, *rest)
+        return target
+
+    with small_schedules(), planted(combine, "wait_for_flags", early):
+        is_seen(_rank_0_is_late)
+
+
+def missing_wait_for_tokens_is_seen() -> None:
+    with small_schedules(), planted(wait, "wait_for_flags", _no_wait):
+        is_seen(_rank_0_is_late)
+
+
+def missing_wait_for_partial_rows_is_seen() -> None:
+    with small_schedules(), planted(combine, "wait_for_flags", _no_wait):
+        is_seen(_rank_0_is_late)
+
+
+def _no_wait(original: Any, flags: Any, target: Any, *rest: Any) -> Any:
+    return target
+
+
+def _rank_0_is_late(rank: int, step: int) -> float:
+    return 8 * DELAY_S * (rank == 0)
+
+
+def flag_before_the_rows_is_seen() -> None:
+    """Rank 0 flags partial rows before it stores them."""
+    held: list[Any] = []
+
+    def hold(original: Any, *arguments: Any) -> None:
+        if rank():
+            original(*arguments)
+        else:
+            held.append(lambda: original(*arguments))
+
+    def flag(original: Any, *arguments: Any) -> None:
+        original(*arguments)
+        if held:
+            time.sleep(4 * DELAY_S)
+        while held:
+            held.pop()()
+
+    with (
+        small_schedules(),
+        planted(combine, "_return_rows", hold),
+        planted(combine, "set_flags", flag),
+    ):
+        is_seen()
+
+
+# ---- lost ranks and misuse ----------------------------------------------------------------------
+
+
+def killed_rank_is_named() -> None:
+    """The last rank is killed behind its third dispatch; the others go on without it."""
+    case = Case(dist.get_world_size())
+    last = case.size - 1
+    with small_schedules():
+        exchange = make(case)
+        if rank() == last:
+            child = os.fork()  # shares the exchange's memory
+            if child == 0:
+                run(exchange, case, 2)
+                send(exchange, one_expert_of(case, 0), case.max_tokens)
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.waitpid(child, 0)
+            dist.barrier()
+        else:
+            assert run(exchange, case, 2) == 0
+            tokens = one_expert_of(case, last)
+            received, arrivals = send(exchange, tokens, case.max_tokens)
+            rows = Experts(case, rank(), CPU)(received, arrivals)
+            dist.barrier()  # the last rank is dead, and the others are as far as this one
+            limit_wait(exchange, 3.0)
+            out = torch.zeros(4, case.hidden_size)
+            exchange.combine(rows, received, out)
+            assert out.isnan().all()
+            for _ in range(2):
+                with pytest.raises(PeerLostError, match=f"rank {last} — need an") as caught:
+                    exchange.check()
+                assert caught.value.ranks == (last,)
+            with pytest.raises(PeerLostError):
+                send(exchange, tokens, case.max_tokens)
+            _nothing_waits_any_more(exchange, case, tokens)
+            _ranks_go_on(replace(case, size=last))
+        dist.barrier()
+
+
+def one_expert_of(case: Case, owner: int) -> Tokens:
+    """Four tokens that go to one expert of a rank."""
+    expert = case.spec(0).placement.local_experts(owner)[0]
+    return Tokens(
+        torch.ones(4, case.hidden_size).bfloat16(),
+        torch.ones(4, case.top_k),
+        torch.full((4, case.top_k), expert, dtype=torch.int32),
+    )
+
+
+def _nothing_waits_any_more(exchange: SymmetricExchange, case: Case, tokens: Tokens) -> None:
+    """Later calls of a graph, which does not ask the host, end at once and return NaN."""
+    exchange._lost = None
+    limit_wait(exchange, 600.0)
+    started = time.monotonic()
+    for waits in (False, True):
+        received, arrivals = send(exchange, tokens, case.max_tokens, waits=waits)
+        assert (Experts(case, rank(), CPU)(received, arrivals) == 0).all()  # no row is routed
+        assert not waits or (received.topk_ids == -1).all()
+        out = torch.zeros(4, case.hidden_size)
+        exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
+        assert out.isnan().all()
+    assert time.monotonic() - started < 60
+
+
+def _ranks_go_on(case: Case) -> None:
+    """The ranks that are left make a group and an exchange."""
+    group = dist.new_group(range(case.size), use_local_synchronization=True)
+    exchange = SymmetricExchange(group if case.size > 1 else None, case.spec(rank()), CPU)
+    assert run(exchange, case, 2) == 0
+    exchange.check()
+
+
+def a_loss_reaches_every_rank() -> None:
+    """The last rank never dispatches. Rank 0 loses patience, the others see its poisoned flags."""
+    case = Case(dist.get_world_size(), timeout_s=600.0)
+    last = case.size - 1
+    with small_schedules():
+        exchange = make(case)
+        if rank() == 0:
+            limit_wait(exchange, 4.0)
+        dist.barrier()
+        if rank() != last:
+            tokens = one_expert_of(case, 0)
+            for _ in range(2):  # rank 0's second dispatch ends the others' first wait
+                received, _ = send(exchange, tokens, case.max_tokens, waits=True)
+                theirs = torch.arange(case.size * case.max_tokens) // case.max_tokens != rank()
+                assert (received.topk_ids[theirs] == -1).all()
+                combine_is_nan(exchange, case, received)
+            with pytest.raises(PeerLostError, match=f"rank {last}"):
+                exchange.check()
+        dist.barrier()
+
+
+def limit_wait(exchange: SymmetricExchange, seconds: float) -> None:
+    exchange._words[TIMEOUT.value] = int(seconds * TICKS_PER_SECOND[detect_target(CPU).kind])
+
+
+def two_streams_are_seen() -> None:
+    """A second dispatch before combine, as from a second stream: nothing plausible comes out."""
+    case = Case(dist.get_world_size())
+    with small_schedules():
+        exchange = make(case)
+        tokens = random_tokens(case, rank(), 3, 4)
+        send(exchange, tokens, case.max_tokens)
+        with pytest.raises(ValueError, match=r"ExpertParallel.dispatch: order — need dispatch and"):
+            send(exchange, tokens, case.max_tokens)
+        exchange._is_dispatched = False
+        received, _ = send(exchange, tokens, case.max_tokens)
+        assert int(exchange._words[0]) == TWO_STREAMS.value
+        combine_is_nan(exchange, case, received)
+        with pytest.raises(ValueError, match="stream — need calls on one stream"):
+            exchange.check()
+        dist.barrier()
+
+
+def combine_is_nan(exchange: SymmetricExchange, case: Case, received: DispatchedTokens) -> None:
+    out = torch.zeros(4, case.hidden_size)
+    exchange.combine(torch.ones(case.size * 4, case.hidden_size), received, out)
+    assert out.isnan().all()
+
+
+def combine_without_a_wait_is_seen() -> None:
+    case = Case(dist.get_world_size())
+    with small_schedules():
+        exchange = make(case)
+        tokens = random_tokens(case, rank(), 3, 4)
+        received, _ = send(exchange, tokens, case.max_tokens)
+        combine_is_nan(exchange, case, received)
+        assert int(exchange._words[0]) == NO_WAIT.value
+        with pytest.raises(ValueError, match="combine without a wait"):
+            exchange.check()
+        dist.barrier()
+
+
+def epochs_beyond_32_bits() -> None:
+    case = Case(dist.get_world_size())
+    with small_schedules():
+        exchange = make(case)
+        exchange._words[EPOCHS.value :] = ((1 << 40) - 1) * ONE_EPOCH
+        exchange._words[0] = ((1 << 40) - 1) * ONE_EPOCH
+        dist.barrier()
+        assert run(exchange, case, 2, sorts=(None,)) == 0
+        exchange.check()
+        dist.barrier()
+
+
+def closed_exchange_refuses() -> None:
+    case = Case(dist.get_world_size())
+    exchange = make(case)
+    exchange.close()
+    exchange.close()
+    with pytest.raises(ValueError, match="an open ExpertParallel"):
+        send(exchange, random_tokens(case, rank(), 3), case.max_tokens)
+    dist.barrier()
+
+
+# ---- the layer ----------------------------------------------------------------------------------
+
+
+def layer_equals_one_rank(others: str = "reference", prepared: str = "triton") -> None:
+    """`fused_moe` over SYMMETRIC, also with other experts; `prepared` is what prepares weights."""
+    shape = MoEShape(64, 32, 5, 2, SiLU(), GateUpOrder.CONCATENATED, False)
+    whole = random_moe_problem(shape, 0).weights
+    ep = ExpertParallel(
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        hidden_size=shape.hidden_size,
+        max_tokens=4,
+        transport=Transport.SYMMETRIC,
+        wire_format="mxfp8",
+        combine_dtype=torch.float32,
+        timeout_s=600.0,
+    )
+    assert ep.explain().startswith("transport: symmetric (asked for by name)")
+    mine = take_experts(whole, ep.local_experts)
+    options: dict[str, Any] = dict(activation=shape.activation, activation_format="mxfp8")
+    options["out_dtype"] = torch.float32
+    for backend, view, count in ((others, ep, 4), ("triton", ep.with_max_tokens(2), rank())):
+        generator = torch.Generator().manual_seed(rank())
+        x, weights, ids = random_tokens_of(shape, count, generator)
+        local, every = mine, whole
+        if backend == prepared:
+            local, every = mine.prepare(device="cpu"), whole.prepare(device="cpu")
+        with mxpert.override(backend=backend):
+            out = mxpert.fused_moe(x, local, weights, ids, **options, expert_parallel=view)
+            alone = mxpert.fused_moe(x, every, weights, ids, **options)
+        assert_close_relative(out, alone, 1e-6, f"float32 wire, {backend}")
+    ep.check()
+    dist.barrier()
+    ep.close()
+
+
+def placements_and_few_experts() -> None:
+    """What the other transports are tested with: redundant experts, top_k = 1, few experts."""
+    symmetric = (Transport.SYMMETRIC,)
+    with small_schedules(), mock.patch.object(exchange_scenarios, "TRANSPORTS", symmetric):
+        exchange_scenarios.redundant_experts_are_computed_once()
+        exchange_scenarios.one_expert_for_each_token_and_few_experts()
+    dist.barrier()

@@ -1,0 +1,53 @@
+"""Activations and their names."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+import torch
+
+import mxpert
+from mxpert.core.activations import ACTIVATIONS, NAMED_ACTIVATIONS, ActivationLike, parse_activation
+from mxpert.testing.problems import MoEShape, random_moe_problem
+from mxpert.training import MXMoE
+
+MEANING = {
+    "silu": mxpert.SiLU(),
+    "swiglu": mxpert.SwiGLU(1.702, 7.0),
+    "swigluoai": mxpert.SwiGLU(1.702, 7.0),
+    "clamped_silu": mxpert.ClampedSiLU(10.0),
+    "situ_v2": mxpert.SiTUv2(4.0, 25.0),
+}
+
+
+def test_names_mean_what_the_documentation_says() -> None:
+    assert NAMED_ACTIVATIONS == MEANING
+    assert set(ACTIVATIONS) <= set(MEANING)
+    (names,) = (get_args(each) for each in get_args(ActivationLike) if get_args(each))
+    assert set(names) == set(MEANING)
+
+
+@pytest.mark.parametrize("name", MEANING)
+def test_a_name_is_its_object(name: Any) -> None:
+    layer, activation = random_moe_problem(MoEShape(64, 32, 4, 2), 5), MEANING[name]
+    assert parse_activation(name, "op") == parse_activation(activation, "op") == activation
+    routed = layer.x, layer.weights, layer.topk_weights, layer.topk_ids
+    y = [mxpert.fused_moe(*routed, activation=each) for each in (name, activation)]
+    assert torch.equal(*y)
+    problems = [
+        mxpert.explain(mxpert.fused_moe, *routed, activation=each).problem
+        for each in (name, activation)
+    ]
+    assert problems[0] == problems[1]
+    plan = mxpert.make_routing_plan(*routed[2:], num_experts=4, routing_block_m=16)
+    h = [
+        mxpert.moe_gate_up(layer.x, layer.weights, plan, activation=each)
+        for each in (name, activation)
+    ]
+    assert torch.equal(*[mxpert.moe_down(each, layer.weights, plan) for each in h])
+    router = torch.ones(4, 64)
+    assert mxpert.MoE(layer.weights, router, top_k=2, activation=name).experts.activation == (
+        activation
+    )
+    assert MXMoE(64, 32, 4, 2, activation=name).activation == activation

@@ -1,0 +1,62 @@
+"""Bugs that the fuzz of the public functions found, each with its smallest call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import mxpert
+from mxpert import formats
+from mxpert.core.geometry import describe
+from mxpert.testing.problems import MoEShape, random_moe_problem
+from mxpert.training import MXGroupedLinear
+from mxpert.training.rows.op import combine_rows
+
+LAYER = random_moe_problem(MoEShape(64, 32, 4, 2), 5)
+W = formats.quantize_blocks(torch.randn(2, 64), "mxfp4")
+ARRAY = numpy.ones(3)
+BAD: dict[str, Callable[[], Any]] = {
+    "no columns": lambda: formats.quantize_token_rows(torch.zeros(3, 0)),
+    "array as limit": lambda: mxpert.SwiGLU(limit=ARRAY),  # type: ignore[arg-type]
+    "array as out_dtype": lambda: mxpert.fused_moe(
+        LAYER.x,
+        LAYER.weights,
+        LAYER.topk_weights,
+        LAYER.topk_ids,
+        activation=mxpert.SiLU(),
+        out_dtype=ARRAY,
+    ),  # type: ignore[arg-type]
+    "array as dtype": lambda: W.dequantize(ARRAY),  # type: ignore[arg-type]
+    "array as groups": lambda: mxpert.route_topk(torch.zeros(1, 4), 1, top_groups=ARRAY),  # type: ignore[arg-type]
+    "device as certificate": lambda: formats.fold(W, torch.device("cpu")),  # type: ignore[arg-type]
+    "layout as out_dtype": lambda: combine_rows(
+        torch.ones(2, 2), torch.tensor([[0, 1]]), out_dtype=torch.strided
+    ),  # type: ignore[arg-type]
+    "empty path": lambda: LAYER.weights.save(""),
+    "huge layer": lambda: MXGroupedLinear(2**63, 32, 32, device="meta"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_refused_in_the_form_of_the_library(case: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"^[\w.]+: .+ — need .+, got "):
+        BAD[case]()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+def test_views_that_torch_negates_lazily(name: str) -> None:
+    """`z.conj().imag` shares memory with z and is negated when it is read."""
+    z = torch.complex(torch.randn(4, 64), torch.randn(4, 64))
+    x = z.conj().imag
+    assert x.is_neg()
+    assert describe([x]) is None  # torch's dispatcher negates it before a kernel reads memory
+    expected = mxpert.quantize(-z.imag, name)
+    for q in (mxpert.quantize(x, name), formats.quantize_blocks(x, name)):
+        assert torch.equal(q.qdata, expected.qdata)
+        assert torch.equal(q.scale, expected.scale)
+    element = formats.get_format(name).element
+    assert torch.equal(formats.encode(x, element), formats.encode(-z.imag, element))

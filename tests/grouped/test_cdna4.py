@@ -1,0 +1,465 @@
+"""The grouped GEMMs of gfx950 on emulated gfx950 code, against the reference in float64.
+
+Operands are small integers with a power of two for each block, so every sum is exact in float32 and
+results must have the reference's bits. Sizes are no multiples of the tiles, groups are ragged, some
+are empty, and rows outside the groups are NaN.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mxpert
+import mxpert.training
+from mxpert.core.problem import GroupedProblem, Op, ReferenceConfig
+from mxpert.device.cdna4_operands import Operand, empty_operand, scale_strides, to_planes
+from mxpert.formats import MXTensor
+from mxpert.formats.spec import ScaleSpan, get_format
+from mxpert.grouped.cdna4 import GROUPED_GEMM, GROUPED_WGRAD
+from mxpert.grouped.inputs import GroupedGemmInputs, GroupedWgradInputs
+from mxpert.routing.plan import padded_group_offsets
+from mxpert.testing.gfx950 import MI355X, emulate
+from mxpert.testing.gfx950.timing import Execution, model_loop
+from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
+from support.poison import nan_filled_scratch
+
+OFFSETS = {
+    "ragged": (0, 0, 37, 38, 38, 290, 310),
+    "all_in_last": (0, 0, 0, 310),
+    "empty": (0, 0, 0),
+}
+NUM_ROWS = 330
+PAIRS = {
+    "e4m3": ("mxfp8_e4m3", "mxfp8_e4m3"),
+    "hybrid": ("mxfp8_e5m2", "mxfp8_e4m3"),
+    "e5m2_right": ("mxfp8_e4m3", "mxfp8_e5m2"),
+}
+FLOAT64 = ReferenceConfig(torch.float64)
+HIGH, LOW = (
+    next(
+        config
+        for config in GROUPED_GEMM.configs(
+            GroupedProblem(
+                Op.GROUPED_GEMM, MI355X, 512, 1, 256, 256, *PAIRS["e4m3"], True, torch.float32
+            )
+        )
+        if config.block_m == block_m
+    )
+    for block_m in (256, 128)
+)
+
+
+@pytest.fixture(autouse=True)
+def _uninitialised_memory_is_nan() -> Iterator[None]:
+    """Fill new memory with NaN, so that results cannot depend on its contents."""
+    with nan_filled_scratch():
+        yield
+
+
+def offsets_of(case: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(OFFSETS[case], dtype=dtype)
+
+
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def integers(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(-3, 4, size, generator=draw(seed)).float()
+
+
+def scaled(*size: int, seed: int = 0) -> torch.Tensor:
+    """Integers, times a power of two for each block of 32 along the last axis."""
+    blocks = torch.randint(-3, 4, (*size[:-1], size[-1] // 32), generator=draw(seed + 100))
+    return integers(*size, seed=seed) * torch.exp2(blocks).repeat_interleave(32, -1)
+
+
+def reference(op: Any, *operands: Any, **options: Any) -> torch.Tensor:
+    with mxpert.override(backend="reference", config=FLOAT64):
+        return op(*operands, **options, out_dtype=torch.float64)
+
+
+def gemm_operands(
+    case: str, pair: str, n: int, k: int, dtype: torch.dtype = torch.int32
+) -> tuple[MXTensor, MXTensor, torch.Tensor]:
+    offsets = offsets_of(case, dtype)
+    a = mxpert.quantize(scaled(NUM_ROWS, k), PAIRS[pair][0])
+    b = mxpert.quantize(scaled(len(offsets) - 1, n, k, seed=1), PAIRS[pair][1])
+    a.scale[OFFSETS[case][-1] :] = 255
+    return a, b, offsets
+
+
+def wgrad_operands(case: str, pair: str, n: int, k: int) -> tuple[MXTensor, MXTensor, torch.Tensor]:
+    offsets, copies = offsets_of(case), []
+    for width, fmt, seed in zip((n, k), PAIRS[pair], (0, 1), strict=True):
+        rows = integers(NUM_ROWS, width, seed=seed)
+        rows[OFFSETS[case][-1] :] = torch.nan
+        copy = mxpert.quantize_dual(rows, fmt, group_offsets=offsets)[1]
+        copy.scale[:, int(padded_group_offsets(offsets)[-1]) // 32 :] = 255
+        copies.append(copy)
+    return copies[0], copies[1], offsets
+
+
+@pytest.mark.parametrize(
+    "case, pair, config, k, dtype, schedule",
+    [
+        pytest.param("ragged", "e4m3", HIGH, 416, torch.int32, "lowest", id="high"),
+        pytest.param("ragged", "hybrid", LOW, 416, torch.int64, "lowest", id="low"),
+        pytest.param("ragged", "hybrid", LOW, 544, torch.int64, "random", id="low-random"),
+        pytest.param("all_in_last", "e4m3", HIGH, 544, torch.int32, "random", id="one-random"),
+        pytest.param("empty", "e4m3", HIGH, 416, torch.int32, "lowest", id="empty"),
+    ],
+)
+def test_gemm_is_exact(
+    case: str, pair: str, config: Any, k: int, dtype: torch.dtype, schedule: Any
+) -> None:
+    """Four steps of the reduction, or five: two pairs and a single one, a quarter full."""
+    n = 304 if config is HIGH else 300  # low tiles write any number of columns
+    a, b, offsets = gemm_operands(case, pair, n, k, dtype)
+    expected = reference(mxpert.grouped_gemm, a, b, offsets)
+    with emulate(schedule=schedule) as emulation, mxpert.override(backend="cdna4", config=config):
+        actual = mxpert.grouped_gemm(a, b, offsets, out_dtype=torch.float32)
+    assert "_grouped_gemm_cdna4_kernel" in emulation.kernels
+    assert_exact(actual, expected.float(), "grouped_gemm", ignore_zero_sign=True)
+
+
+@pytest.mark.parametrize("n", [130, 257])
+def test_matrices_that_end_within_a_word_of_scales(n: int) -> None:
+    """Scales of each matrix of b begin at a word of four rows, which its N does not fill."""
+    a, b, offsets = gemm_operands("ragged", "e4m3", n, 160)
+    expected = reference(mxpert.grouped_gemm, a, b, offsets)
+    weight = empty_operand(torch.empty(0), tuple(b.shape), b.format)
+    weight.qdata.copy_(b.qdata)
+    weight.scale.copy_(b.scale)
+    for name, operand in (("copied", b), ("in place", weight)):
+        with emulate(), mxpert.override(backend="cdna4", config=LOW):
+            actual = mxpert.grouped_gemm(a, operand, offsets, out_dtype=torch.float32)
+        assert_exact(actual, expected.float(), name, ignore_zero_sign=True)
+
+
+def sparse(shape: torch.Size, pitch: int) -> torch.Tensor:
+    """Rows of zeros, `pitch` bytes each; untouched pages take no memory."""
+    rows = mmap.mmap(-1, math.prod(shape[:-1]) * pitch)
+    return torch.frombuffer(rows, dtype=torch.uint8).view(*shape[:-1], pitch)
+
+
+@pytest.mark.parametrize("config", [HIGH, LOW], ids=["high", "low"])
+def test_operands_beyond_2_gib(config: Any) -> None:
+    """The last group's rows and matrix begin more than 2 GiB after the first."""
+    offsets, pitch = torch.tensor([0, 1, 1, 288, 300]), (1 << 23) - 128
+    near = [
+        mxpert.quantize(scaled(*shape, 160, seed=k), "mxfp8_e4m3")
+        for k, shape in enumerate([(300,), (4, 96)])
+    ]
+    expected = reference(mxpert.grouped_gemm, *near, offsets)
+    far, memories = [], []
+    # The checks keep a state of each word of memory that is shared.
+    with emulate(checks=False) as emulation, mxpert.override(backend="cdna4", config=config):
+        for name, each in zip("ab", near, strict=True):
+            memory = sparse(each.shape, pitch)
+            codes = memory[..., : each.shape[-1]]
+            assert codes[-1].data_ptr() - codes.data_ptr() > 1 << 31
+            codes.copy_(each.qdata)
+            # Memory that others share is read access by access, and never copied as a whole.
+            emulation.reach(name, memory, shared=True)
+            memories.append(memory)
+            far.append(MXTensor.unchecked(codes, each.scale, each.format))
+        actual = mxpert.grouped_gemm(*far, offsets, out_dtype=torch.float32)
+    assert_exact(actual, expected.float(), "far operands", ignore_zero_sign=True)
+
+
+@pytest.mark.parametrize(
+    "case, pair, config, accumulate, schedule",
+    [
+        pytest.param("ragged", "e4m3", HIGH, False, "lowest", id="high"),
+        pytest.param("ragged", "hybrid", LOW, True, "lowest", id="low"),
+        pytest.param("ragged", "hybrid", LOW, True, "random", id="low-random"),
+        pytest.param("empty", "e4m3", HIGH, False, "random", id="empty"),
+    ],
+)
+def test_wgrad_is_exact(case: str, pair: str, config: Any, accumulate: bool, schedule: Any) -> None:
+    grad, a, offsets = wgrad_operands(case, pair, 288, 320)
+    expected = reference(mxpert.grouped_wgrad, grad, a, offsets)
+    into = integers(*expected.shape, seed=2) if accumulate else None
+    if into is not None:
+        expected += into
+    with emulate(schedule=schedule), mxpert.override(backend="cdna4", config=config):
+        actual = mxpert.grouped_wgrad(
+            grad, a, offsets, out_dtype=torch.float32, accumulate_into=into
+        )
+    assert into is None or actual is into
+    assert_exact(actual, expected.float(), "grouped_wgrad", ignore_zero_sign=True)
+
+
+@pytest.mark.parametrize("wgrad", [False, True], ids=["gemm", "wgrad"])
+def test_workgroups_compute_several_tiles(wgrad: bool) -> None:
+    """Eight workgroups; the sum of a tile may not depend on the one before."""
+    few = replace(MI355X, num_sms=8)
+    if wgrad:
+        grad, a, offsets = wgrad_operands("ragged", "e4m3", 288, 320)
+        n, k, rows = 288, 320, grad.shape[1]
+        expected = reference(mxpert.grouped_wgrad, grad, a, offsets)
+    else:
+        n, k, rows = 304, 416, NUM_ROWS
+        a, b, offsets = gemm_operands("ragged", "e4m3", n, k)
+        expected = reference(mxpert.grouped_gemm, a, b, offsets)
+    problem = GroupedProblem(
+        Op.GROUPED_WGRAD if wgrad else Op.GROUPED_GEMM,
+        few,
+        rows,
+        len(offsets) - 1,
+        n,
+        k,
+        *PAIRS["e4m3"],
+        not wgrad,
+        torch.float32,
+    )
+    with emulate(schedule="random", seed=1) as emulation:
+        if wgrad:
+            actual = GROUPED_WGRAD.launch(
+                problem, HIGH, GroupedWgradInputs(grad=grad, a=a, group_offsets=offsets)
+            )
+        else:
+            actual = GROUPED_GEMM.launch(
+                problem, HIGH, GroupedGemmInputs(a=a, b=b, group_offsets=offsets)
+            )
+    assert emulation.last is not None
+    assert emulation.last.grid == (8, 1, 1)
+    assert_exact(actual, expected.float(), "several tiles", ignore_zero_sign=True)
+
+
+def test_rounds_once() -> None:
+    """Normal values and a bfloat16 result: within the derived tolerance of float64."""
+    offsets = torch.tensor([0, 100, 256])
+    a = mxpert.quantize(torch.randn(256, 416, generator=draw(0)), "mxfp8_e4m3")
+    b = mxpert.quantize(torch.randn(2, 256, 416, generator=draw(1)), "mxfp8_e5m2")
+    expected = reference(mxpert.grouped_gemm, a, b, offsets)
+    with emulate(), mxpert.override(backend="cdna4", config=HIGH):
+        actual = mxpert.grouped_gemm(a, b, offsets)
+    tolerance = stage_tolerance("bf16", torch.bfloat16, 416, numel=actual.numel())
+    assert_close_relative(actual, expected, tolerance, "grouped_gemm")
+
+
+@pytest.mark.parametrize("offsets", [(40, 40, 70, 310), (130, 330), (330, 330)], ids=str)
+@pytest.mark.parametrize("config", [HIGH, LOW], ids=["high", "low"])
+def test_rows_of_no_group_are_zero(offsets: tuple[int, ...], config: Any) -> None:
+    """Rows before the first group as well; neither part is read."""
+    a = mxpert.quantize(scaled(NUM_ROWS, 416), "mxfp8_e4m3")
+    b = mxpert.quantize(scaled(len(offsets) - 1, 304, 416, seed=1), "mxfp8_e4m3")
+    a.scale[: offsets[0]], a.scale[offsets[-1] :] = 255, 255
+    ends = torch.tensor(offsets)
+    expected = reference(mxpert.grouped_gemm, a, b, ends)
+    with emulate(), mxpert.override(backend="cdna4", config=config):
+        actual = mxpert.grouped_gemm(a, b, ends, out_dtype=torch.float32)
+    assert not actual[: offsets[0]].any()
+    assert_exact(actual, expected.float(), "grouped_gemm", ignore_zero_sign=True)
+
+
+def test_nan_stays_in_its_row() -> None:
+    a, b, offsets = gemm_operands("all_in_last", "e4m3", 304, 416)
+    a.scale[5, 3], a.qdata[70, 40] = 255, 0x7F  # a scale and a code that are NaN
+    with emulate(), mxpert.override(backend="cdna4", config=HIGH):
+        actual = mxpert.grouped_gemm(a, b, offsets, out_dtype=torch.float32)
+    rows = actual.isnan().any(1).nonzero().flatten().tolist()
+    assert rows == [5, 70]
+    assert actual[rows].isnan().all()
+
+
+def test_nan_stays_in_its_group() -> None:
+    """Wgrad's steps reach into neighbouring groups, whose blocks count as zeros even if NaN."""
+    grad, a, offsets = wgrad_operands("ragged", "e4m3", 288, 320)
+    starts = padded_group_offsets(offsets) // 32  # groups 2 and 4: blocks 2 and 3 … 10
+    grad.scale[7, starts[2]], a.scale[9, starts[4]] = 255, 255
+    with emulate(), mxpert.override(backend="cdna4", config=HIGH):
+        actual = mxpert.grouped_wgrad(grad, a, offsets, out_dtype=torch.float32)
+    expected = torch.zeros_like(actual, dtype=torch.bool)
+    expected[2, 7], expected[4, :, 9] = True, True
+    assert torch.equal(actual.isnan(), expected)
+
+
+OPERANDS: dict[str, tuple[Callable[[MXTensor], MXTensor], bool]] = {
+    "as it is": (lambda x: x, True),
+    "matrices": (lambda x: x[1:], True),
+    "one matrix": (lambda x: x[2], True),
+    "rows": (lambda x: x[0][4:40], True),
+    "rows within a word": (lambda x: x[0][3:40], False),
+    "every second matrix": (lambda x: x[::2], False),
+}
+
+
+@pytest.mark.parametrize("case", OPERANDS)
+def test_what_is_read_in_place(case: str) -> None:
+    """Views of an operand; the kernel reads rows of codes at any line, scales at whole words."""
+    view, in_place = OPERANDS[case]
+    whole = empty_operand(torch.empty(0), (3, 44, 416), get_format("mxfp8"))
+    whole.qdata.copy_(torch.randint(0, 120, whole.qdata.shape, generator=draw(5)))
+    whole.scale.copy_(torch.randint(0, 255, whole.scale.shape, generator=draw(6)))
+    value = view(whole)
+    with emulate():
+        operand = Operand.of(value)
+    assert (operand.scale.data_ptr() == value.scale.data_ptr()) == in_place
+    assert torch.equal(operand.scale, value.scale)
+    assert torch.equal(operand.codes, value.qdata)
+    assert not operand.scale.stride(-1) % 4
+    assert operand.scale_pitch == operand.scale.stride(-1) // 4
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_other_backends_read_the_copies(backend: str) -> None:
+    """What the native quantiser stores, by its strides; K = 160 makes rows a part of a line."""
+    offsets = torch.tensor([0, 33, 70])
+    with emulate():
+        with mxpert.override(backend="cdna4"):
+            row, column = mxpert.quantize_dual(integers(70, 160), group_offsets=offsets)
+            weight, _ = mxpert.quantize_dual(integers(2, 96, 160, seed=1))
+            grad = mxpert.quantize_dual(integers(70, 96, seed=2), group_offsets=offsets)[1]
+        assert not any(each.scale.is_contiguous() for each in (row, column, weight, grad))
+        results = []
+        for each in ("cdna4", backend):
+            with mxpert.override(backend=each):
+                y = mxpert.grouped_gemm(row, weight, offsets, out_dtype=torch.float32)
+                dw = mxpert.grouped_wgrad(grad, column, offsets, out_dtype=torch.float32)
+            results.append((y, dw))
+    for ours, theirs in zip(*results, strict=True):
+        assert_exact(ours, theirs, backend, ignore_zero_sign=True)
+
+
+def test_longer_spans_are_served() -> None:
+    """A tensor with longer spans has a scale for each block, too; the kernel reads those."""
+    offsets = torch.tensor([0, 70])
+    row, _ = mxpert.quantize_dual(scaled(96, 416), scale_span=ScaleSpan.AUTO)
+    weight, _ = mxpert.quantize_dual(scaled(1, 320, 416, seed=1), scale_span=ScaleSpan.ROW)
+    expected = reference(mxpert.grouped_gemm, row, weight, offsets)
+    with emulate(), mxpert.override(backend="cdna4", config=HIGH):
+        actual = mxpert.grouped_gemm(row, weight, offsets, out_dtype=torch.float32)
+    tolerance = stage_tolerance("bf16", torch.float32, 416, numel=actual.numel())
+    assert_close_relative(actual, expected, tolerance, "grouped_gemm")
+
+
+def test_training_step() -> None:
+    """Forward, dgrad and wgrad of a layer, and its quantisation: the bits of the reference."""
+    offsets = torch.tensor([0, 70, 70, 140])
+    data = integers(150, 96), integers(3, 160, 96, seed=1), integers(150, 160, seed=2)
+
+    def step() -> list[torch.Tensor]:
+        x, weight, grad = (each.to(torch.bfloat16) for each in data)
+        x.requires_grad_()
+        weight.requires_grad_()
+        y = mxpert.training.grouped_linear(x, weight, offsets)
+        return [y.detach(), *torch.autograd.grad(y, (x, weight), grad)]
+
+    with mxpert.override(backend="reference"):
+        expected = step()
+    with emulate() as emulation, mxpert.override(backend="cdna4"):
+        actual = step()
+    assert emulation.kernels["_grouped_gemm_cdna4_kernel"].launches == 3
+    for name, ours, theirs in zip(("y", "dx", "dweight"), actual, expected, strict=True):
+        assert_exact(ours, theirs, name, ignore_zero_sign=True)
+
+
+@pytest.mark.parametrize("shape", [(37, 13), (3, 37, 13), (150, 40)], ids=str)
+def test_scales_become_planes(shape: tuple[int, ...]) -> None:
+    """The same scales, a plane for each block; every matrix begins at a word."""
+    scale = torch.randint(0, 256, shape, dtype=torch.uint8, generator=draw(3))
+    with emulate():
+        planes = to_planes(scale)
+    assert torch.equal(planes, scale)
+    assert planes.stride() == scale_strides(shape)
+    assert planes.stride(-2) == 1
+    assert not any(stride % 4 for stride in (planes.stride(-1), *planes.stride()[:-2]))
+
+
+@pytest.mark.parametrize(
+    "config, mfma, barriers, others, efficiency",
+    [pytest.param(HIGH, 64, 8, 4, 0.9, id="high"), pytest.param(LOW, 32, 4, 6, 0.8, id="low")],
+)
+def test_hot_loop(config: Any, mfma: int, barriers: int, others: int, efficiency: float) -> None:
+    """The loop of a tile (two steps), and its modelled efficiency."""
+    a = mxpert.quantize(integers(config.block_m, 1280), "mxfp8_e4m3")
+    b = mxpert.quantize(integers(1, 256, 1280, seed=1), "mxfp8_e4m3")
+    with (
+        emulate(checks=False, trace=True) as emulation,
+        mxpert.override(backend="cdna4", config=config),
+    ):
+        mxpert.grouped_gemm(a, b, torch.tensor([0, config.block_m]))
+    report = model_loop(Execution.of(emulation.reports[-1]))
+    assert emulation.last is not None
+    assert emulation.last.program.metadata["vgpr_spill_count"] == 0
+    assert report.instructions["mfma"] == mfma
+    assert report.instructions["barrier"] == barriers
+    assert report.other_per_mfma <= others
+    assert report.mfma_efficiency >= efficiency
+    single_bytes = ("_ubyte", "_sbyte", "_u8", "_i8")
+    assert not [name for name in emulation.last.counts if name.endswith(single_bytes)]
+
+
+@pytest.mark.parametrize("config", [HIGH, LOW], ids=["high", "low"])
+@pytest.mark.parametrize("steps", [2, 3])
+def test_no_step_of_zeros_is_multiplied(config: Any, steps: int) -> None:
+    """Steps of 128 values come in pairs; an odd last one has no partner."""
+    k = 128 * steps - 96
+    a = mxpert.quantize(integers(config.block_m, k), "mxfp8_e4m3")
+    b = mxpert.quantize(integers(1, 256, k, seed=1), "mxfp8_e4m3")
+    with emulate(checks=False) as emulation, mxpert.override(backend="cdna4", config=config):
+        mxpert.grouped_gemm(a, b, torch.tensor([0, config.block_m]))
+    blocks = config.block_m // 16 * 256 // 16
+    assert emulation.counts["v_mfma_scale_f32_16x16x128_f8f6f4"] == steps * blocks
+
+
+@pytest.mark.parametrize("size", [2048, 2880])
+def test_rows_are_whole_lines(size: int) -> None:
+    """Training's copies: the loop is as fast where rows of codes have a part of a line."""
+    offsets = torch.tensor([0, 256])
+    with emulate(checks=False), mxpert.override(backend="cdna4"):
+        row = mxpert.quantize_dual(integers(256, size), group_offsets=offsets)[0]
+        weight = mxpert.quantize_dual(integers(1, 256, size, seed=1))[0]
+    with (
+        emulate(checks=False, trace=True) as emulation,
+        mxpert.override(backend="cdna4", config=HIGH),
+    ):
+        mxpert.grouped_gemm(row, weight, offsets)
+    assert set(emulation.kernels) == {"_grouped_gemm_cdna4_kernel"}  # nothing is copied before
+    assert model_loop(Execution.of(emulation.reports[-1])).mfma_efficiency >= 0.9
+
+
+REFUSALS = {
+    "elsewhere": (dict(target=replace(MI355X, arch="gfx942")), "needs gfx950"),
+    "bf16": (dict(a_format="bf16", b_format="bf16"), "multiplies MXFP8 operands"),
+    "reduction": (dict(trans_b=False), "pass the other copy of quantize_dual"),
+    "float64": (dict(out_dtype=torch.float64), "writes bfloat16, float16 or float32"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refuses(case: str) -> None:
+    changes, reason = REFUSALS[case]
+    problem = GroupedProblem(
+        Op.GROUPED_GEMM, MI355X, 512, 2, 256, 256, *PAIRS["e4m3"], True, torch.bfloat16
+    )
+    assert GROUPED_GEMM.unsupported(problem) is None
+    assert reason in (GROUPED_GEMM.unsupported(replace(problem, **changes)) or "")
+
+
+def test_wgrad_refuses_many_groups() -> None:
+    problem = GroupedProblem(
+        Op.GROUPED_WGRAD, MI355X, 1 << 16, 1025, 64, 64, *PAIRS["e4m3"], False, torch.bfloat16
+    )
+    assert "at most 1024 groups" in (GROUPED_WGRAD.unsupported(problem) or "")
+
+
+def test_refuses_a_config_of_another_kernel() -> None:
+    a, b, offsets = gemm_operands("all_in_last", "e4m3", 304, 416)
+    config = mxpert.configs.GemmConfig(64, 64, 64)
+    with (
+        emulate(),
+        mxpert.override(backend="cdna4", config=config),
+        pytest.raises(ValueError, match="a config of this backend"),
+    ):
+        mxpert.grouped_gemm(a, b, offsets)

@@ -1,0 +1,65 @@
+"""docs/supported-models.md says what each family does here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from packaging.version import Version
+
+from mxpert import UnsupportedError
+from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
+from tests.integrations.supported import FAMILIES, HEADER, PAGE, build, table_of, try_family
+
+
+def rows() -> list[str]:
+    return table_of(PAGE.read_text(encoding="utf-8")).removeprefix(HEADER).splitlines()
+
+
+NEEDS = (5, 17)
+NEWER = ("deepseek_v32", "glm4_moe_lite", "granitemoe")
+"""Families that need this release of Transformers, as the page says."""
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_the_page_says_what_works(model_type: str, tmp_path: Path) -> None:
+    found = Version(transformers.__version__).release[:2]
+    if model_type in NEWER and found < NEEDS:
+        pytest.skip(f"needs Transformers {NEEDS[0]}.{NEEDS[1]}, has {transformers.__version__}")
+    assert try_family(model_type, tmp_path).row(model_type) in rows()
+
+
+def test_the_page_has_every_family_once() -> None:
+    assert [row.split("`")[1] for row in rows()] == list(FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def llama4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama4") / "dense"
+    build("llama4_text").save_pretrained(folder)
+    return folder
+
+
+def test_what_the_converter_refuses_is_refused_before_anything_is_written(
+    llama4: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"config\.json — need a model that mxpert can load"):
+        quantize_checkpoint(llama4, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_transformers_the_names_decide(
+    llama4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def absent(name: str, *package: Any) -> None:
+        assert name == "transformers"
+
+    monkeypatch.setattr(importlib.util, "find_spec", absent)
+    with pytest.raises(UnsupportedError, match=r"model_type — need one of .* got llama4_text"):
+        quantize_checkpoint(llama4, tmp_path / "out")
+    config = json.loads((llama4 / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == "llama4_text"

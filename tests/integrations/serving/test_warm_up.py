@@ -1,0 +1,175 @@
+"""mxpert.warm_up: after it no token count in its range launches a binary that is new."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import mxpert
+from mxpert.formats import MXFP4, Layout, MXTensor
+from mxpert.moe import warm_up as module
+
+Options = dict[str, Any]
+
+
+def unwritten(experts: int, hidden: int, inner: int, layout: Layout) -> mxpert.MoEWeights:
+    """Weights whose codes are whatever memory holds."""
+
+    def projection(rows: int, depth: int) -> MXTensor:
+        if layout is Layout.ROW_MAJOR:
+            sizes = (experts, rows, depth // 2), (experts, rows, depth // 32)
+            return MXTensor(*(torch.empty(size, dtype=torch.uint8) for size in sizes), MXFP4)
+        units, steps = -(-rows // 64), -(-depth // 128)
+        codes, shifts = (
+            torch.empty(experts, units, steps, size, dtype=torch.uint8) for size in (4096, 256)
+        )
+        reference = torch.empty(experts, units * 64, dtype=torch.uint8)
+        return MXTensor(codes, shifts, MXFP4, -1, layout, reference, (experts, rows, depth))
+
+    return mxpert.MoEWeights(
+        projection(2 * inner, hidden),
+        projection(hidden, inner),
+        gate_up_order=mxpert.GateUpOrder.INTERLEAVED,
+    )
+
+
+@contextmanager
+def launched_binaries() -> Iterator[set[Any]]:
+    """Keys of the binaries that an H200 would compile inside the block; nothing is launched."""
+    pytest.importorskip("triton")
+    from mxpert.core.launch import _signature
+    from mxpert.core.target import on_device
+    from support.launches import H200, Recorder, without_device
+
+    keys: set[Any] = set()
+
+    class Keys(Recorder):
+        def execute(
+            self, kernel: Any, grid: Any, arguments: Mapping[str, Any], *, warmup: bool
+        ) -> None:
+            constants, tensors = {}, []
+            for name, value in arguments.items():
+                if isinstance(value, torch.Tensor):
+                    tensors.append((name, value.dtype))
+                elif hasattr(value, "block_shape"):  # a descriptor
+                    layout = getattr(value, "layout", None)
+                    tensors.append((name, value.base.dtype, *value.block_shape, layout))
+                else:
+                    constants[name] = value
+            keys.add((_signature(kernel, {}, constants), *tensors))
+
+    with without_device(record=False), on_device(H200, Keys()):
+        yield keys
+
+
+SHAPES = {  # experts, top_k, hidden, intermediate
+    "gpt-oss-120b": (128, 4, 2880, 2880),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+    "kimi-k2-tp4": (384, 8, 7168, 512),
+    "qwen3-next": (512, 10, 2048, 512),
+    "dsv4-flash": (256, 6, 4096, 2048),
+}
+MAX_TOKENS = 2500
+ROUTER_DTYPES = [(torch.float32, torch.int32), (torch.bfloat16, torch.int64)]
+
+
+@pytest.mark.parametrize("activation_format", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("layout", [Layout.HOPPER_FRAGMENT, Layout.ROW_MAJOR], ids=lambda x: x.name)
+@pytest.mark.parametrize("dtypes", ROUTER_DTYPES, ids=["float32-int32", "bfloat16-int64"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_kernel_is_left_to_compile(
+    shape: str, dtypes: tuple[torch.dtype, torch.dtype], layout: Layout, activation_format: str
+) -> None:
+    experts, top_k, hidden, inner = SHAPES[shape]
+    weights = unwritten(experts, hidden, inner, layout)
+    options: Options = dict(activation=mxpert.SiLU(), activation_format=activation_format)
+    with launched_binaries() as binaries:
+        counts = mxpert.warm_up(
+            weights,
+            MAX_TOKENS,
+            top_k=top_k,
+            topk_weights_dtype=dtypes[0],
+            topk_ids_dtype=dtypes[1],
+            **options,
+        )
+        warm = set(binaries)
+        for num_tokens in (*range(1, 300), *range(300, MAX_TOKENS, 37), MAX_TOKENS):
+            x = torch.empty(num_tokens, hidden, dtype=torch.bfloat16)
+            routing = module.even_routing(num_tokens, top_k, experts, x.device)
+            topk_weights, topk_ids = (each.to(dt) for each, dt in zip(routing, dtypes, strict=True))
+            mxpert.fused_moe(x, weights, topk_weights, topk_ids, **options)
+            assert binaries == warm, f"{num_tokens} tokens launch another binary than {counts}"
+    assert counts[0] == 1
+    assert counts[-1] == MAX_TOKENS
+    assert len(counts) < 40
+
+
+def test_an_expert_map_is_a_binary_of_its_own() -> None:
+    weights = unwritten(4, 256, 256, Layout.ROW_MAJOR)
+    expert_map = torch.tensor([0, 1, -1, 2, 3, -1], dtype=torch.int32)
+    options: Options = dict(top_k=2, activation=mxpert.SiLU())
+    with launched_binaries() as binaries:
+        mxpert.warm_up(weights, 8, **options)
+        plain = set(binaries)
+        mxpert.warm_up(weights, 8, expert_map=expert_map, **options)
+    assert binaries > plain
+
+
+def small() -> mxpert.MoEWeights:
+    weights = unwritten(4, 32, 32, Layout.ROW_MAJOR)
+    return weights.prepare(device="cpu")
+
+
+def test_nothing_runs_on_the_reference_backend() -> None:
+    with mock.patch.object(module, "even_routing", wraps=module.even_routing) as routed:
+        assert mxpert.warm_up(small(), 8192, top_k=2, activation=mxpert.SiLU()) == ()
+    assert routed.call_count == 1  # for explain
+
+
+def test_progress_is_reported() -> None:
+    seen: list[tuple[int, int, int]] = []
+    with (
+        mock.patch.object(module, "_token_counts", return_value=(1, 5, 8)),
+        mock.patch.object(module, "even_routing", wraps=module.even_routing) as routed,
+    ):
+        mxpert.warm_up(
+            small(), 8, top_k=2, activation=mxpert.SiLU(), progress=lambda *step: seen.append(step)
+        )
+    assert seen == [(0, 3, 1), (1, 3, 5), (2, 3, 8), (3, 3, 8)]
+    assert [call.args[0] for call in routed.call_args_list] == [1, 1, 5, 8]  # explain's first
+    _, topk_ids = module.even_routing(8, 2, 4, torch.device("cpu"))
+    assert topk_ids.unique().tolist() == [0, 1, 2, 3]
+
+
+def test_slow_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        mock.patch.object(module, "_SHOWN_EVERY", 0.0),
+        mock.patch.object(module, "_token_counts", return_value=(1, 4)),
+        caplog.at_level(logging.WARNING, logger="mxpert"),
+    ):
+        mxpert.warm_up(small(), 8, top_k=2, activation=mxpert.SiLU())
+    assert "warm_up: 1 of 2 token counts, T = 4" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes, error, said",
+    [
+        ({"max_tokens": 0}, ValueError, "max_tokens"),
+        ({"max_tokens": 2.0}, TypeError, "max_tokens"),
+        ({"top_k": 5}, ValueError, "top_k"),
+        ({"weights": None}, TypeError, "weights"),
+        ({"activation_format": "a3w4"}, ValueError, "activation_format"),
+        ({"expert_map": [0, 1]}, TypeError, "expert_map"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(changes: Options, error: type[Exception], said: str) -> None:
+    right: Options = dict(weights=small(), max_tokens=4, top_k=2, activation=mxpert.SiLU())
+    with pytest.raises(error, match=said):
+        mxpert.warm_up(**{**right, **changes})

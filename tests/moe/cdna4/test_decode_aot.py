@@ -1,0 +1,115 @@
+"""What the binaries of the decode kernels contain, at the shapes of gpt-oss-120b."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+
+from mxpert.core.problem import MoEOptions, MoEProblem, Op, SwiGLU
+from mxpert.formats.tensor import Layout
+from mxpert.moe.cdna4.config import decode_config
+from mxpert.moe.cdna4.host import Gemm, _decode_launches
+from mxpert.testing.gfx950 import MI355X
+from support.aot import CompiledKernel, compile_for
+from support.gfx950_listing import Loop, check_native, hot_loop
+
+CODES = {"mxfp4": "e2m1", "mxfp8": "e4m3", "bf16": "bf16"}
+ROW_BYTES = {"mxfp4": 1440, "mxfp8": 2880, "bf16": 5760}
+ROWS_OF = {16: 128, 32: 1024}
+"""Tokens with which the heuristic chooses a tile of so many rows."""
+CASES = [
+    *((Op.MOE_GATE_UP, name, rows) for name in CODES for rows in ROWS_OF),
+    (Op.MOE_DOWN, "mxfp4", 16),
+]
+cases = pytest.mark.parametrize(
+    ("op", "a_format", "rows"), CASES, ids=lambda value: getattr(value, "value", str(value))
+)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@functools.cache
+def compiled(op: Op, a_format: str, rows: int) -> CompiledKernel:
+    """The binary that the heuristic's config runs, with biases."""
+    problem = MoEProblem(
+        op,
+        MI355X,
+        ROWS_OF[rows],
+        4,
+        128,
+        2880,
+        2880,
+        MoEOptions(SwiGLU(), a_format),
+        Layout.CDNA4_FRAGMENT,
+        rows,
+    )
+    config = decode_config(problem, op, rows)
+    assert (config.block_m, config.k_splits) == (rows, 1)
+    is_mx, is_first = a_format != "bf16", op is Op.MOE_GATE_UP
+    row_units = 90 if is_first else 45
+    gemm = Gemm(
+        op, 128, rows, CODES[a_format], ROW_BYTES[a_format] // 16, 23 if is_mx else 0, row_units, 23
+    )
+    launch, _ = _decode_launches(problem, config, gemm)
+    x = meta(1024, ROW_BYTES[a_format])
+    code_dtype = torch.uint8 if is_mx else torch.uint32
+    tensors = {
+        "out_ptr": meta(1024, 2880, dtype=torch.uint8 if is_mx and is_first else torch.bfloat16),
+        "out_scale_ptr": meta(1024, 90) if is_mx and is_first else None,
+        "partial_ptr": None,
+        "x_ptr": x if is_mx else x.view(torch.bfloat16),
+        "x_scale_ptr": meta(1024, 92).view(torch.uint32) if is_mx else None,
+        "x_row_scale_ptr": None,
+        "w_ptr": meta(128, row_units, 23, 4096).view(code_dtype),
+        "w_scale_ptr": meta(128, row_units, 23, 256).view(torch.uint32),
+        "bias_ptr": meta(128, 5760, dtype=torch.float32),
+        "sorted_token_ids_ptr": meta(4096, dtype=torch.int32),
+        "sorted_weights_ptr": None if is_first else meta(4096, dtype=torch.float32),
+        "block_expert_ids_ptr": meta(256, dtype=torch.int32),
+        "num_valid_ptr": meta(2, dtype=torch.int32),
+    }
+    return compile_for(launch.kernel, launch.arguments(tensors), target="gfx950")
+
+
+@cases
+def test_rules_of_native_kernels(op: Op, a_format: str, rows: int) -> None:
+    """No spills and no byte loads; 14 other instructions an MFMA at most; two waves a SIMD.
+
+    An iteration loads four steps of weights: 16 fragments and four words of scales a lane.
+    """
+    kernel = compiled(op, a_format, rows)
+    check_native(kernel, 4, most_overhead=14, least_waves=2, least_non_temporal=20)
+    assert kernel.count(r"buffer_load_dwordx4 .* lds$") > 0, "no direct copies of activations"
+
+
+def matching(loop: Loop, pattern: str) -> int:
+    return sum(bool(re.match(pattern, text)) for text in loop.instructions)
+
+
+@cases
+def test_the_hot_loop_does_what_it_has_to(op: Op, a_format: str, rows: int) -> None:
+    """One MFMA a fragment (bf16: four), no unpacking beside the conversions that bf16 needs."""
+    loop = hot_loop(compiled(op, a_format, rows).listing)
+    tiles = rows // 16
+    if a_format == "bf16":
+        assert matching(loop, "v_mfma_f32_16x16x32_bf16") == loop.count("mfma") == 64 * tiles
+        assert matching(loop, "v_cvt_scalef32_pk_bf16_fp4") == 256
+        spare = loop.count("valu") - 256
+    else:
+        scaled = "v_mfma_scale_f32_16x16x128_f8f6f4"
+        assert matching(loop, scaled) == loop.count("mfma") == 16 * tiles
+        spare = loop.count("valu") - loop.accumulator_moves
+    # For each of 16 fragments: its mask, its share of scales and of LDS addresses.
+    assert spare <= 9 * 16, dict(loop.counts)
+    # Triton 3.6 keeps sums in accumulators and moves a part of them; 3.9 moves none.
+    assert loop.accumulator_moves <= 1.5 * loop.count("mfma")
+    # Of each row the chunks of four steps, and their four words of scales.
+    reads = {"mxfp4": 4 + 1, "mxfp8": 8 + 1, "bf16": 16}[a_format]
+    assert matching(loop, "ds_read_b128") == reads * tiles
+    waits = [text for text in loop.instructions if re.match(r"s_waitcnt .*vmcnt\(0\)", text)]
+    assert len(waits) <= (1 if matching(loop, "s_barrier") else 0), waits

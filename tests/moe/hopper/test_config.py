@@ -1,0 +1,122 @@
+"""Which tile the Hopper backend chooses for a problem, and which configs it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
+
+
+from mxpert.configs import HopperGemmConfig, HopperKernel
+from mxpert.core.problem import ACTIVATION_FORMATS, MoEProblem
+from mxpert.formats.tensor import Layout
+from mxpert.moe.hopper import config as heuristics
+from mxpert.testing.problems import MODEL_SHAPES, MoEShape
+from support.hopper_launches import Recorder, describe
+from tests.moe.hopper.test_kernels_aot import config_of, gemms, shape_of
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 128, 256, 512, 1024, 4096, 16384])
+@pytest.mark.parametrize("model", MODEL_SHAPES)
+@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+def test_the_heuristic_takes_a_tested_tile(a_format: str, model: str, num_tokens: int) -> None:
+    problem: MoEProblem = describe(MODEL_SHAPES[model], num_tokens, a_format)
+    assert problem.weight_layout is Layout.HOPPER_FRAGMENT
+    layer = heuristics.layer_heuristic(problem)
+    tested = heuristics.tiles(a_format == "bf16").values()
+    assert {replace(layer.gate_up, k_splits=1), replace(layer.down, k_splits=1)} <= set(tested)
+    for config in (layer.gate_up, layer.down):
+        heuristics.require_valid(config, problem)
+    assert layer in list(heuristics.layer_configs(problem))
+
+
+EP8 = replace(MODEL_SHAPES["deepseek-v3"], num_experts=32)
+
+
+@pytest.mark.parametrize(
+    "shape, num_tokens, a_format, tile",
+    [
+        pytest.param(EP8, 64, "mxfp8", "decode32", id="decode"),
+        pytest.param(EP8, 128, "mxfp8", "short", id="few_experts"),
+        pytest.param(MODEL_SHAPES["qwen3-235b"], 1024, "mxfp8", "triple", id="qwen3"),
+        pytest.param(MODEL_SHAPES["qwen3-235b"], 768, "bf16", "triple", id="qwen3_bf16"),
+    ],
+)
+def test_rows_of_an_expert_choose_the_tile(
+    shape: MoEShape, num_tokens: int, a_format: str, tile: str
+) -> None:
+    """The limits were measured beside the other tiles on an H200: docs/dev/performance-log.md."""
+    layer = heuristics.layer_heuristic(describe(shape, num_tokens, a_format))
+    assert layer.gate_up == layer.down == config_of(a_format, tile)
+
+
+def test_stages_with_few_weight_rows_take_two_consumers() -> None:
+    """1024 weight rows (kimi-k2, TP4) are 16 units of 64: the sixth tile of three has one unit."""
+    layer = heuristics.layer_heuristic(describe(MoEShape(7168, 512, 384, 8), 4096, "mxfp8"))
+    assert layer.gate_up == config_of("mxfp8", "narrow")
+    assert layer.down == config_of("mxfp8", "triple")
+    assert layer.routing_block_m == layer.gate_up.block_m == layer.down.block_m
+
+
+def test_stages_ask_for_few_weights_ahead_where_ctas_are_idle(recorder: Recorder) -> None:
+    """Stage 1 of one token loads few stages of weights early; others load all stages."""
+
+    def early(num_tokens: int, stages: int) -> list[int]:
+        config = replace(config_of("mxfp8", "decode8"), num_stages=stages)
+        problem = describe(MODEL_SHAPES["qwen3-235b"], num_tokens, "mxfp8")
+        return [
+            gemm.arguments["early_stages"]
+            for gemm in gemms(recorder.run(problem, config, has_bias=False))
+        ]
+
+    assert early(1, 5) == [3, 5]
+    assert early(2, 5) == [5, 5]
+    assert early(1, 2) == [2, 2]  # never more than the number of stages
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block_m": 24},
+        {"kernel": HopperKernel.PREFILL},
+        {"consumers": 1},
+        {"num_stages": 1},
+        {"num_stages": 9},
+        {"k_splits": 0},
+        {"blocks_per_tile": 2},
+        {"hi_lo": False},
+    ],
+    ids=lambda c: "_".join(f"{k}{v}" for k, v in c.items()),
+)
+def test_other_tiles_are_refused(change: dict[str, Any]) -> None:
+    config = replace(config_of("bf16", "decode16"), **change)
+    with pytest.raises(ValueError, match="config — need one of"):
+        heuristics.require_valid(config, describe(shape_of(), 64, "bf16"))
+
+
+def test_prefill_has_no_split() -> None:
+    with pytest.raises(ValueError, match="config — need one of"):
+        heuristics.require_valid(
+            replace(config_of("bf16", "wide"), k_splits=2), describe(shape_of(), 64, "bf16")
+        )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(replace(config_of("mxfp8", "decode16"), num_stages=9), id="decode"),
+        pytest.param(replace(config_of("mxfp8", "wide"), num_stages=5), id="prefill"),
+    ],
+)
+def test_a_launch_refuses_other_tiles(recorder: Recorder, config: HopperGemmConfig) -> None:
+    with pytest.raises(ValueError, match="config — need one of"):
+        recorder.run(describe(shape_of(), 2048, "mxfp8"), config, has_bias=False)
+    assert not gemms(recorder.launches)

@@ -1,0 +1,102 @@
+"""An independent MoE layer in float64: one token, one slot, one matrix-vector product at a time.
+
+Written without the library's routing, plan or activation code; only the codecs are shared (they are
+tested against foreign oracles), and transformers judges the whole in test_transformers.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from mxpert import GateUpOrder, MoEWeights, ScaleRule
+from mxpert.core.problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
+from mxpert.formats import dequantize_blocks, quantize_blocks, quantize_token_rows
+from mxpert.formats.tensor import MXTensor
+
+
+def rounded(row: torch.Tensor, activation_format: str, rule: ScaleRule) -> torch.Tensor:
+    """The row in bfloat16, then as the layer's activation format holds that, float64."""
+    row = row.float().bfloat16()
+    if activation_format == "bf16":
+        return row.double()
+    if activation_format == "fp8_token":
+        return quantize_token_rows(row[None]).dequantize(torch.float64)[0]
+    return dequantize_blocks(quantize_blocks(row, activation_format, -1, rule), torch.float64)
+
+
+def split(values: torch.Tensor, order: GateUpOrder | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gate and up of the 2F values in `order`."""
+    if order is GateUpOrder.CONCATENATED:
+        gate, up = values.chunk(2)
+        return gate, up
+    if order is GateUpOrder.INTERLEAVED:
+        return values[0::2], values[1::2]
+    groups = values.view(-1, 2, 16)
+    return groups[:, 0].reshape(-1), groups[:, 1].reshape(-1)
+
+
+def sigmoid(value: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-value))
+
+
+def activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Contracts, word by word."""
+    if isinstance(activation, SiLU):
+        return gate * sigmoid(gate) * up
+    if isinstance(activation, SwiGLU):
+        gate = torch.minimum(gate, torch.tensor(activation.limit, dtype=torch.float64))
+        up = torch.clamp(up, -activation.limit, activation.limit)
+        return gate * sigmoid(activation.alpha * gate) * (up + 1)
+    if isinstance(activation, ClampedSiLU):
+        gate = torch.minimum(gate, torch.tensor(activation.limit, dtype=torch.float64))
+        return gate * sigmoid(gate) * torch.clamp(up, -activation.limit, activation.limit)
+    assert isinstance(activation, SiTUv2)
+    gated = activation.beta * torch.tanh(gate / activation.beta) * sigmoid(gate)
+    return gated * activation.beta_up * torch.tanh(up / activation.beta_up)
+
+
+def moe_layer(
+    x: torch.Tensor | MXTensor,
+    weights: MoEWeights,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    *,
+    activation: Activation,
+    activation_format: str = "bf16",
+    scale_rule: ScaleRule = ScaleRule.RCEIL,
+    apply_router_weight_on_input: bool = False,
+    expert_map: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """float64 [T, H] with the intermediate rounded to `activation_format` and nothing else."""
+    w_gate_up = dequantize_blocks(weights.gate_up_proj, torch.float64)
+    w_down = dequantize_blocks(weights.down_proj, torch.float64)
+    out = torch.zeros(topk_ids.shape[0], weights.hidden_size, dtype=torch.float64)
+    for token in range(topk_ids.shape[0]):
+        row = (
+            dequantize_blocks(x[token], torch.float64)
+            if isinstance(x, MXTensor)
+            else rounded(x[token], activation_format, scale_rule)
+        )
+        for slot in range(topk_ids.shape[1]):
+            expert = int(topk_ids[token, slot])
+            if expert_map is not None and 0 <= expert < len(expert_map):
+                expert = int(expert_map[expert])
+            elif expert_map is not None:
+                continue
+            if not 0 <= expert < weights.num_experts:
+                continue
+            weight = float(topk_weights[token, slot])
+            assert math.isfinite(weight)
+            values = w_gate_up[expert] @ row
+            if apply_router_weight_on_input:
+                values, weight = values * weight, 1.0
+            if weights.gate_up_bias is not None:
+                values = values + weights.gate_up_bias[expert]
+            h = activated(activation, *split(values, weights.gate_up_order))
+            y = w_down[expert] @ rounded(h, activation_format, scale_rule)
+            if weights.down_bias is not None:
+                y = y + weights.down_bias[expert]
+            out[token] += weight * y
+    return out
