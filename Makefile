@@ -14,7 +14,8 @@ ENVIRONMENT := $(PYTHON) tools/environment.py
 REPORT := reports/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-AOT_TESTS := tests/hopper tests/triton/test_*aot*.py tests/cdna4
+AOT_TESTS := $(shell find tests -name "test_*_aot.py" -o -name "test_*.py" -path "*cdna4*" | sort) \
+	tests/moe/hopper/test_config.py tests/testing/test_ahead_of_time.py tests/testing/test_sass.py
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */make \1\t/' | expand -t 20

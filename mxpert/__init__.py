@@ -28,6 +28,7 @@ from .core import interrupts as _interrupts  # noqa: F401 (before torch: its imp
 # isort: split
 import torch
 
+from . import backends as _backends  # noqa: F401 (it registers the manifests)
 from . import configs
 from .core.problem import (
     ClampedSiLU,

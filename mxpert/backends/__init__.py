@@ -1,6 +1,6 @@
-"""Kernels: reference, portable Triton, and one backend a chip; each `BACKEND` is its manifest.
+"""Manifests: what each backend is made for, and where its kernels are.
 
-`common` holds what they share. The order is that of the table of GPUs.
+The order is that of the table of GPUs.
 """
 
 import importlib

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeVar, cast, dataclass_transform
 
 from ..errors import UnsupportedError, message
-from .problem import Op, Problem
+from .problem import Config, Op, Problem, ReferenceConfig
 
 _T = TypeVar("_T")
 ProblemT = TypeVar("ProblemT", contravariant=True)
@@ -96,3 +96,41 @@ def refuse(problem: Problem, reasons: Iterable[str]) -> UnsupportedError:
             f"target is {problem.target.name}",
         )
     )
+
+
+# ---- Base class of the kernels that have nothing to tune.
+
+
+class UntunedKernel:
+    """A `KernelSpec` whose only config is None."""
+
+    op: Op
+    backend = "triton"
+
+    def configs(self, problem: Problem) -> Iterable[Config]:
+        return (None,)
+
+    def heuristic(self, problem: Problem) -> Config:
+        return None
+
+
+# ---- Base classes of the reference kernels.
+
+
+class ReferenceKernel(UntunedKernel):
+    """Supports every problem of its op on any device."""
+
+    backend = "reference"
+
+    def unsupported(self, problem: Any) -> str | None:  # Any: subclasses take their op's problem
+        return None
+
+
+class ReferenceGemm(ReferenceKernel):
+    """A kernel whose config names the accumulation type."""
+
+    def configs(self, problem: Problem) -> Iterable[Config]:
+        return (ReferenceConfig(),)
+
+    def heuristic(self, problem: Problem) -> Config:
+        return ReferenceConfig()

@@ -32,9 +32,19 @@ from triton.experimental.gluon.language.amd import cdna4
 from triton.experimental.gluon.language.amd.cdna4 import async_copy
 
 from ..formats.spec import MX_BLOCK_SIZE
-from .cdna4_gcn import opaque, scheduling_fence
-from .cdna4_lds import PLAIN, ROW_BYTES, SWIZZLED, copy_rows
-from .cdna4_phases import NUM_WARPS, end_compute, end_memory, enter_phases, leave_phases
+from .cdna4 import (
+    NUM_WARPS,
+    PLAIN,
+    ROW_BYTES,
+    SWIZZLED,
+    copy_rows,
+    end_compute,
+    end_memory,
+    enter_phases,
+    leave_phases,
+    opaque,
+    scheduling_fence,
+)
 from .compat import aggregate
 
 PART_ROWS = gl.constexpr(128)

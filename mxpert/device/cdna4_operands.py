@@ -16,10 +16,228 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from ..core.launch import CACHED_LAUNCHES, Launch
 from ..formats.spec import MX_BLOCK_SIZE, MXFormat
 from ..formats.tensor import MXTensor
+from .cdna4 import decode_e2m1
+
+# ---- Register and LDS layouts of the GEMMs whose weights come in fragment order.
+#
+# A workgroup has SLICES * WAVES waves. WAVES of them have weight rows of their own, 64 each;
+# SLICES
+# of them share rows and have units of depth of their own. A step is SLICES units of 128
+# elements of
+# depth. MFMA multiplies weight fragments (operand A) by activation fragments (operand B),
+# both
+# batched over slices:
+#
+#     codes    [SLICES, 4 * WAVES, 64, 16] uint8, as loaded: fragment, lane, byte; or four
+#     uint32
+#     scales   [SLICES, WAVES, 64] uint32, as loaded: unit of 64 rows, lane; a byte per
+#     fragment
+#     x        [SLICES * chunks, ROWS, 16 bytes] in LDS: 16-byte chunks of depth, activation
+#     rows
+#     x_scales [SLICES, ROWS, STEPS] uint32 in LDS: a byte per MX block of a unit of depth
+#     sums     [SLICES, 64 * WAVES, ROWS] float32
+#
+# Each function that starts with `as_` renames elements of registers; it moves no data.
+
+STEPS = gl.constexpr(4)
+"""Steps of an iteration."""
+
+_ONE = gl.constexpr(127)
+"""The E8M0 byte of 1."""
+
+
+@gluon.constexpr_function
+def chunks_per_unit(FORMAT):
+    """16-byte chunks of an activation row in a unit of 128 elements."""
+    return {"e2m1": 4, "e4m3": 8, "bf16": 16}[FORMAT]
+
+
+@gluon.constexpr_function
+def elements_per_chunk(FORMAT):
+    """Elements of memory in 16 bytes: bfloat16 values, or bytes of codes."""
+    return 8 if FORMAT == "bf16" else 16
+
+
+@gluon.constexpr_function
+def _bases(size, axis, rank, first=1):
+    """Bases of a linear layout that count from `first` up to `size` along an axis."""
+    found = []
+    while first < size:
+        found.append([first if place == axis else 0 for place in range(rank)])
+        first *= 2
+    return found
+
+
+@gluon.constexpr_function
+def _linear(registers, lanes, warps, shape):
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+@gluon.constexpr_function
+def items_per_lane(FORMAT):
+    """Elements of codes that a lane loads of a fragment: bytes, or words to decode to bfloat16."""
+    return 4 if FORMAT == "bf16" else 16
+
+
+@gluon.constexpr_function
+def code_layout(SLICES, WAVES, FORMAT):
+    """Layout of codes as loaded: a thread's 16 bytes of each of four fragments."""
+    items = items_per_lane(FORMAT)
+    warps = _bases(4 * WAVES, 1, 4, 4) + _bases(SLICES, 0, 4)
+    registers = _bases(items, 3, 4) + _bases(4, 1, 4)
+    return _linear(registers, _bases(64, 2, 4), warps, [SLICES, 4 * WAVES, 64, items])
+
+
+@gluon.constexpr_function
+def scale_layout(SLICES, WAVES):
+    """Layout of weight scales as loaded: one word a thread."""
+    warps = _bases(WAVES, 1, 3) + _bases(SLICES, 0, 3)
+    return _linear([], _bases(64, 2, 3), warps, [SLICES, WAVES, 64])
+
+
+@gluon.constexpr_function
+def x_layout(SLICES, WAVES, ROWS, FORMAT):
+    """Layout of a step's activations as read from LDS; waves of a slice read the same.
+
+    Lane 16 b + r has block b of row r, as chunk b of e2m1, chunks b and b + 4 of e4m3, or chunks
+    4 b to 4 b + 3 of bf16.
+    """
+    chunks, elements = chunks_per_unit(FORMAT), elements_per_chunk(FORMAT)
+    rows, inside = _bases(16, 1, 3), _bases(elements, 2, 3)
+    if FORMAT == "bf16":
+        own, lanes = _bases(4, 0, 3), _bases(16, 0, 3, 4)
+    else:
+        own, lanes = _bases(chunks, 0, 3, 4), _bases(4, 0, 3)
+    registers = inside + own + _bases(ROWS, 1, 3, 16)
+    warps = [[0, 0, 0]] * len(_bases(WAVES, 0, 3)) + _bases(SLICES * chunks, 0, 3, chunks)
+    return _linear(registers, rows + lanes, warps, [SLICES * chunks, ROWS, elements])
+
+
+@gluon.constexpr_function
+def sum_layout(SLICES, WAVES, FORMAT):
+    """Layout of the accumulator: scaled MFMA, or with bf16 activations the bfloat16 one."""
+    return gl.amd.AMDMFMALayout(
+        version=4,
+        instr_shape=[16, 16, 32 if FORMAT == "bf16" else 128],
+        transposed=False,
+        warps_per_cta=[SLICES, WAVES, 1],
+        tiles_per_warp=[1, 4, 1],
+    )
+
+
+@gluon.constexpr_function
+def _mfma_scale_layout(rows, own, WAVES, SLICES):
+    """Layout of E8M0 bytes [SLICES, rows, 4] of an operand.
+
+    own: rows of a wave; all waves of a slice have the same ones if it is `rows`.
+    """
+    lanes = _bases(16, 1, 3) + _bases(4, 2, 3)
+    waves = _bases(rows, 1, 3, own) if own < rows else [[0, 0, 0]] * len(_bases(WAVES, 0, 3))
+    return _linear(_bases(own, 1, 3, 16), lanes, waves + _bases(SLICES, 0, 3), [SLICES, rows, 4])
+
+
+@gluon.constexpr_function
+def x_scale_layout(SLICES, WAVES, ROWS):
+    """Layout of an iteration's activation scales as read from LDS: a row's words of all steps."""
+    waves = [[0, 0, 0]] * len(_bases(WAVES, 0, 3)) + _bases(SLICES, 0, 3)
+    registers = _bases(STEPS.value, 2, 3) + _bases(ROWS, 1, 3, 16)
+    return _linear(registers, _bases(16, 1, 3) + [[0, 0, 0]] * 2, waves, [SLICES, ROWS, STEPS])
+
+
+@gluon.jit
+def as_operand(codes, SUMS: gl.constexpr):
+    """Codes as operand A of scaled MFMA, [SLICES, 64 * WAVES, 64] bytes."""
+    SLICES: gl.constexpr = codes.shape[0]
+    TILES: gl.constexpr = codes.shape[1]
+    split = codes.reshape(SLICES, TILES, 4, 16, 16).permute(0, 1, 3, 2, 4)
+    return gl.convert_layout(
+        split.reshape(SLICES, TILES * 16, 64), gl.DotOperandLayout(0, SUMS, 16), assert_trivial=True
+    )
+
+
+@gluon.jit
+def as_scale_operand(scales):
+    """Scales as bytes [SLICES, 64 * WAVES, 4] of operand A; MFMA selects bytes by op_sel."""
+    SLICES: gl.constexpr = scales.shape[0]
+    WAVES: gl.constexpr = scales.shape[1]
+    even = gl.join(scales.to(gl.uint8), (scales >> 16).to(gl.uint8))
+    odd = gl.join((scales >> 8).to(gl.uint8), (scales >> 24).to(gl.uint8))
+    split = gl.join(even, odd).reshape(SLICES, WAVES, 4, 16, 4).permute(0, 1, 4, 3, 2)
+    return gl.convert_layout(
+        split.reshape(SLICES, 64 * WAVES, 4),
+        _mfma_scale_layout(64 * WAVES, 64, WAVES, SLICES),
+        assert_trivial=True,
+    )
+
+
+@gluon.jit
+def as_x_operand(x, SLICES: gl.constexpr, SUMS: gl.constexpr, FORMAT: gl.constexpr):
+    """Activations as operand B, [SLICES, 128 elements of depth, ROWS] (e2m1: 64 bytes).
+
+    bf16: the depth of each of the four MFMA is eight elements of each block.
+    """
+    CHUNKS: gl.constexpr = chunks_per_unit(FORMAT)
+    ROWS: gl.constexpr = x.shape[1]
+    WIDTH: gl.constexpr = x.shape[2]
+    if FORMAT == "bf16":
+        split = x.reshape(SLICES, 4, 4, ROWS, WIDTH).permute(0, 2, 1, 4, 3)
+    else:
+        split = x.reshape(SLICES, CHUNKS, ROWS, WIDTH).permute(0, 1, 3, 2)
+    K_WIDTH: gl.constexpr = 8 if FORMAT == "bf16" else 16
+    return gl.convert_layout(
+        split.reshape(SLICES, CHUNKS * WIDTH, ROWS),
+        gl.DotOperandLayout(1, SUMS, K_WIDTH),
+        assert_trivial=True,
+    )
+
+
+@gluon.jit
+def as_x_scale_operand(words, step: gl.constexpr, WAVES: gl.constexpr):
+    """A step's words of [SLICES, ROWS, STEPS] as bytes [SLICES, ROWS, 4] of operand B's scales."""
+    SLICES: gl.constexpr = words.shape[0]
+    ROWS: gl.constexpr = words.shape[1]
+    LAYOUT: gl.constexpr = _mfma_scale_layout(ROWS, ROWS, WAVES, SLICES)
+    even, odd = gl.split(words.reshape(SLICES, ROWS, 2, 2))
+    first, second = gl.split(odd if step % 2 else even)
+    word = gl.convert_layout(
+        second if step >= 2 else first, gl.SliceLayout(2, LAYOUT), assert_trivial=True
+    )
+    block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))).to(gl.uint32)
+    shift = gl.expand_dims(gl.expand_dims(block * 8, 0), 1)
+    return (gl.expand_dims(word, 2) >> shift).to(gl.uint8)
+
+
+@gluon.jit
+def unit_x_scales(SLICES: gl.constexpr, WAVES: gl.constexpr, ROWS: gl.constexpr):
+    """Scales of 1 for operand B."""
+    return gl.full((SLICES, ROWS, 4), _ONE, gl.uint8, _mfma_scale_layout(ROWS, ROWS, WAVES, SLICES))
+
+
+@gluon.jit
+def decode_operand(codes, scales, SUMS: gl.constexpr):
+    """Weights as bfloat16 operand A, [SLICES, 64 * WAVES, 128]; depth as in `as_x_operand`."""
+    SLICES: gl.constexpr = codes.shape[0]
+    WAVES: gl.constexpr = scales.shape[1]
+    # The exponent field of float32 holds the E8M0 byte as it is.
+    first = gl.join((scales & 0xFF) << 23, ((scales >> 16) & 0xFF) << 23)
+    second = gl.join(((scales >> 8) & 0xFF) << 23, ((scales >> 24) & 0xFF) << 23)
+    factors = gl.join(first, second).reshape(SLICES, WAVES, 64, 4).permute(0, 1, 3, 2)
+    factors = factors.reshape(SLICES, 4 * WAVES, 64, 1).to(gl.float32, bitcast=True)
+    factors = gl.convert_layout(factors, codes.type.layout, assert_trivial=True)
+    values = decode_e2m1(codes, factors.broadcast_to(codes.shape))
+    blocks = values.reshape(SLICES, 4 * WAVES, 4, 16, 4, 8).permute(0, 1, 3, 4, 2, 5)
+    return gl.convert_layout(
+        blocks.reshape(SLICES, 64 * WAVES, 128),
+        gl.DotOperandLayout(0, SUMS, 8),
+        assert_trivial=True,
+    )
+
 
 LINE = 128
 """Bytes of a line: the distance of rows of codes and of planes is a multiple."""

@@ -8,23 +8,155 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .exchange_gcn import real_time
-from .exchange_ptx import global_timer, load_acquire
-from .exchange_words import (
-    ARRIVED_ADDRESS,
-    DECIDED,
-    DIFFERS,
-    EPOCHS,
-    MAX_CTAS,
-    NUM_CTAS,
-    NUM_RANKS,
-    POISON,
-    RETURN_OFF,
-    TAG_BITS,
-    TIMEOUT,
-    WORDS_ADDRESS,
-)
 from .pdl import grid_dependency_wait, launch_dependents
+
+# ---- Constants of the exchange, which kernels and host share.
+
+MAX_CTAS = tl.constexpr(128)
+"""Flags of a rank in each phase, and epoch words: the largest number of CTAs."""
+MAX_RANKS = tl.constexpr(60)
+"""An int64 mask holds as many; combine shifts it by multiples of four ranks."""
+
+# Indices of an exchange's private int64 words.
+DECIDED = tl.constexpr(0)
+"""The last epoch whose tokens have all arrived; negative for good once something is lost:
+−1 − r for rank r, or one of the codes below."""
+RUNNING = tl.constexpr(1)
+"""Calls between the start of dispatch and the end of combine; more than one are two streams."""
+TIMEOUT = tl.constexpr(2)
+"""Ticks of `wait.clock` after which a wait ends."""
+SEND_OFF = tl.constexpr(3)
+"""Not 0 once a combine has known of a loss: later dispatches store no tokens on other ranks."""
+RETURN_OFF = tl.constexpr(4)
+"""Not 0 once a kernel before combine has known of a loss: combine stores no rows on other ranks.
+These two words do not change while the kernel that reads them runs, as words[DECIDED] may."""
+EPOCHS = tl.constexpr(16)
+"""First of MAX_CTAS copies of the epoch. A CTA of dispatch reads its own copy before it writes."""
+NUM_WORDS = 16 + 128
+
+TAG_BITS = tl.constexpr(20)
+"""Low bits of epochs and flags: a tag of the call. Ranks that make other calls have other tags."""
+
+TWO_STREAMS = tl.constexpr(-(1 << 30))
+"""words[DECIDED] after a dispatch that started while another call of the exchange was running."""
+NO_WAIT = tl.constexpr(-(1 << 30) - 1)
+"""words[DECIDED] after a combine whose tokens no kernel had waited for."""
+
+DIFFERS = tl.constexpr(-(1 << 31))
+"""words[DECIDED] is DIFFERS − r after a call in which rank r has made another one."""
+
+POISON = tl.constexpr(1 << 62)
+"""Flags above are poisoned: POISON − d has the meaning of words[DECIDED] = d on another rank."""
+
+# Indices of the int64 words of `arrivals`, which tell the sort kernels what to wait for.
+ARRIVED_ADDRESS = tl.constexpr(0)
+WORDS_ADDRESS = tl.constexpr(1)
+NUM_RANKS = tl.constexpr(2)
+NUM_CTAS = tl.constexpr(3)
+NUM_ARRIVALS = 16
+"""Words of one `arrivals` tensor; a row of them keeps the alignment of 16 bytes."""
+
+
+# ---- Inline PTX of the exchange: loads with acquire semantics, and the clock.
+
+
+@triton.jit
+def load_acquire(pointers):
+    """Load int64 words: acquire, system scope."""
+    return tl.inline_asm_elementwise(
+        "ld.acquire.sys.global.b64 $0, [$1];",
+        "=l,l",
+        [pointers],
+        dtype=tl.int64,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def global_timer():
+    """Nanoseconds since an arbitrary start, int64."""
+    return tl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+# ---- Inline assembly of the exchange on AMD: completion of stores, and the clock.
+
+
+@triton.jit
+def real_time():
+    """Ticks of 10 ns since an arbitrary start, int64.
+
+    Triton's own function waits for the wrong counter: the result of a scalar instruction is there
+    when lgkmcnt is 0.
+    """
+    return tl.inline_asm_elementwise(
+        "s_memrealtime $0\ns_waitcnt lgkmcnt(0)", "=s", [], dtype=tl.int64, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def write_back():
+    """Wait until all memory accesses of this wave are complete for every device.
+
+    A barrier does not wait for stores of the other waves, and LLVM leaves out the wait behind the
+    write-back of a release.
+    """
+    tl.inline_asm_elementwise(
+        "buffer_wbl2 sc0 sc1\ns_waitcnt vmcnt(0)\nv_mov_b32 $0, 0",
+        "=v,~{memory}",
+        [],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+# ---- What both phases of the exchange share: sections of a rank's memory, and setting flags.
+
+_FLAG_LANES = tl.constexpr(64)
+"""Ranks whose flags are set together: no fewer than MAX_RANKS."""
+
+
+@triton.jit
+def section(address, offset, DTYPE: tl.constexpr):
+    """Pointer to a section of the memory at `address`, aligned to 16 bytes."""
+    # The hint stands behind the cast: before it it is lost, and stores shrink to 8 bytes.
+    return tl.multiple_of((address + offset).to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def load_addresses(table, num_ranks):
+    """Addresses of the ranks' memories, [_FLAG_LANES]. They never change: load them early."""
+    peer = tl.arange(0, _FLAG_LANES)
+    return tl.load(table + peer, mask=peer < num_ranks, other=0)
+
+
+@triton.jit
+def set_flags(addresses, flags_offset, rank, num_ranks, value, KIND: tl.constexpr):
+    """Set this CTA's flag of this rank to `value` on all ranks: release, system scope.
+
+    Everything that the CTA stored and loaded before comes first. addresses: of `load_addresses`.
+    """
+    if KIND == "hip":
+        write_back()
+    tl.debug_barrier()
+    peer = tl.arange(0, _FLAG_LANES)
+    mask = peer < num_ranks
+    flags = (addresses + flags_offset).to(tl.pointer_type(tl.int64))
+    flags += rank * MAX_CTAS + tl.program_id(0)
+    value = tl.zeros([_FLAG_LANES], tl.int64) + value
+    tl.atomic_xchg(flags, value, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def flag_or_poison(flag, decided, rank):
+    """`flag`, or if `decided` is negative the flag that names what is lost: a rank, or this one."""
+    misused = tl.where(decided <= DIFFERS, DIFFERS - rank, -1 - rank).to(tl.int64)
+    code = tl.where(decided <= TWO_STREAMS, misused, decided)
+    return tl.where(decided < 0, POISON - code, flag)
+
 
 _LANES = tl.constexpr(128)
 """Flags that a program polls at once."""

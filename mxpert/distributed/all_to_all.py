@@ -17,8 +17,7 @@ from ..formats.spec import ScaleRule
 from ..moe.inputs import LayerKernel
 from .calls import Call, require_same
 from .groups import Ranks
-from .transport import DispatchedTokens, ExchangeSpec, Rows
-from .wire import rows_from_wire, wire_parts
+from .transport import DispatchedTokens, ExchangeSpec, Rows, rows_from_wire, wire_parts
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,8 +24,7 @@ from .calls import Call, call_of, difference_error, differences
 from .exchange import host
 from .exchange.schedule import most_ctas
 from .groups import gather_objects
-from .transport import DispatchedTokens, ExchangeSpec, Rows
-from .wire import rows_from_wire
+from .transport import DispatchedTokens, ExchangeSpec, Rows, rows_from_wire
 from .workspace import Workspace, make_workspace, plain_workspaces, refuse_group
 
 _OP = "ExpertParallel"

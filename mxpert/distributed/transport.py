@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -9,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ..errors import message, require, require_dtype, require_int
-from ..formats.spec import MX_BLOCK_SIZE, ScaleRule, ValueEnum
+from ..formats.spec import MX_BLOCK_SIZE, ScaleRule, ValueEnum, get_format
 from ..formats.tensor import MXTensor
 from ..moe.inputs import LayerKernel, LayerLaunch
+from ..quantize.op import quantize
 from ..routing.plan import MAX_ROUTED_ROWS, MAX_TOP_K
 from .calls import Call
 from .placement import Placement
@@ -235,3 +237,24 @@ class RowExchange(Exchange, Protocol):
 
         Rows without a local expert have undefined contents.
         """
+
+
+# ---- Rows as bytes: bfloat16 rows, or MXFP8 codes and scales.
+
+
+def wire_parts(x: Rows, wire_format: str, scale_rule: ScaleRule) -> tuple[torch.Tensor, ...]:
+    """The rows as uint8 [T, bytes], one tensor for each part of the format."""
+    if wire_format == "mxfp8":
+        quantised = x if isinstance(x, MXTensor) else quantize(x, "mxfp8", scale_rule=scale_rule)
+        return quantised.qdata, quantised.scale
+    assert isinstance(x, torch.Tensor)  # checked by ExpertParallel
+    return (x.contiguous().view(torch.uint8),)
+
+
+def rows_from_wire(parts: Sequence[torch.Tensor], wire_format: str) -> Rows:
+    """The inverse of `wire_parts`; parts are contiguous."""
+    if wire_format == "mxfp8":
+        codes, scale = parts
+        return MXTensor.unchecked(codes, scale, get_format("mxfp8"))
+    (data,) = parts
+    return data.view(torch.bfloat16)

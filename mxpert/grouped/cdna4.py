@@ -10,12 +10,9 @@ import triton
 
 from ..core.launch import CACHED_LAUNCHES, Launch
 from ..core.problem import GemmConfig, GroupedProblem, Op
-from ..device.cdna4_gcn import WITHOUT_ACCUMULATOR_REGISTERS
+from ..device.cdna4 import NUM_WARPS, NUM_XCDS, ROW_BYTES, WITHOUT_ACCUMULATOR_REGISTERS
 from ..device.cdna4_gemm import BLOCK_N
-from ..device.cdna4_lds import ROW_BYTES
 from ..device.cdna4_operands import MAX_ROWS, WORD, Operand
-from ..device.cdna4_phases import NUM_WARPS
-from ..device.cdna4_raster import NUM_XCDS
 from ..device.groups import MAX_GROUPS
 from ..formats.spec import get_format
 from ..formats.tensor import MXTensor

@@ -9,15 +9,21 @@ import torch
 
 from ..core.launch import CACHED_LAUNCHES, Launch
 from ..core.problem import GemmConfig, GroupedProblem, Op, QuantizeProblem, Target
-from ..device.hopper_tma import matrices_descriptor, rows_descriptor
+from ..device.hopper import matrices_descriptor, rows_descriptor
 from ..formats.spec import MX_BLOCK_SIZE, MXFP8_E5M2, ScaleSpan
 from ..formats.tensor import MXTensor, Operand
 from ..quantize.inputs import DequantizeInputs
 from ..quantize.triton import DEQUANTIZE
 from .hopper_decode_if_wide import decode_if_wide
-from .hopper_kernel import CONSUMER_WARPS, _grouped_gemm_hopper_kernel
-from .hopper_mainloop import IN_TENSOR_CORE, PROMOTED, SCALED
-from .hopper_pipeline import CONSUMER_ROWS, STAGE_ROW_BYTES
+from .hopper_kernel import (
+    CONSUMER_ROWS,
+    CONSUMER_WARPS,
+    IN_TENSOR_CORE,
+    PROMOTED,
+    SCALED,
+    STAGE_ROW_BYTES,
+    _grouped_gemm_hopper_kernel,
+)
 from .host import Grouped, GroupedGemm, GroupedWgrad
 
 BLOCK_M, BLOCK_N = 128, 256

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from ..core.kernel import ReferenceGemm, ReferenceKernel
 from ..core.problem import Config, DualProblem, GroupedProblem, Op, ReferenceConfig
-from ..core.reference_kernel import ReferenceGemm, ReferenceKernel
 from ..formats.codec import dequantize_blocks
 from ..formats.spans import quantize_spans
 from ..formats.tensor import MXTensor

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..core.kernel import ReferenceGemm
 from ..core.problem import (
     Activation,
     ClampedSiLU,
@@ -29,7 +30,6 @@ from ..core.problem import (
     SiTUv2,
     SwiGLU,
 )
-from ..core.reference_kernel import ReferenceGemm
 from ..formats.codec import decode, dequantize_blocks, quantize_blocks
 from ..formats.spec import E4M3, E8M0_BIAS, MXFormat
 from ..formats.tensor import Layout, MXTensor, Operand

@@ -14,14 +14,14 @@ from triton.runtime.jit import JITFunction
 from ..core.launch import CACHED_LAUNCHES, Launch
 from ..core.problem import Config, DualProblem, Op
 from ..device.groups import MAX_GROUPS
-from ..device.hopper_tma import rows_descriptor
+from ..device.hopper import rows_descriptor
 from ..device.mx_codec import scale_rule_constants
 from ..formats.spans import FREE_BINADES, few_blocks
 from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleSpan
 from ..formats.tensor import MXTensor
 from ..routing.plan import padded_capacity
 from .dual_hopper_kernel import _quantize_dual_hopper_kernel
-from .dual_hopper_layouts import STAGE_WORDS, TILE, TILE_BLOCKS
+from .dual_hopper_source import STAGE_WORDS, TILE, TILE_BLOCKS
 from .dual_hopper_spans import (
     MAX_SPREAD_BLOCKS,
     SPREAD_ROWS,

@@ -9,9 +9,9 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from ..core.kernel import UntunedKernel
 from ..core.launch import CACHED_LAUNCHES, Launch
 from ..core.problem import Config, DualProblem, Op
-from ..core.untuned import UntunedKernel
 from ..device.groups import group_block, refuse_groups
 from ..device.mx_codec import scale_rule_constants
 from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleSpan

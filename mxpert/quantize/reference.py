@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..core.kernel import ReferenceKernel
 from ..core.problem import Config, Op, QuantizeProblem
-from ..core.reference_kernel import ReferenceKernel
 from ..formats.codec import decode, decode_scale, dequantize_blocks, quantize_blocks
 from ..formats.spec import E2M1, MX_BLOCK_SIZE
 from ..formats.tensor import MXTensor

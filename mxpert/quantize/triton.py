@@ -8,9 +8,9 @@ import math
 import torch
 import triton
 
+from ..core.kernel import UntunedKernel
 from ..core.launch import CACHED_LAUNCHES, Launch
 from ..core.problem import Config, Op, QuantizeProblem
-from ..core.untuned import UntunedKernel
 from ..device.mx_codec import (
     _dequantize_columns_kernel,
     _dequantize_rows_kernel,

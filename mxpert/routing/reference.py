@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ..core.kernel import ReferenceKernel
 from ..core.problem import Config, GroupScore, Op, RoutingProblem, Scoring, TopKOptions, TopKProblem
-from ..core.reference_kernel import ReferenceKernel
 from .inputs import PlanInputs, TopKInputs
 from .plan import TOKEN_BITS, RoutingPlan, plan_capacity
 

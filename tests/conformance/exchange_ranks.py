@@ -24,8 +24,14 @@ import mxpert
 from mxpert import GateUpOrder, SiLU
 from mxpert.core.target import detect_target
 from mxpert.device import exchange_wait as wait
-from mxpert.device.exchange_wait import TICKS_PER_SECOND
-from mxpert.device.exchange_words import EPOCHS, NO_WAIT, TAG_BITS, TIMEOUT, TWO_STREAMS
+from mxpert.device.exchange_wait import (
+    EPOCHS,
+    NO_WAIT,
+    TAG_BITS,
+    TICKS_PER_SECOND,
+    TIMEOUT,
+    TWO_STREAMS,
+)
 from mxpert.distributed import DispatchedTokens, ExpertParallel, Transport
 from mxpert.distributed.exchange import combine, dispatch, host
 from mxpert.distributed.exchange.schedule import Schedule, Work

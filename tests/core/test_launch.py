@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from mxpert.core import launch
 from mxpert.core.launch import Launch
-from mxpert.device.hopper_tma import GluonDescriptorSpec
+from mxpert.device.hopper import GluonDescriptorSpec
 from support.launches import without_device
 
 _HOOKS = slice(9, 13)

@@ -14,8 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from mxpert.device.hopper_pipeline import next_slot
-from mxpert.device.hopper_tile_scheduler import make_tile_tags, publish_tile, read_tile
+from mxpert.device.hopper import make_tile_tags, next_slot, publish_tile, read_tile
 
 pytestmark = pytest.mark.gpu
 

@@ -26,7 +26,7 @@ from mxpert.core.problem import (
 from mxpert.formats import FORMATS as MX_FORMATS
 from mxpert.formats import MXTensor, ScaleRule
 from mxpert.formats.spec import get_format
-from mxpert.grouped import triton_config as grouped_heuristics
+from mxpert.grouped import triton as grouped_heuristics
 from mxpert.moe.triton import config as moe_heuristics
 from mxpert.quantize.inputs import DequantizeInputs, QuantizeInputs
 from mxpert.quantize.triton import DEQUANTIZE, QUANTIZE

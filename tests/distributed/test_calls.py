@@ -9,7 +9,7 @@ import pytest
 
 from mxpert import Combine, ScaleRule, SiLU, SwiGLU
 from mxpert.core.problem import ACTIVATION_FORMATS, MoEOptions
-from mxpert.device.exchange_words import TAG_BITS
+from mxpert.device.exchange_wait import TAG_BITS
 from mxpert.distributed.calls import Call, differences, layer_call, require_same
 from mxpert.distributed.exchange.host import _TAG_MODULUS
 

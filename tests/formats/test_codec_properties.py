@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from hypothesis.extra import numpy as hnp  # noqa: E402
 
-from mxpert.formats import (
+from mxpert.formats import (  # noqa: E402
     FORMATS,
     MXFormat,
     MXTensor,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mxpert.device.exchange_words import MAX_CTAS, NUM_CTAS
+from mxpert.device.exchange_wait import MAX_CTAS, NUM_CTAS
 from mxpert.distributed.exchange import host
 from mxpert.testing.gfx950 import AcquireFault, CodeObject, Fault, ReleaseFault, emulate
 from mxpert.testing.gfx950.faults import SharedBytesFault

@@ -17,7 +17,7 @@ import torch
 from mxpert.core.problem import GemmConfig, GroupedProblem, Op
 from mxpert.device.groups import MAX_GROUPS, _padded_offsets_kernel
 from mxpert.grouped import triton as grouped
-from mxpert.grouped import triton_config as heuristics
+from mxpert.grouped import triton as heuristics
 from support.aot import TRITON_RELEASE, CompiledKernel, Metrics, compile_for, specialize
 from support.devices import DEVICES
 from support.gfx950_listing import check_figures

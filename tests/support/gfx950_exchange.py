@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 
 from mxpert.core.target import current_device
-from mxpert.device.exchange_words import EPOCHS, TAG_BITS
+from mxpert.device.exchange_wait import EPOCHS, TAG_BITS
 from mxpert.distributed import DispatchedTokens
 from mxpert.distributed.exchange import host
 from mxpert.distributed.exchange.schedule import Schedule

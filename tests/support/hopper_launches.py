@@ -31,7 +31,7 @@ class Launch(NamedTuple):
 
     @property
     def name(self) -> str:
-        return self.kernel.__name__
+        return str(self.kernel.__name__)
 
     @property
     def binary(self) -> str:
@@ -61,7 +61,7 @@ def packed(experts: int, num_rows: int, depth: int) -> MXTensor:
     )
 
 
-def rows_of(num_rows: int, depth: int, a_format: str, quantised: bool) -> torch.Tensor | MXTensor:
+def rows_of(num_rows: int, depth: int, a_format: Any, quantised: bool) -> torch.Tensor | MXTensor:
     """Rows without data: bfloat16, or an MXTensor if `a_format` is an MX format."""
     format = activation_mx_format(a_format) if quantised else None
     if format is None:
@@ -71,7 +71,7 @@ def rows_of(num_rows: int, depth: int, a_format: str, quantised: bool) -> torch.
     )
 
 
-def describe(shape: MoEShape, num_tokens: int, a_format: str, **options: Any) -> MoEProblem:
+def describe(shape: MoEShape, num_tokens: int, a_format: Any, **options: Any) -> MoEProblem:
     return MoEProblem(
         Op.FUSED_MOE,
         H200,

@@ -10,9 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...device.exchange_flags import flag_or_poison, load_addresses, section, set_flags
-from ...device.exchange_wait import load_volatile, load_words, note_loss, wait_for_flags, word_of
-from ...device.exchange_words import (
+from ...device.exchange_wait import (
     DECIDED,
     EPOCHS,
     NO_WAIT,
@@ -21,6 +19,15 @@ from ...device.exchange_words import (
     SEND_OFF,
     TIMEOUT,
     TWO_STREAMS,
+    flag_or_poison,
+    load_addresses,
+    load_volatile,
+    load_words,
+    note_loss,
+    section,
+    set_flags,
+    wait_for_flags,
+    word_of,
 )
 from ...device.pdl import grid_dependency_wait, launch_dependents
 

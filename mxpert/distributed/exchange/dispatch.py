@@ -10,16 +10,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ...device.exchange_flags import flag_or_poison, load_addresses, section, set_flags
 from ...device.exchange_wait import (
-    load_awaited,
-    load_volatile,
-    load_words,
-    note_loss,
-    wait_alone,
-    word_of,
-)
-from ...device.exchange_words import (
     DECIDED,
     EPOCHS,
     MAX_CTAS,
@@ -28,6 +19,16 @@ from ...device.exchange_words import (
     SEND_OFF,
     TAG_BITS,
     TWO_STREAMS,
+    flag_or_poison,
+    load_addresses,
+    load_awaited,
+    load_volatile,
+    load_words,
+    note_loss,
+    section,
+    set_flags,
+    wait_alone,
+    word_of,
 )
 from ...device.mx_codec import quantize_tile
 from ...device.pdl import grid_dependency_wait, launch_dependents, launch_dependents_and_wait

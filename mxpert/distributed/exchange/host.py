@@ -13,8 +13,7 @@ import triton
 from ...core.launch import CACHED_LAUNCHES, Launch
 from ...core.problem import Target
 from ...core.target import tell_executor
-from ...device.exchange_wait import TICKS_PER_SECOND
-from ...device.exchange_words import (
+from ...device.exchange_wait import (
     ARRIVED_ADDRESS,
     DECIDED,
     DIFFERS,
@@ -25,6 +24,7 @@ from ...device.exchange_words import (
     NUM_CTAS,
     NUM_RANKS,
     NUM_WORDS,
+    TICKS_PER_SECOND,
     TIMEOUT,
     TWO_STREAMS,
     WORDS_ADDRESS,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import triton
 
 from ...core.problem import Target
-from ...device.exchange_words import MAX_CTAS
+from ...device.exchange_wait import MAX_CTAS
 
 _MANY = 3
 """Tiles of one row and 1024 columns for each CTA; if there are more, tiles have several rows."""

@@ -10,15 +10,21 @@ import torch
 
 from ...core.launch import CACHED_LAUNCHES, Launch
 from ...core.problem import Combine, MoEProblem, Op
-from ...device.cdna4_gcn import WITHOUT_ACCUMULATOR_REGISTERS
-from ...device.cdna4_raster import NUM_XCDS
+from ...device.cdna4 import NUM_XCDS, WITHOUT_ACCUMULATOR_REGISTERS
 from ...formats.layouts import UNIT_ROWS
 from ...formats.spec import MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
 from ...routing.plan import RoutingPlan
 from ..finish import _moe_down_finish_kernel, _moe_gate_up_finish_kernel
-from ..layer import TwoStageLayer
-from ..stages import DownStage, GateUpStage, Rows, Stage, gate_up_epilogue_arguments, gemm_rows
+from ..layer import (
+    DownStage,
+    GateUpStage,
+    Rows,
+    Stage,
+    TwoStageLayer,
+    gate_up_epilogue_arguments,
+    gemm_rows,
+)
 from ..token_rows import CodedRows
 from ..weights import MoEWeights
 from . import config as heuristics

@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...device.cdna4_fragments import (
+from ...device.cdna4_operands import (
     STEPS,
     as_operand,
     as_scale_operand,

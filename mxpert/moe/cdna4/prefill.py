@@ -30,17 +30,18 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...device.cdna4_raster import NUM_XCDS
-from .prefill_copies import (
+from ...device.cdna4 import NUM_XCDS
+from .prefill_mainloop import (
     Source,
     Variant,
     copied_rows,
     copied_units,
     make_buffers,
+    multiply_tile,
     offsets_of_scales,
     offsets_of_weights,
 )
-from .prefill_epilogue import (
+from .prefill_tiles import (
     TOKEN_MASK,
     Output,
     Quadrant,
@@ -48,9 +49,9 @@ from .prefill_epilogue import (
     store_features,
     store_outputs,
     sums_of,
+    wave_rows,
+    wave_units,
 )
-from .prefill_layouts import wave_rows, wave_units
-from .prefill_mainloop import multiply_tile
 
 RUN_TIME_VALUES = (
     "num_tokens",

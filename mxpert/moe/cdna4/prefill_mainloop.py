@@ -12,16 +12,18 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...device.cdna4_gcn import opaque
-from ...device.cdna4_phases import NUM_WARPS, end_compute, end_memory, enter_phases, leave_phases
+from ...device.cdna4 import NUM_WARPS, end_compute, end_memory, enter_phases, leave_phases, opaque
 from ...device.compat import aggregate, reinterpret
-from .prefill_copies import copy_ahead, copy_first, steps_per_buffer
-from .prefill_layouts import (
+from .prefill_tiles import (
+    fragment_copy_layout,
+    linear_in_lds,
     mfma_layout,
     mfma_rows,
+    row_copy_layout,
     row_scale_dwords,
     row_scales_in_lds,
     rows_in_lds,
+    scale_copy_layout,
     warps_n,
     wave_rows,
     wave_units,
@@ -30,8 +32,239 @@ from .prefill_layouts import (
     weights_in_lds,
 )
 
-cdna4 = gl.amd.cdna4
+# ---- Global memory to LDS in the prefill kernels: what a tile reads, and when it copies that.
+#
+# All copies are direct (buffer_load … lds): no register holds the data. A wave copies 1 KiB
+# an
+# instruction, or 256 bytes of scales. LDS of a 256 × 256 tile, in bytes:
+#
+#     rows            e4m3, e5m2: 3 buffers of 1 step; e2m1: 2 buffers of 2 steps; 32 KiB each
+#     weights         e4m3, e5m2: 3 buffers of 1 step; e2m1: 2 of even and 2 of odd steps; 16
+#     KiB each
+#     scales          2 buffers of 2 steps, 2 KiB each, for rows and for weights
+#
+# A copy must not leave out a wave, because waits count each wave's own copies.
+
 async_copy = gl.amd.cdna4.async_copy
+
+
+@aggregate
+class Variant:
+    """What selects the code: rows of a tile, element format of the sorted rows."""
+
+    BLOCK_M: gl.constexpr
+    FORMAT: gl.constexpr
+
+
+@aggregate
+class Source:
+    """Global memory that a tile reads. Pointers are to the tile's first byte, offsets int32.
+
+    rows: uint8 codes. row_offset: of the tile's rows, [BLOCK_M]. row_bytes: bytes of a row.
+    weights, weight_offset: of the fragments of a step, [16]. row_scales and weight_scales:
+    units [64 rows][step][256 bytes]. row_scale_offset, weight_scale_offset: of each unit that is
+    copied. steps: of the contracted dimension.
+    """
+
+    rows: gl.tensor
+    row_offset: gl.tensor
+    row_bytes: gl.tensor
+    weights: gl.tensor
+    weight_offset: gl.tensor
+    row_scales: gl.tensor
+    row_scale_offset: gl.tensor
+    weight_scales: gl.tensor
+    weight_scale_offset: gl.tensor
+    steps: gl.tensor
+
+
+@aggregate
+class Buffers:
+    """LDS of the rows, the weights, and the scales.
+
+    With e2m1 rows weights of even and of odd steps have each an allocation, because copies of one
+    step to different allocations need no barrier between them.
+    """
+
+    rows: gl.shared_memory_descriptor
+    weights: gl.tuple
+    row_scales: gl.shared_memory_descriptor
+    weight_scales: gl.shared_memory_descriptor
+
+
+@aggregate
+class Ring:
+    """A step, and the slot of its buffers of rows and weights."""
+
+    step: gl.tensor
+    slot: gl.tensor
+
+    @gluon.jit
+    def advance(self, FORMAT: gl.constexpr, ODD: gl.constexpr):
+        """The next step. ODD: the last bit of this one."""
+        slot = self.slot
+        if FORMAT != "e2m1":
+            slot = gl.where(slot == 2, 0, slot + 1)
+        elif ODD == 1:
+            slot = 1 - slot
+        return Ring(step=self.step + 1, slot=slot)
+
+
+@gluon.constexpr_function
+def steps_per_buffer(FORMAT):
+    """Steps in the 128 bytes of a row that one LDS buffer holds."""
+    return 2 if FORMAT == "e2m1" else 1
+
+
+@gluon.constexpr_function
+def steps_ahead(FORMAT):
+    """Steps in LDS: a step is copied at most that many steps before its MFMA."""
+    return 4 if FORMAT == "e2m1" else 3
+
+
+@gluon.jit
+def make_buffers(variant):
+    """Allocate the LDS of a tile."""
+    PER_BUFFER: gl.constexpr = steps_per_buffer(variant.FORMAT)
+    SLOTS: gl.constexpr = steps_ahead(variant.FORMAT) // PER_BUFFER
+    LINEAR: gl.constexpr = linear_in_lds()
+    UNITS: gl.constexpr = copied_units(gl.num_warps())
+    weights = ()
+    for _ in gl.static_range(PER_BUFFER):
+        weights += (gl.allocate_shared_memory(gl.uint8, [SLOTS, 16, 1024], LINEAR),)
+    return Buffers(
+        rows=gl.allocate_shared_memory(gl.uint8, [SLOTS, variant.BLOCK_M, 128], LINEAR),
+        weights=weights,
+        row_scales=gl.allocate_shared_memory(gl.uint8, [2, UNITS, 512], LINEAR),
+        weight_scales=gl.allocate_shared_memory(gl.uint8, [2, 4, 512], LINEAR),
+    )
+
+
+@gluon.jit
+def copied_rows(BLOCK_M: gl.constexpr):
+    """The tile's rows in the order of their copies, int32 [BLOCK_M]."""
+    LAYOUT: gl.constexpr = row_copy_layout(gl.num_warps())
+    return gl.arange(0, BLOCK_M, gl.SliceLayout(1, LAYOUT))
+
+
+@gluon.jit
+def offsets_of_weights(first_unit, num_units, steps):
+    """Offsets [16] of a step's fragments. Units past the last one repeat it."""
+    LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
+    fragment = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+    unit = gl.minimum(first_unit + fragment // 4, num_units - 1) - first_unit
+    return unit * (steps * 4096) + fragment % 4 * 1024
+
+
+@gluon.constexpr_function
+def copied_units(WARPS):
+    """Units whose scales one instruction of every wave copies.
+
+    The rows of a tile may have fewer: their last unit is copied again.
+    """
+    return WARPS // 2
+
+
+@gluon.jit
+def offsets_of_scales(UNITS: gl.constexpr, first_unit, num_units, steps):
+    """Offsets [UNITS] of the units' scales. Units past the last one repeat it."""
+    LAYOUT: gl.constexpr = scale_copy_layout(gl.num_warps())
+    index = gl.arange(0, UNITS, gl.SliceLayout(1, LAYOUT))
+    unit = gl.minimum(first_unit + index, num_units - 1) - first_unit
+    return unit * (steps * 256)
+
+
+@gluon.jit
+def _copy_rows(source, slots, slot, buffer):
+    """Copy buffer number `buffer` of the rows to LDS, swizzled as `rows_in_lds` says.
+
+    Bytes past the end of a row repeat its last 16: their weights are zeros.
+    """
+    LAYOUT: gl.constexpr = row_copy_layout(gl.num_warps())
+    row = gl.arange(0, slots.shape[1], gl.SliceLayout(1, LAYOUT))
+    byte = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
+    chunk = (byte // 16)[None, :] ^ (row // 2 % 8)[:, None]
+    first = gl.minimum(chunk * 16 + buffer * 128, source.row_bytes - 16)
+    offsets = source.row_offset[:, None] + first + (byte % 16)[None, :]
+    # The compiler cannot see that each thread's 16 offsets follow each other.
+    offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
+    async_copy.buffer_load_to_shared(slots.index(slot), source.rows, offsets)
+
+
+@gluon.jit
+def _copy_weights(source, buffers, variant, slot, step, ODD: gl.constexpr):
+    """Copy the weights of `step` to LDS; steps past the last one repeat it. ODD: its last bit."""
+    LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
+    INDEX: gl.constexpr = ODD if steps_per_buffer(variant.FORMAT) == 2 else 0
+    byte = gl.arange(0, 1024, gl.SliceLayout(0, LAYOUT))
+    first = gl.minimum(step, source.steps - 1) * 4096
+    offsets = source.weight_offset[:, None] + first + byte[None, :]
+    offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
+    slots = buffers.weights[INDEX]
+    async_copy.buffer_load_to_shared(slots.index(slot), source.weights, offsets)
+
+
+@gluon.jit
+def _copy_scales(scales, unit_offset, slots, pair, steps):
+    """Start copies of the scales of steps 2 · pair and 2 · pair + 1; those past the end repeat."""
+    LAYOUT: gl.constexpr = scale_copy_layout(gl.num_warps())
+    byte = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
+    first = gl.minimum(byte // 4 * 4 + pair * 512, steps * 256 - 4)
+    offsets = unit_offset[:, None] + (first + byte % 4)[None, :]
+    offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 4]), [1, 4])
+    async_copy.buffer_load_to_shared(slots.index(pair & 1), scales, offsets)
+
+
+@gluon.jit
+def _copy_all_scales(source, buffers, pair):
+    """Copy the scales of a pair of steps."""
+    steps = source.steps
+    _copy_scales(source.row_scales, source.row_scale_offset, buffers.row_scales, pair, steps)
+    _copy_scales(
+        source.weight_scales, source.weight_scale_offset, buffers.weight_scales, pair, steps
+    )
+
+
+@gluon.jit
+def copy_ahead(source, buffers, variant, ring, ODD: gl.constexpr):
+    """Start the copies that a step starts, as one group. ring: the step, ODD: its last bit.
+
+    Its operands are in registers, so that their LDS is free. e4m3 and e5m2 copy rows and weights of
+    the step three later. With e2m1 the slot of rows is free in its second step alone; even steps
+    copy the weights of two steps, 3 and 4 steps later, so that all steps copy about as much. Scales
+    of two steps are read one step early, so their slot is free at the second one.
+    """
+    AHEAD: gl.constexpr = steps_ahead(variant.FORMAT)
+    later = ring.step + AHEAD
+    if variant.FORMAT != "e2m1":
+        _copy_rows(source, buffers.rows, ring.slot, later)
+        _copy_weights(source, buffers, variant, ring.slot, later, 0)
+    elif ODD == 0:
+        _copy_weights(source, buffers, variant, 1 - ring.slot, later - 1, 1)
+        _copy_weights(source, buffers, variant, ring.slot, later, 0)
+    else:
+        _copy_rows(source, buffers.rows, ring.slot, later >> 1)
+    if ODD == 1:
+        _copy_all_scales(source, buffers, later >> 1)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def copy_first(source, buffers, variant):
+    """Start the copies that precede the main loop; return the `Ring` of step −1."""
+    AHEAD: gl.constexpr = steps_ahead(variant.FORMAT)
+    PER_BUFFER: gl.constexpr = steps_per_buffer(variant.FORMAT)
+    for step in gl.static_range(AHEAD - 1):
+        if step == 0 and variant.FORMAT == "e2m1":  # no step before 0, to copy weights for
+            _copy_weights(source, buffers, variant, 0, 0, 0)
+            async_copy.commit_group()
+        else:
+            ring = Ring(step=step - AHEAD, slot=step // PER_BUFFER)
+            copy_ahead(source, buffers, variant, ring, (step + AHEAD) % 2)
+    return Ring(step=-1, slot=(AHEAD - 1) // PER_BUFFER)
+
+
+cdna4 = gl.amd.cdna4
 
 
 @aggregate

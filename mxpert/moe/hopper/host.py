@@ -11,7 +11,7 @@ import torch
 
 from ...core.launch import CACHED_LAUNCHES, DescriptorSpec, Launch
 from ...core.problem import Combine, MoEConfig, MoEOptions, MoEProblem, Op
-from ...device.hopper_tma import matrix_descriptor, rows_descriptor
+from ...device.hopper import matrix_descriptor, rows_descriptor
 from ...device.pdl import PDL_LAUNCH
 from ...formats.tensor import MXTensor, Operand
 from ...routing.plan import RoutingPlan
@@ -26,8 +26,7 @@ from .encode import SortedRows, encode_rows, fits_one_step
 from .epilogue import LINEAR
 from .layout import HOPPER_FRAGMENT
 from .prefill import _moe_gemm_prefill_kernel
-from .split_k_combine import sum_k_splits_and_combine
-from .split_k_gate_up import sum_k_splits_and_activate, sum_k_splits_and_encode
+from .split_k import sum_k_splits_and_activate, sum_k_splits_and_combine, sum_k_splits_and_encode
 from .tile_list import Schedules, tile_schedule
 
 _NUM_WARPS = 4

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.compat import aggregate
-from ...device.hopper_tile_scheduler import make_tile_tags
+from ...device.hopper import make_tile_tags
 from .weight_fragments import accumulator_layout, decode_weights
 
 STAGE_CODES = gl.constexpr(256)

@@ -43,15 +43,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...device.compat import aggregate, async_load
-from ...device.hopper_pipeline import consumer_start, producer_start
-from ...device.hopper_ptx import LO_SCALE, decode_tables
-from ...device.hopper_tile_scheduler import (
+from ...device.hopper import (
     CLAIM_LEAD,
     claim_tile,
+    consumer_start,
+    producer_start,
     publish_end,
     publish_tile,
     read_tile,
 )
+from ...device.hopper_ptx import LO_SCALE, decode_tables
 from ...device.pdl import wait_and_launch_dependents
 from .epilogue import (
     ActivationParameters,

@@ -15,8 +15,15 @@ from ...formats.spec import MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
 from ...routing.plan import RoutingPlan
 from ..finish import _moe_down_finish_kernel, _moe_gate_up_finish_kernel
-from ..layer import TwoStageLayer
-from ..stages import DownStage, GateUpStage, Rows, Stage, gate_up_epilogue_arguments, gemm_rows
+from ..layer import (
+    DownStage,
+    GateUpStage,
+    Rows,
+    Stage,
+    TwoStageLayer,
+    gate_up_epilogue_arguments,
+    gemm_rows,
+)
 from ..token_rows import CodedRows
 from ..weights import GateUpOrder, MoEWeights
 from . import config as heuristics

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from ...core.kernel import ReferenceKernel
 from ...core.problem import Activation, ClampedSiLU, Config, Op, RowsProblem, SiLU, SiTUv2, SwiGLU
-from ...core.reference_kernel import ReferenceKernel
 from .inputs import ActivateBackwardInputs, ActivateInputs, CombineBackwardInputs, CombineInputs
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

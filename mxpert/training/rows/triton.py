@@ -8,9 +8,9 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
+from ...core.kernel import UntunedKernel
 from ...core.launch import CACHED_LAUNCHES, Launch
 from ...core.problem import Config, Op, RowsProblem
-from ...core.untuned import UntunedKernel
 from ...device.targets import refuse_cpu
 from ...quantize.triton import DTYPES
 from .inputs import ActivateBackwardInputs, ActivateInputs, CombineBackwardInputs, CombineInputs

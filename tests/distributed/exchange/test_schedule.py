@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from mxpert.core.problem import Target
-from mxpert.device.exchange_words import MAX_CTAS
+from mxpert.device.exchange_wait import MAX_CTAS
 from mxpert.distributed.exchange.schedule import (
     Schedule,
     Work,

@@ -1,7 +1,7 @@
 """Hunt for races of the SYMMETRIC exchange: graph replays, each compared on the device.
 
     PYTHONPATH=.:tests python tests/distributed/multi_gpu/hunt.py --replays 50000
-    PYTHONPATH=.:tests python tests/distributed/multi_gpu/hunt.py --replays 200 --plant   # must find an error
+    PYTHONPATH=.:tests python tests/distributed/multi_gpu/hunt.py --replays 200 --plant  # finds it
 
 Each rank replays graphs of an epoch in the same order. Tokens, routing and delays (up to 50 µs
 before each step, on either side) change with every replay, in the graph. Received rows and partial

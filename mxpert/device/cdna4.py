@@ -1,4 +1,4 @@
-"""Instructions of gfx950 that Gluon has no operation for."""
+"""Order of tiles on gfx950's eight dies (XCDs), each with an L2 of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from typing import Any
 from triton.backends.amd.compiler import HIPOptions
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.amd.cdna4 import async_copy
+
+from .compat import reinterpret
+
+# ---- Instructions of gfx950 that Gluon has no operation for.
 
 WITHOUT_ACCUMULATOR_REGISTERS: dict[str, Any] = (
     {"llvm_fn_attrs": (("amdgpu-agpr-alloc", "0,0"),)}
@@ -136,3 +141,133 @@ def set_priority(PRIORITY: gl.constexpr):
     gl.inline_asm_elementwise(
         "s_setprio $1", "={exec},n", [value], dtype=gl.int64, is_pure=False, pack=1
     )
+
+
+# ---- Two wave groups that alternate: while one reads LDS and starts copies, the other runs MFMA.
+#
+# A workgroup has eight waves, two on each SIMD. Waves 0 to 3 are the early group, waves 4 to
+# 7 the
+# late one, so each SIMD has a wave of both. The program is a sequence of memory phases and
+# compute
+# phases with a barrier after each. The late group runs one phase behind: it waits at one more
+# barrier before the first phase, and the early group at one more after the last.
+#
+#     early:  memory 0 | compute 0 | memory 1  | compute 1 | …         | (waits)
+#     late:   (waits)  | memory 0  | compute 0 | memory 1  | compute 1 | …
+#
+# The memory phase has the higher priority: its few instructions go ahead of the other group's
+# MFMA,
+# which keep the matrix cores busy anyway.
+
+NUM_WARPS = gl.constexpr(8)
+"""Waves of a workgroup: two groups of four."""
+
+
+@gluon.jit
+def enter_phases():
+    """Put the late group one phase behind; comes after a barrier of all waves."""
+    delay_half_of_waves(True)
+
+
+@gluon.jit
+def leave_phases():
+    """Let the early group wait until the late one has finished its last phase."""
+    delay_half_of_waves(False)
+
+
+@gluon.jit
+def end_memory(COPIES: gl.constexpr):
+    """End a memory phase: wait for this wave's LDS reads and for all but COPIES groups of copies.
+
+    Triton places ``s_waitcnt lgkmcnt(0)`` and ``s_barrier`` after the wait.
+    """
+    async_copy.wait_group(COPIES)
+    set_priority(0)
+
+
+@gluon.jit
+def end_compute(COPIES: gl.constexpr):
+    """End a compute phase. COPIES: as in the memory phase before, so that nothing is waited for."""
+    scheduling_fence()
+    async_copy.wait_group(COPIES)
+    set_priority(1)
+
+
+# ---- Tiles of codes in LDS: copied straight from global memory, read as MFMA fragments.
+#
+# A row of a tile holds 128 bytes of the contracted dimension in eight chunks of 16 bytes.
+# Chunk c of
+# row r lies at place ``c ^ (r / 2 % 8)``, so that the 16 rows of a fragment touch all 64
+# banks. A
+# direct copy writes LDS in the order of lanes; therefore each lane reads the chunk that
+# belongs at
+# its place.
+
+ROW_BYTES = gl.constexpr(128)
+
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+"""Rows one after the other, as a direct copy writes them."""
+
+SWIZZLED = gl.constexpr(gl.SwizzledSharedLayout(16, 2, 8, [1, 0]))
+"""The order in which fragments are read."""
+
+COPY = gl.constexpr(gl.BlockedLayout([1, 16], [8, 8], [NUM_WARPS.value, 1], [1, 0]))
+"""Layout of a copy: 16 bytes a lane, 8 rows a wave, 64 rows an instruction of all waves."""
+
+
+@gluon.jit
+def chunk_columns(ROWS: gl.constexpr):
+    """Column that each byte of LDS holds, int32 [ROWS, 128] in `COPY`."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, COPY))
+    column = gl.arange(0, ROW_BYTES, gl.SliceLayout(0, COPY))
+    columns = column[None, :] ^ (row // 2 % 8 * 16)[:, None]
+    return gl.max_contiguous(gl.multiple_of(columns, [1, 16]), [1, 16])
+
+
+@gluon.jit
+def row_offsets(rows, pitch):
+    """Byte offsets [ROWS, 128] of the columns `chunk_columns` of `rows`, int32 [ROWS]."""
+    offsets = rows[:, None] * pitch + chunk_columns(rows.shape[0])
+    return gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
+
+
+@gluon.jit
+def copy_rows(memory, slot, base, offsets, lead, depth):
+    """Start copying a tile to ``memory[slot]``, [ROWS, 128] bytes; columns lead … depth, others 0.
+
+    base: pointer to column 0. offsets: of `row_offsets`. lead, depth: multiples of 16, as the
+    compiler can see: chunks are copied whole or not at all.
+    """
+    ROWS: gl.constexpr = offsets.shape[0]
+    columns = chunk_columns(ROWS)
+    target = reinterpret(memory.index(slot), gl.uint8, [ROWS, ROW_BYTES], PLAIN)
+    inside = (columns >= lead) & (columns < depth)
+    async_copy.buffer_load_to_shared(target, base, offsets, mask=inside)
+
+
+NUM_XCDS = gl.constexpr(8)
+"""Workgroup p runs on die p % 8."""
+
+
+@gluon.jit
+def first_tile():
+    """First tile of this workgroup; the number of workgroups is a multiple of 8.
+
+    Each die gets consecutive tiles, which share operands in its L2. The workgroup's further tiles
+    are `num_programs` apart.
+    """
+    program = gl.program_id(0)
+    return program % NUM_XCDS * (gl.num_programs(0) // NUM_XCDS) + program // NUM_XCDS
+
+
+@gluon.jit
+def in_band(tile, row_tiles, column_tiles, BAND: gl.constexpr):
+    """Row tile and column tile of tile number `tile` in a matrix of row_tiles x column_tiles.
+
+    BAND row tiles of the same column tile follow each other.
+    """
+    band = tile // (BAND * column_tiles)
+    inside = tile - band * BAND * column_tiles
+    height = gl.maximum(gl.minimum(BAND, row_tiles - band * BAND), 1)
+    column = inside // height
+    return band * BAND + inside - column * height, column
