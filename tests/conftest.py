@@ -1,8 +1,8 @@
 """Tiers of the test suite, and fixtures for all folders.
 
-`cpu` (default) runs anywhere. `gpu` needs one device; everything under tests/gpu has this marker.
-`multi_gpu` needs two devices. Under TRITON_INTERPRET=1 kernels cannot be compiled, and tests that
-compile are skipped.
+`cpu` (default) runs anywhere. `gpu` needs one device; files named test_*_gpu.py have this marker.
+`multi_gpu` needs two devices. Under TRITON_INTERPRET=1 kernels cannot be compiled: only conformance
+runs there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _HERE = Path(__file__).parent
-_COMPILING = tuple(_HERE / folder for folder in ("cdna4", "triton", "hopper", "gpu"))
+CONFORMANCE = _HERE / "conformance"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--gfx950",
         action="store_true",
-        help="run tests/interpreted on gfx950 code, executed on the CPU",
+        help="run tests/conformance on gfx950 code, executed on the CPU",
     )
     parser.addoption(
         "--gfx950-all",
@@ -61,15 +61,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
-        if item.path.is_relative_to(_HERE / "gpu"):
+        several = item.get_closest_marker("multi_gpu") is not None
+        if item.path.stem.endswith("_gpu") and not several:
             item.add_marker(pytest.mark.gpu)
-        needed = 2 if item.get_closest_marker("multi_gpu") else 1
+        needed = 2 if several else 1
         if not (item.get_closest_marker("gpu") or item.get_closest_marker("multi_gpu")):
             item.add_marker(pytest.mark.cpu)
         elif devices < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), found {devices}"))
-        if INTERPRETED and any(item.path.is_relative_to(folder) for folder in _COMPILING):
-            item.add_marker(pytest.mark.skip(reason="compiles kernels: unset TRITON_INTERPRET"))
+        if INTERPRETED and not item.path.is_relative_to(CONFORMANCE):
+            item.add_marker(pytest.mark.skip(reason="not interpreted: unset TRITON_INTERPRET"))
 
 
 @pytest.fixture

@@ -16,9 +16,15 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-INTERPRETED = "tests/interpreted"
-GFX950 = ("tests/gfx950", "tests/cdna4")
-"""Folders whose tests execute gfx950 code on the CPU."""
+CONFORMANCE = "tests/conformance"
+"""Kernels of every GPU: interpreted in the second process, executed as gfx950 code in the third."""
+GFX950 = (
+    "tests/gfx950",
+    "tests/grouped/test_cdna4.py",
+    "tests/moe/cdna4",
+    "tests/quantize/test_dual_cdna4.py",
+)
+"""Tests that execute gfx950 code on the CPU."""
 CLOSING = re.compile(r"^=* ?(?P<counts>\d+ [a-z].*) in [\d.]+s.*$")
 NO_TESTS_COLLECTED = 5
 
@@ -86,18 +92,16 @@ def main(arguments: list[str]) -> int:
     spread = ["-n", str(workers(memory)), "--dist", "worksteal"]
     # Without a GPU each worker uses one thread; otherwise the workers compete for the cores.
     threads = {} if memory else {"OMP_NUM_THREADS": "1"}
-    ignored = [f"--ignore={folder}" for folder in (INTERPRETED, *GFX950)]
+    ignored = [f"--ignore={place}" for place in (CONFORMANCE, *GFX950)]
     status, total = run([*spread, *ignored, "tests", *arguments], threads)
-    present = [folder for folder in (INTERPRETED, *GFX950) if (ROOT / folder).is_dir()]
     parts = (
-        ([INTERPRETED], {"TRITON_INTERPRET": "1"}),
-        (["--gfx950", *present], {"OMP_NUM_THREADS": "1"}),
+        ([CONFORMANCE], {"TRITON_INTERPRET": "1"}),
+        (["--gfx950", CONFORMANCE, *GFX950], {"OMP_NUM_THREADS": "1"}),
     )
     for selection, environment in parts:
-        if INTERPRETED in present:
-            code, counts = run([*spread, *selection, *arguments], threads | environment)
-            status = status or (0 if code == NO_TESTS_COLLECTED and arguments else code)
-            total += counts
+        code, counts = run([*spread, *selection, *arguments], threads | environment)
+        status = status or (0 if code == NO_TESTS_COLLECTED and arguments else code)
+        total += counts
     order = (
         "failed",
         "passed",

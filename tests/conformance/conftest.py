@@ -1,7 +1,7 @@
 """Kernel tests in Triton's interpreter, whose numerics are patched before the first test.
 
 The caller must set the variable before Triton is imported:
-``TRITON_INTERPRET=1 pytest tests/interpreted``.
+``TRITON_INTERPRET=1 pytest tests/conformance``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 
 from support.gfx950_suite import MOST_CASES, NOT_GFX950, SCHEDULES, Executed, chosen, seed_of
 
-INTERPRETED = Path(__file__).resolve().parent.parent / "interpreted"
+CONFORMANCE = Path(__file__).resolve().parent.parent / "conformance"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, MOST_CASES, MOST_CASES + 1, 216])
@@ -31,7 +31,7 @@ def test_schedules_do_not_follow_a_parameter() -> None:
 
 
 def test_files_that_are_left_out_exist() -> None:
-    assert set(NOT_GFX950) <= {path.name for path in INTERPRETED.glob("test_*.py")}
+    assert set(NOT_GFX950) <= {path.name for path in CONFORMANCE.glob("test_*.py")}
 
 
 def test_a_kernel_of_one_schedule_is_found() -> None:

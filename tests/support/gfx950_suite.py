@@ -1,6 +1,6 @@
 """pytest plugin of ``--gfx950``: tests of the portable kernels on gfx950 code, executed on the CPU.
 
-The tests of tests/interpreted are taken as they are. Each case gets a schedule of the waves:
+The tests of tests/conformance are taken as they are. Each case gets a schedule of the waves:
 "lowest", or "random" with a seed that depends on the case's name. To keep the suite short,
 
 * a function with one case runs in both schedules,
@@ -30,13 +30,13 @@ import mxpert
 from mxpert.testing.gfx950 import Emulation, Report, emulate
 
 NOT_GFX950 = {
-    "test_exchange_triton.py": "tests/gfx950/test_exchange.py runs its scenarios in both orders",
+    "test_exchange.py": "tests/gfx950/test_exchange.py runs its scenarios in both orders",
     "test_interpreter_patch.py": "tests the interpreter",
-    "test_spans_triton.py": "tests Hopper's kernels",
-    "test_wide_operands_triton.py": "tests Hopper's kernels",
-    "test_warm_up_triton.py": "several processes, which run the interpreter",
+    "test_spans.py": "tests Hopper's kernels",
+    "test_wide_operands.py": "tests Hopper's kernels",
+    "test_warm_up.py": "several processes, which run the interpreter",
 }
-"""Files of tests/interpreted that are left out, and why."""
+"""Files of tests/conformance that are left out, and why."""
 
 SCHEDULES = ("lowest", "random")
 MOST_CASES = 16
@@ -142,7 +142,7 @@ class Plugin:
     @staticmethod
     def is_portable(path: Path) -> bool:
         """Whether a file has tests of kernels that run on gfx950."""
-        return path.parent.name == "interpreted" and path.name not in NOT_GFX950
+        return path.parent.name == "conformance" and path.name not in NOT_GFX950
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run each of the tests in every schedule; `pytest_collection_modifyitems` selects."""
@@ -179,7 +179,7 @@ class Plugin:
     def _one_sided(self) -> list[str]:
         """The package's kernels that ran in one schedule only, if all portable tests were asked."""
         narrowed = self.config.option.keyword or self.config.option.markexpr
-        whole = any(Path(each).name == "interpreted" for each in self.config.args)
+        whole = any(Path(each).name == "conformance" for each in self.config.args)
         found = self.executed.one_sided if whole and not narrowed else []
         return [kernel for kernel in found if kernel in package_functions()]
 

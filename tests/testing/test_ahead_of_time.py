@@ -275,7 +275,7 @@ def test_every_launch_says_whether_it_fuses() -> None:
     planted = "f_kernel[(1,)](x, n=3)\ntriton.compile(source, target=t)\nkernel[g](**arguments)\n"
     assert launches_without_fusion(planted) == [1, 2]
     root = Path(__file__).resolve().parents[2]
-    never_compiled = (root / "tests/interpreted", root / "tests/gfx950/test_emulate.py")
+    never_compiled = (root / "tests/conformance", root / "tests/gfx950/test_emulate.py")
     folders = [root / each for each in ("mxpert", "benchmarks", "tests")]
     sources = [path for folder in folders for path in folder.rglob("*.py")]
     found = {
