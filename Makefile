@@ -15,7 +15,7 @@ REPORT := reports/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 AOT_TESTS := $(shell find tests -name "test_*_aot.py" -o -name "test_*.py" -path "*cdna4*" | sort) \
-	tests/moe/hopper/test_config.py tests/testing/test_ahead_of_time.py tests/testing/test_sass.py
+	tests/moe/hopper/test_config.py tests/testing/test_ahead_of_time.py tests/rigs/test_sass.py
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */make \1\t/' | expand -t 20
@@ -44,11 +44,13 @@ test: lint  ## install the test extra, lint, run the whole suite; the last line 
 
 # What a change breaks first: formats, routing, reference, checks, training, documents; then the
 # logic of the quantisation kernels. No kernel is compiled.
-FAST_TESTS := $(addprefix tests/,edges formats grouped reference routing testing training \
-	triton/test_launch.py triton/test_moe_heuristics.py \
-	test_architecture.py test_docs.py test_packaging.py test_site.py test_weights.py)
+FAST_TESTS := $(addprefix tests/,formats testing training core/test_launch.py \
+	core/test_registry_backends.py $(addprefix grouped/test_,op.py reference.py) \
+	$(addprefix moe/test_,checks.py reference.py reference_exact.py weights.py) \
+	moe/triton/test_config.py $(addprefix routing/test_,op.py reference_plan.py reference_topk.py) \
+	test_architecture.py test_docs.py test_packaging.py test_site.py)
 # Of these, what compiles, trains or starts processes.
-FAST_SKIPS := not compile and not evict_first and not toy_lm and not code_blocks \
+FAST_SKIPS := not compile and not aot and not ranks and not evict_first and not toy_lm and not code_blocks \
 	and not figures and not command_line and not fsdp2
 FAST_PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal $(PYTEST_ARGS)
 

@@ -2,8 +2,8 @@
 
 A CTA quantises a tile of 128 positions × 128 columns. A warp has 32 positions, so MX blocks of rows
 (1 × 32) and of columns (32 × 1) lie inside a warp. TMA loads the whole tile at once as 32-bit
-words (source.py). Then the CTA quantises stage by stage, first rowwise (rowwise.py), then
-columnwise (columnwise.py), from the same shared memory (layouts.py).
+words (dual_hopper_source.py). Then the CTA quantises stage by stage, first rowwise, then
+columnwise, from the same shared memory.
 """
 
 from __future__ import annotations

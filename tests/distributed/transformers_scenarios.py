@@ -1,4 +1,4 @@
-"""What ranks do in test_transformers.py; each function runs on all of them at the same time.
+"""What ranks do in test_experts_ranks.py of tests/integrations; each function runs on all.
 
 The judge is the same model on one rank: `convert` without `expert_parallel` in the same process.
 """
