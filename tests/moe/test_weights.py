@@ -446,8 +446,10 @@ def test_a_file_of_an_earlier_version_loads() -> None:
     path = Path(__file__).parent / "saved/before_the_tree.pt"
     loaded = torch.load(path, weights_only=True)
     weights, plan = loaded["published"], loaded["plan"]
-    assert type(weights) is MoEWeights and weights.gate_up_order is GateUpOrder.CONCATENATED
-    assert weights.layout is Layout.ROW_MAJOR and loaded["order"] is GateUpOrder.INTERLEAVED
+    assert type(weights) is MoEWeights
+    assert weights.gate_up_order is GateUpOrder.CONCATENATED
+    assert weights.layout is Layout.ROW_MAJOR
+    assert loaded["order"] is GateUpOrder.INTERLEAVED
     assert torch.equal(weights.gate_up_proj.dequantize(), torch.ones(1, 128, 32))
     ones, expert = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32)
     expected = mxpert.make_routing_plan(ones, expert, num_experts=1, routing_block_m=8)
