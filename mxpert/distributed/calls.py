@@ -1,4 +1,4 @@
-"""What all ranks must call alike: one call as a number, and the names of what differs."""
+"""Compares the calls of all ranks: a call as a number, and the names of arguments that differ."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def call_of(options: MoEOptions, weights: MoEWeights, bound: int) -> Call:
 
 
 def differences(words: Sequence[int]) -> str:
-    """What differs between the ranks' calls, with the ranks that have each value.
+    """Arguments that differ between the ranks' calls, with the ranks that have each value.
 
     words: `Call.word` of the ranks, in rank order.
     """

@@ -338,9 +338,8 @@ def _codes(words, byte, quantizer):
 
 # ---- Columnwise side of the dual quantiser: blocks of 32 × 1 values, codes transposed.
 #
-# A stage has one set of 32 columns (float32), or two: the first and the second values of its
-# words.
-# A step is such a set; a tile has four.
+# The tile's 128 columns are quantised in four steps of 32 columns. A stage holds one step
+# (float32), or two where a 32-bit word has two values: the first values, then the second ones.
 
 
 @aggregate

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from mxpert.formats import (
     dequantize_blocks,
     fold_certificate,
     pack_codes,
-    quantize_token_rows,
     unpack_codes,
 )
 from mxpert.formats.tensor import Layout
@@ -439,26 +437,6 @@ def overwrite(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(size // 2)
         file.write(b"\xff" * (size - size // 2))
-
-
-def test_a_file_of_an_earlier_version_loads() -> None:
-    """It names mxpert.weights and mxpert.routing; version 0.1 also mxpert.weights.GateUpOrder."""
-    path = Path(__file__).parent / "saved/before_the_tree.pt"
-    loaded = torch.load(path, weights_only=True)
-    weights, plan = loaded["published"], loaded["plan"]
-    assert type(weights) is MoEWeights
-    assert weights.gate_up_order is GateUpOrder.CONCATENATED
-    assert weights.layout is Layout.ROW_MAJOR
-    assert loaded["order"] is GateUpOrder.INTERLEAVED
-    assert torch.equal(weights.gate_up_proj.dequantize(), torch.ones(1, 128, 32))
-    ones, expert = torch.ones(2, 1), torch.zeros(2, 1, dtype=torch.int32)
-    expected = mxpert.make_routing_plan(ones, expert, num_experts=1, routing_block_m=8)
-    assert type(plan) is mxpert.RoutingPlan
-    assert torch.equal(plan.sorted_token_ids, expected.sorted_token_ids)
-    assert type(loaded["tokens"]) is type(quantize_token_rows(torch.ones(1, 32)))
-    older = path.read_bytes().replace(b"cmxpert.formats.gate_up\n", b"cmxpert.weights\n")
-    again = torch.load(io.BytesIO(older), weights_only=True)
-    assert again["order"] is GateUpOrder.INTERLEAVED
 
 
 def test_loaded_weights_do_not_follow_the_file(tmp_path: Path) -> None:

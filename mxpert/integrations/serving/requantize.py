@@ -22,7 +22,7 @@ from ...quantize.op import FLOAT_DTYPES
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank holds of a layer.
+    """The part of a layer that a rank holds.
 
     Args:
         weights: the prepared ones. experts: their global ids.

@@ -1,4 +1,4 @@
-"""What SGLang's registries hold: light objects that import the plugin when a layer needs it."""
+"""Light objects for SGLang's registries; they import the plugin when a layer needs it."""
 
 from __future__ import annotations
 

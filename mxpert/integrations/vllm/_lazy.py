@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Lazy:
-    """What the stand-ins have in common. replaced: the config that another plugin registered."""
+    """Base of the stand-ins. replaced: the config that another plugin registered."""
 
     replaced: type | None = None
 
