@@ -37,7 +37,7 @@ SGLANG_WITH = ("orjson", "ipython", "traitlets")
 SGLANG = FOLDER / "sglang"
 """The environment of SGLang: that of vLLM, and SGLANG_WITH. Its wheels ask for CUDA's packages."""
 
-HERE = "tests/serving/"
+HERE = "tests/integrations/serving/"
 SGLANG_LAYERS = [f"{HERE}test_sglang_{part}.py" for part in ("layers", "update", "start")]
 LAYERS = [f"{HERE}test_vllm_{part}.py" for part in ("configs", "layers", "reload", "start")]
 SERVES = f"{HERE}test_vllm_serves.py"
