@@ -1,7 +1,8 @@
 """Run the test suite in three processes and print one summary line.
 
 Triton reads TRITON_INTERPRET when a kernel is defined, so the interpreted tier needs its own
-process. The third runs the same tests on gfx950 code, and the tests of gfx950's own kernels. All
+process. The third runs the same tests on gfx950 code, the tests of gfx950's own kernels, and
+the emulator's. All
 pytest runs get the same arguments. The exit status is 0 only if all pass.
 """
 
@@ -17,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = "tests/interpreted"
-GFX950 = ("tests/gfx950", "tests/cdna4")
+GFX950 = ("tests/gfx950", "tests/cdna4", "gfx950-emulator/tests")
 """Folders whose tests execute gfx950 code on the CPU."""
 CLOSING = re.compile(r"^=* ?(?P<counts>\d+ [a-z].*) in [\d.]+s.*$")
 NO_TESTS_COLLECTED = 5

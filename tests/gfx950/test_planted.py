@@ -16,17 +16,11 @@ import pytest
 import torch
 
 import mxpert
+from gfx950emu import CodeObject, Fault, LdsRaceFault, OutOfBoundsFault, run
 from mxpert.backends.cdna4.moe import decode, mainloop
 from mxpert.runtime.launch import LaunchRecord, record_launches
-from mxpert.testing.gfx950 import (
-    CodeObject,
-    Fault,
-    LdsRaceFault,
-    OutOfBoundsFault,
-    compile_kernel,
-    emulate,
-    run,
-)
+from mxpert.testing.ahead_of_time import compile_kernel
+from mxpert.testing.gfx950 import emulate
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem

@@ -15,13 +15,15 @@ from unittest import mock
 
 import torch
 
+from gfx950emu import CodeObject
+from gfx950emu.machine import Machine
 from mxpert.backends.common.exchange import host
 from mxpert.backends.common.exchange.schedule import Schedule
 from mxpert.backends.common.exchange.words import EPOCHS, TAG_BITS
 from mxpert.distributed import DispatchedTokens
 from mxpert.distributed.symmetric import SymmetricExchange
-from mxpert.testing.gfx950 import CodeObject, emulate, emulation
-from mxpert.testing.gfx950.machine import Machine
+from mxpert.testing import gfx950
+from mxpert.testing.gfx950 import emulate
 from support.gfx950_mutants import Launch
 
 from .exchange import Case, Experts, Tokens, expected, multiply, random_tokens, send, values
@@ -136,7 +138,7 @@ def planted(
     arguments: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda given: given,
 ) -> Iterator[None]:
     """Change the code or the arguments of all launches of a kernel."""
-    run = emulation.run  # type: ignore[attr-defined]
+    run = gfx950.run  # type: ignore[attr-defined]
 
     def changed(compiled: Any, grid: Any, given: Mapping[str, Any], **options: Any) -> Any:
         original = CodeObject.of(compiled)
@@ -144,7 +146,7 @@ def planted(
             return run(compiled, grid, given, **options)
         return run(code(original), grid, arguments(dict(given)), **options)
 
-    with mock.patch.object(emulation, "run", changed):
+    with mock.patch.object(gfx950, "run", changed):
         yield
 
 
@@ -169,7 +171,7 @@ class _CapturedError(Exception):
 def captured(kernel: str) -> Launch:
     """A launch of rank 0: what it waits for is there. Keeps the memory of both ranks."""
     found: list[Launch] = []
-    previous = emulation.run  # type: ignore[attr-defined]
+    previous = gfx950.run  # type: ignore[attr-defined]
 
     def spy(compiled: Any, grid: Any, arguments: Mapping[str, Any], **options: Any) -> Any:
         code = CodeObject.of(compiled)
@@ -181,7 +183,7 @@ def captured(kernel: str) -> Launch:
 
     with emulate(), turns() as pair, contextlib.suppress(_CapturedError):
         pair.dispatch(1)
-        with mock.patch.object(emulation, "run", spy):
+        with mock.patch.object(gfx950, "run", spy):
             pair.dispatch(0, waits=kernel == "_exchange_dispatch_kernel")
             pair.sort(0)
             pair.announce(1)

@@ -26,7 +26,9 @@ from typing import Any
 import pytest
 
 import mxpert
-from mxpert.testing.gfx950 import Report, emulate, emulation, run
+from gfx950emu import Report, run
+from mxpert.testing import gfx950
+from mxpert.testing.gfx950 import emulate
 
 NOT_GFX950 = {
     "test_exchange_triton.py": "tests/gfx950/test_exchange.py runs its scenarios in both orders",
@@ -134,8 +136,8 @@ class Plugin:
             self.executed.add(report.kernel, schedule, report.instructions)
             return report
 
-        config.add_cleanup(lambda: setattr(emulation, "run", execute))
-        emulation.run = counted  # type: ignore[attr-defined]
+        config.add_cleanup(lambda: setattr(gfx950, "run", execute))
+        gfx950.run = counted  # type: ignore[attr-defined]
 
     @staticmethod
     def is_portable(path: Path) -> bool:
