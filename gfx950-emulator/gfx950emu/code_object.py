@@ -87,6 +87,13 @@ def read_kernel(content: bytes) -> Kernel:
         need="an ELF file for gfx950",
         got=f"machine {machine}, kind {kind:#x}" if is_elf else repr(content[:8]),
     )
+    try:
+        return _kernel(content)
+    except (struct.error, IndexError, KeyError) as error:
+        raise ValueError(message("gfx950", _WHAT, "a whole file", repr(error))) from error
+
+
+def _kernel(content: bytes) -> Kernel:
     sections = _sections(content)
     kernels = _metadata(content, sections).get("amdhsa.kernels", [])
     require(len(kernels) == 1, "gfx950", _WHAT, need="one kernel", got=f"{len(kernels)}")

@@ -29,7 +29,7 @@ class CodeObject:
     """A kernel compiled for gfx950.
 
     Args:
-        executable: its instructions. lds: bytes of LDS a workgroup, beside those that it declares.
+        executable: its instructions. lds: bytes of LDS a workgroup that are given at launch.
         parameters: names of the arguments that are passed, in order; () if they are not known.
 
     Example:
@@ -50,7 +50,8 @@ class CodeObject:
 
         Args:
             compiled: the bytes of a code object (an ELF file, "hsaco"), or what ``triton.compile``
-                returned: any object with ``asm["hsaco"]``, ``metadata.shared``, ``src.signature``.
+                returned: any object with ``asm["hsaco"]`` and ``metadata.shared``; its
+                ``src.signature`` names the arguments.
             lds: for bytes, bytes of LDS a workgroup that are given at launch.
             parameters: for bytes, names of the arguments in order; by default the metadata's.
             listing: for bytes, the amdgcn text; faults then name source lines.
@@ -62,17 +63,20 @@ class CodeObject:
             return compiled
         if isinstance(compiled, bytes):
             executable = load(compiled, listing)
-            given = tuple(each.name for each in executable.program.arguments)
-            return cls(executable, lds, tuple(parameters) or (given if all(given) else ()))
+            noted = tuple(each.name for each in executable.program.arguments)
+            return cls(executable, lds, tuple(parameters) or (noted if all(noted) else ()))
         asm = getattr(compiled, "asm", None)
         if asm is None or "hsaco" not in asm:
             got = type(compiled).__name__
             need = "the bytes of a code object, or a kernel that triton.compile made for gfx950"
             raise TypeError(message(_OP, "compiled", need, got))
-        signature = compiled.src.signature
-        names = tuple(name for name, kind in signature.items() if kind != "constexpr")
-        executable = load(asm["hsaco"], asm.get("amdgcn", ""))
-        return cls(executable, compiled.metadata.shared, names)
+        signature = getattr(getattr(compiled, "src", None), "signature", {})
+        return cls.of(
+            asm["hsaco"],
+            lds=compiled.metadata.shared,
+            parameters=[name for name, kind in signature.items() if kind != "constexpr"],
+            listing=asm.get("amdgcn", ""),
+        )
 
 
 @dataclass(frozen=True)

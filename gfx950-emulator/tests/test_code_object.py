@@ -149,7 +149,13 @@ def test_a_code_object_without_names() -> None:
         (b"copy.kd", b"cope.kd", "need symbols of cope"),
     ],
 )
-def test_what_is_no_code_object_is_refused(find: bytes, put: bytes, words: str) -> None:
+def test_a_file_of_the_wrong_content_is_refused(find: bytes, put: bytes, words: str) -> None:
     content = gfx950emu.example("copy").replace(find, put, 1)
     with pytest.raises(ValueError, match=words):
         read_kernel(content)
+
+
+@pytest.mark.parametrize("size", range(0, 1408, 128))
+def test_a_part_of_a_file_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=r"gfx950: code object — need"):
+        read_kernel(gfx950emu.example("copy")[:size])

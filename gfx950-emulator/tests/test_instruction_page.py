@@ -1,4 +1,4 @@
-"""The page of executed and refused instructions is the executor's table."""
+"""The page of executed and refused instructions is the emulator's table."""
 
 from __future__ import annotations
 
