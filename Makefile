@@ -27,7 +27,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(ENVIRONMENT) install $(VENV) plot transformers
 	@touch $@
 
-$(VENV)/.tested: $(VENV)/.installed
+$(VENV)/.tested: $(VENV)/.installed gfx950-emulator/pyproject.toml
 	@$(ENVIRONMENT) install $(VENV) test
 	@touch $@
 
