@@ -14,8 +14,7 @@ import triton.language as tl
 
 from mxpert.core.problem import GemmConfig, Target
 from mxpert.device import tile_rules
-
-XX_listing
+from support import gfx950_listing
 from support.aot import CompiledKernel, Metrics, compile_for
 from support.gfx950_listing import (
     Occupancy,
