@@ -4,7 +4,7 @@
     python benchmarks/gfx950_model.py --render benchmarks/results/gfx950-model/model.json
 
 Needs no GPU. Every figure that it writes is *modelled*: real gfx950 code is executed on a CPU, and
-`mxpert.testing.gfx950.timing` replays the traces on one modelled compute unit. It is the steady
+`gfx950emu.timing` replays the traces on one modelled compute unit. It is the steady
 state of the hot loop, without start, epilogue and launch. --ladder names a checkout of
 ROCm/gfx950-gluon-tutorials, whose kernels (compiled by Triton 3.9 or later) calibrate the model;
 without it the earlier rows of the JSON are kept. Run each backend's kernels under the Triton that
@@ -27,9 +27,9 @@ from cycle_model.tables import SCHEMA, markdown, plot, worst_residuals
 from harness.document import Row
 from harness.script import RESULTS, bare_parser
 
+from gfx950emu.timing import MI355X, LoopError
 from mxpert.cli.report import PLOT_HINT, environment, write_json
 from mxpert.errors import UnsupportedError
-from mxpert.testing.gfx950.timing import MI355X, LoopError
 
 OUTPUT = RESULTS / "gfx950-model/model.json"
 

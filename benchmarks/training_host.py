@@ -18,12 +18,12 @@ from collections.abc import Callable
 import torch
 from harness.script import Script
 from harness.tables import markdown_table
+from routing import host_us
 
 from mxpert import ScaleSpan
 from mxpert.core.target import on_device
 from mxpert.training import MXFP8Recipe, grouped_linear
 from support.launches import H200, count_launches, without_device
-from tests.routing import host_us
 
 ROWS, GROUPS, IN, OUT = 256, 8, 512, 256
 CALLS = 400

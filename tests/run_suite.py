@@ -1,7 +1,8 @@
 """Run the test suite in three processes and print one summary line.
 
 Triton reads TRITON_INTERPRET when a kernel is defined, so the interpreted tier needs its own
-process. The third runs the same tests on gfx950 code, and the tests of gfx950's own kernels. All
+process. The third runs the same tests on gfx950 code, the tests of gfx950's own kernels, and
+the emulator's. All
 pytest runs get the same arguments. The exit status is 0 only if all pass.
 """
 
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFORMANCE = "tests/conformance"
 """Kernels of every GPU: interpreted in the second process, executed as gfx950 code in the third."""
 GFX950 = (
+    "gfx950-emulator/tests",
     "tests/gfx950",
     "tests/grouped/test_cdna4.py",
     "tests/moe/cdna4",

@@ -24,7 +24,7 @@ PACKAGE = ROOT / "mxpert"
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 SOURCES = FILES + [
     path
-    for folder in ("tests", "examples", "benchmarks")
+    for folder in ("tests", "examples", "benchmarks", "gfx950-emulator")
     for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 

@@ -105,6 +105,20 @@ def test_where_torch_comes_from_is_told(
     assert capsys.readouterr().out == "", "the environment has it"
 
 
+@pytest.mark.parametrize("extra, projects", [("test", 2), ("plot", 1)])
+def test_the_tests_have_the_emulator(
+    extra: str, projects: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run: list[list[str]] = []
+    for name in ("create", "provide_torch"):
+        monkeypatch.setattr(environment, name, lambda *_: None)
+    monkeypatch.setattr(environment, "run", lambda step, command: run.append(command))
+    environment.install(tmp_path, extra)
+    given = [each for command in run for each in command]
+    assert given.count("-e") == projects
+    assert (given[-1] == str(ROOT / "gfx950-emulator")) is (extra == "test")
+
+
 def test_a_lent_environment_sees_packages_after_its_own(tmp_path: Path) -> None:
     for name, folder in (("shared", "lender"), ("shared", "own"), ("only", "lender")):
         (tmp_path / folder / name).mkdir(parents=True)

@@ -188,6 +188,43 @@ def test_page_of_the_index_has_the_code_as_it_is(metadata: Message) -> None:
     assert blocks.findall(str(metadata.get_payload())) == blocks.findall(readme) != []
 
 
+EMULATOR = ROOT / "gfx950-emulator"
+
+
+@pytest.fixture(scope="module")
+def emulator_wheel(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The second distribution's wheel, built from its sdist."""
+    work = tmp_path_factory.mktemp("emulator")
+    sdist = built("sdist", clone / "gfx950-emulator", work)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(work, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    return built("wheel", work / sdist.name.removesuffix(".tar.gz"), work)
+
+
+def test_the_emulator_is_a_distribution_of_its_own(emulator_wheel: Path) -> None:
+    package = {
+        path.relative_to(EMULATOR).as_posix()
+        for path in (EMULATOR / "gfx950emu").rglob("*")
+        if path.suffix in (".py", ".s", ".hsaco", ".typed")
+    }
+    with zipfile.ZipFile(emulator_wheel) as archive:
+        names = set(archive.namelist())
+        name = next(name for name in names if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_string(archive.read(name).decode())
+    assert {name for name in names if ".dist-info/" not in name} == package
+    assert metadata["Name"] == "gfx950-emulator"
+    assert metadata["License-File"] == "LICENSE"
+    assert (EMULATOR / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    needs = [re.match(r"[\w-]+", entry) for entry in metadata.get_all("Requires-Dist", [])]
+    assert [found[0] for found in needs if found] == ["numpy", "torch"]
+    page = str(metadata.get_payload())
+    assert not [url for url in re.findall(r"\]\(([^)]+)\)", page) if not url.startswith("https://")]
+
+
+def test_mxpert_is_without_the_emulator(wheel_names: set[str], sdist_names: set[str]) -> None:
+    assert not [name for name in wheel_names | sdist_names if "gfx950emu" in name]
+
+
 def test_actions_are_pinned_by_hash() -> None:
     """A tag can be moved to other code; a commit cannot."""
     workflows = (ROOT / ".github/workflows").glob("*.yml")

@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = ROOT / "constraints.txt"
+EMULATOR = ROOT / "gfx950-emulator"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ANSWER_SECONDS = 3
 HEARTBEAT_SECONDS = 20
@@ -205,7 +206,10 @@ def gigabytes(folder: Path) -> float:
 
 
 def install(environment: Path, *extras: str) -> None:
-    """Install this project in editable mode with extras, at the pinned versions."""
+    """Install this project in editable mode with extras, at the pinned versions.
+
+    The tests need the emulator of gfx950, too.
+    """
     if not python_of(environment).exists():
         create(environment)
     pins = PINS.read_text(encoding="utf-8")
@@ -214,10 +218,12 @@ def install(environment: Path, *extras: str) -> None:
     else:
         provide_torch(environment)
     (environment / CONSTRAINTS).write_text(pins, encoding="utf-8")
-    project = f"{ROOT}[{','.join(extras)}]"
+    projects = ["-e", f"{ROOT}[{','.join(extras)}]"]
+    if "test" in extras:
+        projects += ["-e", str(EMULATOR)]
     run(
         f"install mxpert[{','.join(extras)}]",
-        pip(environment, "-c", environment / CONSTRAINTS, "-e", project),
+        pip(environment, "-c", environment / CONSTRAINTS, *projects),
     )
     print(f"{environment.name} has {gigabytes(environment):.1f} GB", flush=True)
 

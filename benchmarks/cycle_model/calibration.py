@@ -12,10 +12,11 @@ import torch
 from harness.document import Row
 
 from cycle_model.published import LADDER, SKINNY, SKINNY_FOLDER, TILES, Rung
-from mxpert.testing.gfx950 import Report, WaveTrace, emulate
-from mxpert.testing.gfx950.listing import read_instruction
-from mxpert.testing.gfx950.program import Program
-from mxpert.testing.gfx950.timing import MI355X, Execution, model_loop
+from gfx950_support.assembler import read_instruction
+from gfx950emu import Report, WaveTrace
+from gfx950emu.program import Program
+from gfx950emu.timing import MI355X, Execution, model_loop
+from mxpert.testing.gfx950 import emulate
 
 STEPS = 12
 """K steps that are executed; the loop is repeated from there."""

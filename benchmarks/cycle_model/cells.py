@@ -18,6 +18,8 @@ from harness.document import Row
 
 import mxpert
 from cycle_model.published import PEAK_TFLOPS, REFERENCE
+from gfx950emu import Report
+from gfx950emu.timing import Execution, LoopError, LoopReport, model_loop
 from mxpert.core.problem import (
     GemmConfig,
     GroupedProblem,
@@ -30,8 +32,7 @@ from mxpert.core.problem import (
 from mxpert.core.registry import override, resolve
 from mxpert.formats.tensor import Layout
 from mxpert.routing.plan import padded_capacity
-from mxpert.testing.gfx950 import MI355X, Report, emulate
-from mxpert.testing.gfx950.timing import Execution, LoopError, LoopReport, model_loop
+from mxpert.testing.gfx950 import MI355X, emulate
 from mxpert.testing.problems import MoEShape, random_moe_problem
 
 BACKENDS = ("triton", "cdna4")

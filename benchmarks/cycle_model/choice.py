@@ -26,15 +26,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cycle_model.cells import DEEPSEEK, GPT_OSS, LONGER, WEIGHTS, moe_report
+from gfx950emu.timing import MI355X as CHIP
+from gfx950emu.timing import Execution, model_loop
+from gfx950emu.timing.execution import find_loop
 from mxpert.configs import Cdna4GemmConfig
 from mxpert.core.problem import MoEConfig, MoEOptions, MoEProblem, Op, SiLU
 from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS
 from mxpert.formats.tensor import Layout
 from mxpert.moe.cdna4 import config as cdna4
 from mxpert.testing.gfx950 import MI355X as TARGET
-from mxpert.testing.gfx950.timing import MI355X as CHIP
-from mxpert.testing.gfx950.timing import Execution, model_loop
-from mxpert.testing.gfx950.timing.execution import find_loop
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 
 LEFT_TO_THE_HEURISTIC = ("dsv3-ep8", "kimi-k2-tp4", "kimi-e385", "r1-e384")

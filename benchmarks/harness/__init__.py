@@ -1,7 +1,7 @@
 """What all benchmark scripts share: command line, document, tables, timing.
 
 Importing it puts this checkout first on the path: its library is measured, with the rigs of
-tests/support.
+tests/support and the emulator's.
 """
 
 from __future__ import annotations
@@ -10,4 +10,5 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+EMULATOR = "gfx950-emulator", "gfx950-emulator/tests"
+sys.path[:0] = [str(ROOT / each) for each in (".", "tests", *EMULATOR)]

@@ -18,6 +18,7 @@ from mxpert.core import tables
 from mxpert.core.problem import GemmConfig, MoEConfig, MoEProblem, Op
 from mxpert.core.registry import override
 from mxpert.formats.tensor import Layout
+from mxpert.moe.inputs import FusedMoEInputs
 from mxpert.moe.op import fused_moe
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.testing.timing import Timing
@@ -195,23 +196,14 @@ class FakeKernel:
         return FIRST
 
     def launch(
-        self,
-        problem: MoEProblem,
-        config: MoEConfig,
-        *,
-        x: torch.Tensor,
-        weights: object,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: None,
-        num_local_tokens: None,
+        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs
     ) -> torch.Tensor:
         with override(backend="reference"):
             result = fused_moe(
-                x,
-                weights,
-                topk_weights,
-                topk_ids,
+                inputs.x,
+                inputs.weights,
+                inputs.topk_weights,
+                inputs.topk_ids,
                 activation=problem.options.activation,
                 activation_format=problem.options.activation_format,
             )

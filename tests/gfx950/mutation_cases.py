@@ -1,9 +1,11 @@
 """Kernels whose mutants are judged, and the record of what is caught.
 
-``python tests/gfx950/mutation_cases.py`` judges the mutants of all cases, in as many processes as
-there are cores, and writes `RECORD`; with names of cases it replaces theirs. ``--each 8`` judges a
-fixed sample, eight of each kind evenly spaced in the listing. The table of docs/gfx950.md is that
-of the record; ``--page`` writes it alone.
+    PYTHONPATH=.:tests:gfx950-emulator/tests python tests/gfx950/mutation_cases.py
+
+judges the mutants of all cases, in as many processes as there are cores, and writes `RECORD`; with
+names of cases it replaces theirs. ``--each 8`` judges a fixed sample, eight of each kind evenly
+spaced in the listing. The table of docs/gfx950.md is that of the record; ``--page`` writes it
+alone.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def write(launch: Any, folder: Path) -> None:
     """Write one launch: kernel.hsaco, launch.json, and bytes of tensors before and after it."""
     import torch
 
-    from mxpert.testing.gfx950 import run
+    from gfx950emu import run
     from support.gfx950_mutants import copied
 
     folder.mkdir(parents=True)

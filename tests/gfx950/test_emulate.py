@@ -10,10 +10,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+import gfx950emu
 import mxpert
 from mxpert.core.launch import compile_only
 from mxpert.core.problem import Target
@@ -23,7 +23,6 @@ from mxpert.moe.weights import MoEWeights
 from mxpert.testing import gfx950
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
-from support.gfx950.listings import listing
 
 SHAPE = MoEShape(256, 128, 4, 2, has_bias=True)
 
@@ -103,35 +102,8 @@ def test_plain_launches_of_triton_and_gluon() -> None:
     assert [totals.launches for totals in emulation.kernels.values()] == [1, 1]
 
 
-def test_run_takes_what_triton_compiles() -> None:
-    source = triton.compiler.ASTSource(
-        _scaled_sum_kernel,
-        {
-            "out_ptr": "*fp32",
-            "x_ptr": "*fp32",
-            "factor": "fp32",
-            "count": "i32",
-            "BLOCK": "constexpr",
-        },
-        {(4,): 256},
-    )
-    compiled = triton.compile(
-        source, target=GPUTarget("hip", "gfx950", 64), options={"enable_fp_fusion": True}
-    )
-    x = torch.arange(512.0)
-    by_name, in_order = torch.zeros(2), torch.zeros(2)
-    named = {"out_ptr": by_name, "x_ptr": x, "factor": 2.0, "count": 512, "BLOCK": 256}
-    report = gfx950.run(compiled, (2,), named)
-    gfx950.run(compiled, [2], [in_order, x, 2.0, 512], schedule="random")
-    assert by_name.tolist() == in_order.tolist() == [256 * 255.0, 256 * 767.0]
-    assert report.kernel == "_scaled_sum_kernel"
-    assert report.lds == compiled.metadata.shared
-    with pytest.raises(ValueError, match="no \\['count'\\]"):
-        gfx950.run(compiled, (2,), {"out_ptr": by_name, "x_ptr": x, "factor": 2.0})
-
-
 def test_a_fault_names_the_source_line() -> None:
-    with gfx950.emulate(), pytest.raises(gfx950.OutOfBoundsFault) as caught:
+    with gfx950.emulate(), pytest.raises(gfx950emu.OutOfBoundsFault) as caught:
         _negate_kernel[(2,)](torch.zeros(512), torch.zeros(1024), BLOCK=512)
     assert caught.value.place.kernel == "_negate_kernel"
     assert caught.value.place.line.startswith("test_emulate.py:")
@@ -236,16 +208,19 @@ def test_blocks_of_two_threads_overlap() -> None:
     assert detect_target("cpu").kind == "cpu"
 
 
-def test_a_code_object_without_names() -> None:
-    code = gfx950.CodeObject.of(listing("s_nop 0", arguments=2), parameters=("out", "x"))
-    assert code.parameters == ("out", "x")
-    assert gfx950.CodeObject.of(code) is code
-    gfx950.run(code, (1,), {"x": torch.zeros(1), "out": None})
-
-
 def test_weights_are_prepared_for_gfx950() -> None:
     weights = exact_moe_problem(SHAPE, 1, seed=3).weights
     with gfx950.emulate():
         prepared = weights.prepare(device="cpu")
     assert prepared.layout is Layout.CDNA4_FRAGMENT
     assert weights.prepare(device="cpu").layout is Layout.ROW_MAJOR
+
+
+def test_emulation_forgets_memory_that_is_freed() -> None:
+    with gfx950.emulate() as emulation:
+        first, second = torch.zeros(4), torch.zeros(4)
+        for each in (first, second, first):
+            emulation.reach("peer", each, shared=True)
+        assert [each.name for each in emulation.reachable] == ["peer", "peer (2)"]
+        del first, each
+        assert [each.name for each in emulation.reachable] == ["peer (2)"]

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from gfx950emu import AcquireFault, CodeObject, Fault, ReleaseFault
+from gfx950emu.faults import SharedBytesFault
 from mxpert.device.exchange_wait import MAX_CTAS, NUM_CTAS
 from mxpert.distributed.exchange import host
-from mxpert.testing.gfx950 import AcquireFault, CodeObject, Fault, ReleaseFault, emulate
-from mxpert.testing.gfx950.faults import SharedBytesFault
+from mxpert.testing.gfx950 import emulate
 from support.gfx950_exchange import CASE, Turns, at_the_third_poll, earlier, longer, planted, turns
 from support.gfx950_mutants import Mutant, changed, mutants
 from support.gfx950_suite import SCHEDULES

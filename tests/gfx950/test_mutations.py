@@ -5,8 +5,8 @@ operands and LDS offsets that are exchanged give a wrong result or a fault. A wa
 control or scope that is dropped or weakened survives where something else orders what it orders, or
 where nothing of other devices depends on it, and a store to LDS may go elsewhere if it stores what
 is already there: then the bits are the same in all schedules of `Trial.judge`, with all checks on,
-and the record has the reason, which follows from a run of the kernel as it is (`gfx950_orders`,
-`gfx950_caches`).
+and the record has the reason, which follows from a run of the kernel as it is (`gfx950_support`:
+`orders`, `caches`).
 
 By default the reasons of all recorded survivors are checked and a mutant of each kind is judged,
 with ``--gfx950-all`` all that the record judges: every mutant of a kernel, or of kernels that run
@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from support import gfx950_caches, gfx950_orders
+from gfx950_support import caches, orders
 from support.gfx950_mutants import OF_CACHES, SOME_SURVIVE, Trial, digest, sample, tally
 
 _PATH = Path(__file__).with_name("mutation_cases.py")
@@ -39,7 +39,7 @@ _spec.loader.exec_module(cases)
 RECORD = json.loads(cases.RECORD.read_text("utf-8"))
 EACH_KIND = 1
 """Mutants of each kind that are judged by default, of those that the record judges."""
-PROOFS = (*gfx950_orders.PROOFS, *gfx950_caches.PROOFS)
+PROOFS = (*orders.PROOFS, *caches.PROOFS)
 AGAIN = f"record it again: python tests/gfx950/{_PATH.name}"
 
 

@@ -16,17 +16,11 @@ import pytest
 import torch
 
 import mxpert
+from gfx950emu import CodeObject, Fault, LdsRaceFault, OutOfBoundsFault, run
 from mxpert.core.launch import LaunchRecord, record_launches
 from mxpert.moe.cdna4 import decode, mainloop
-from mxpert.testing.gfx950 import (
-    CodeObject,
-    Fault,
-    LdsRaceFault,
-    OutOfBoundsFault,
-    compile_kernel,
-    emulate,
-    run,
-)
+from mxpert.testing.ahead_of_time import compile_kernel
+from mxpert.testing.gfx950 import emulate
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
@@ -100,7 +94,7 @@ def modules() -> Iterator[dict[str, Any]]:
 
 def copy_of(name: str, source: str, folder: Path, modules: dict[str, Any]) -> Any:
     """Import a copy of a module of the backend; relative imports work as in the original."""
-    path, full = folder / f"{name}.py", f"mxpert.backends.cdna4.moe.{name}"
+    path, full = folder / f"{name}.py", f"mxpert.moe.cdna4.{name}"
     path.write_text(source, "utf-8")
     spec = importlib.util.spec_from_file_location(full, path)
     assert spec is not None

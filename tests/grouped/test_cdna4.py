@@ -18,6 +18,7 @@ import torch
 
 import mxpert
 import mxpert.training
+from gfx950emu.timing import Execution, model_loop
 from mxpert.core.problem import GroupedProblem, Op, ReferenceConfig
 from mxpert.device.cdna4_operands import Operand, empty_operand, scale_strides, to_planes
 from mxpert.formats import MXTensor
@@ -26,7 +27,6 @@ from mxpert.grouped.cdna4 import GROUPED_GEMM, GROUPED_WGRAD
 from mxpert.grouped.inputs import GroupedGemmInputs, GroupedWgradInputs
 from mxpert.routing.plan import padded_group_offsets
 from mxpert.testing.gfx950 import MI355X, emulate
-from mxpert.testing.gfx950.timing import Execution, model_loop
 from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
 from support.poison import nan_filled_scratch
 

@@ -22,7 +22,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv-transformers"
-TESTS = ("tests/integrations", "tests/integrations/checkpoints/test_hub.py")
+TESTS = (
+    "tests/integrations/models",
+    "tests/integrations/test_on_import.py",
+    "tests/integrations/test_transformers_loading.py",
+    "tests/integrations/checkpoints/test_hub.py",
+)
 CLOSING = re.compile(r"^=* ?(\d+ [a-z].*) in [\d.]+s.*$", re.MULTILINE)
 SHOWN = 6000
 """Characters of a failed run's output."""

@@ -133,8 +133,8 @@ class Outsider:
             raise StepError(f"{shown}\nprints {noise[0]!r}\n{last}")
         return done.stdout
 
-    def pip(self, *arguments: str | Path) -> str:
-        return self.run(self.bin / "python", "-m", "pip", *arguments)
+    def pip(self, *arguments: str | Path, cwd: Path | None = None) -> str:
+        return self.run(self.bin / "python", "-m", "pip", *arguments, cwd=cwd)
 
     def wheel(self) -> Path:
         found = list((self.work / "dist").glob("mxpert-*.whl"))
@@ -179,6 +179,25 @@ class Outsider:
 
     def doctor(self) -> str:
         return self.run(self.bin / "mxpert", "doctor").splitlines()[0].strip()
+
+    def emulator(self) -> str:
+        """The error names its command; installed from a checkout, it serves mxpert and alone."""
+        doctor = [self.bin / "mxpert", "doctor", "--emulate", "gfx950"]
+        try:
+            self.run(*doctor)
+        except StepError as error:
+            if "pip install ./gfx950-emulator" not in str(error):
+                raise
+        else:
+            raise StepError("gfx950emu is there before it was installed")
+        self.pip("install", "--quiet", "./gfx950-emulator", cwd=self.source)
+        self.run(*doctor)
+        readme = (self.source / "gfx950-emulator/README.md").read_text(encoding="utf-8")
+        example = re.search(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+        if example is None:
+            raise StepError("the emulator's README has no block of Python")
+        (self.user / "emulator.py").write_text(example[1], encoding="utf-8")
+        return self.run(self.bin / "python", "emulator.py").strip()
 
     def demo(self) -> str:
         out = self.run(self.bin / "mxpert", "demo", "--tokens", "1", "--output", "report")
@@ -235,6 +254,7 @@ class Outsider:
             ("install the wheel", self.install),
             ("the README's ten lines", self.ten_lines),
             ("mxpert doctor", self.doctor),
+            ("the emulator of gfx950", self.emulator),
             ("mxpert demo", self.demo),
             ("the Transformers one-liner", self.one_liner),
             ("type checkers, wheel", self.types_of_wheel),

@@ -15,14 +15,15 @@ from unittest import mock
 
 import torch
 
+from gfx950emu import CodeObject
+from gfx950emu.machine import Machine
 from mxpert.core.target import current_device
 from mxpert.device.exchange_wait import EPOCHS, TAG_BITS
 from mxpert.distributed import DispatchedTokens
 from mxpert.distributed.exchange import host
 from mxpert.distributed.exchange.schedule import Schedule
 from mxpert.distributed.symmetric import SymmetricExchange
-from mxpert.testing.gfx950 import CodeObject, Emulation, emulate
-from mxpert.testing.gfx950.machine import Machine
+from mxpert.testing.gfx950 import Emulation, emulate
 from support.exchange import Case, Experts, Tokens, expected, multiply, random_tokens, send, values
 from support.gfx950_mutants import Launch
 

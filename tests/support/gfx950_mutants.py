@@ -26,14 +26,15 @@ from unittest import mock
 import numpy as np
 import torch
 
-from mxpert.testing.gfx950 import CodeObject, Fault, Reachable, Report, emulate, machine, run
-from mxpert.testing.gfx950.effects import effects
-from mxpert.testing.gfx950.instructions import bind
-from mxpert.testing.gfx950.machine import Executable
-from mxpert.testing.gfx950.memory import Lds
-from mxpert.testing.gfx950.program import Instruction, Operand
-from support.gfx950_caches import Watched, watch
-from support.gfx950_orders import Orders, observe
+from gfx950_support.caches import Watched, watch
+from gfx950_support.orders import Orders, observe
+from gfx950emu import CodeObject, Fault, Reachable, Report, machine, run
+from gfx950emu.effects import effects
+from gfx950emu.instructions import bind
+from gfx950emu.machine import Executable
+from gfx950emu.memory import Lds
+from gfx950emu.program import Instruction, Operand
+from mxpert.testing.gfx950 import emulate
 
 _T = TypeVar("_T")
 

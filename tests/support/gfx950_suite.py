@@ -27,7 +27,8 @@ from unittest import mock
 import pytest
 
 import mxpert
-from mxpert.testing.gfx950 import Emulation, Report, emulate
+from gfx950emu import Report
+from mxpert.testing.gfx950 import Emulation, emulate
 
 NOT_GFX950 = {
     "test_exchange.py": "tests/gfx950/test_exchange.py runs its scenarios in both orders",

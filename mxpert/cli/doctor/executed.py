@@ -210,7 +210,7 @@ def emulation_of(architecture: str) -> Callable[[], AbstractContextManager[Emula
 
     Raises:
         ValueError: no such architecture.
-        UnsupportedError: Triton, which compiles the kernels, cannot be imported.
+        UnsupportedError: the emulator, or Triton, which compiles the kernels, is not installed.
     """
     if architecture not in EMULATED:
         need = f"one of {', '.join(EMULATED)}"
@@ -218,6 +218,8 @@ def emulation_of(architecture: str) -> Callable[[], AbstractContextManager[Emula
     try:
         from ...testing import gfx950
     except ImportError as error:
+        if error.name == "gfx950emu":
+            raise UnsupportedError(str(error)) from error
         raise UnsupportedError(
             message(
                 "doctor",

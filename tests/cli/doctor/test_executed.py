@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import gfx950emu
 from mxpert.cli import doctor, main
 from mxpert.cli.doctor import executed
 from mxpert.cli.doctor.executed import Case, _execute_case, cases, execute
@@ -99,8 +100,8 @@ def test_a_differing_bit_fails() -> None:
 
 def test_a_fault_fails_and_is_shown(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(*_: object) -> Case:
-        place = gfx950.Place("_moe_down_kernel", 7, "ds_read_b32 v1, v2", "host.py:3")
-        raise gfx950.LdsRaceFault(place, "LDS byte 0x10 was written by wave 2")
+        place = gfx950emu.Place("_moe_down_kernel", 7, "ds_read_b32 v1, v2", "host.py:3")
+        raise gfx950emu.LdsRaceFault(place, "LDS byte 0x10 was written by wave 2")
 
     monkeypatch.setattr(executed, "layer_case", fault)
     outcome = runner.invoke(main.app, ["doctor", "--emulate", "gfx950"])
@@ -114,6 +115,19 @@ def test_another_architecture_is_refused() -> None:
     assert isinstance(outcome.exception, SystemExit)
     assert outcome.exit_code == 2
     assert outcome.stderr == "error: doctor: --emulate — need one of gfx950, got 'sm_90'\n"
+
+
+def test_without_the_emulator_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "mxpert.testing.gfx950")
+    monkeypatch.delattr("mxpert.testing.gfx950")
+    monkeypatch.setitem(sys.modules, "gfx950emu", None)
+    outcome = runner.invoke(main.app, ["doctor", "--emulate", "gfx950"])
+    assert outcome.exit_code == 2
+    assert outcome.stderr == (
+        "error: mxpert.testing.gfx950: import — need the gfx950 emulator, got no package gfx950emu;"
+        " pip install 'git+https://github.com/mxpert/mxpert#subdirectory=gfx950-emulator',"
+        " in a checkout pip install ./gfx950-emulator\n"
+    )
 
 
 def test_without_triton_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

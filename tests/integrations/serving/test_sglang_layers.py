@@ -446,7 +446,7 @@ assert not new, new
 assert "mxpert.integrations.sglang._method" not in sys.modules
 print("light")
 """
-    paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
+    paths = [*map(str, Path(__file__).parents[2:4]), *filter(None, sys.path)]
     done = subprocess.run(
         [sys.executable, "-c", text],
         capture_output=True,

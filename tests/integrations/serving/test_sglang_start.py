@@ -130,7 +130,7 @@ def server_line(folder: Path, *options: str) -> str:
         "--moe-runner-backend=mxpert",
         *options,
     ]
-    paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
+    paths = [*map(str, Path(__file__).parents[2:4]), *filter(None, sys.path)]
     done = subprocess.run(
         [sys.executable, "-c", COMMAND, *arguments],
         capture_output=True,

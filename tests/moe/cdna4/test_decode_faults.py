@@ -8,15 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 import mxpert
+from gfx950emu import Fault, LdsDirectFault, LdsRaceFault, OutOfBoundsFault, WaitFault, run
 from mxpert.formats.tensor import Layout
-from mxpert.testing.gfx950 import (
-    Fault,
-    LdsDirectFault,
-    LdsRaceFault,
-    OutOfBoundsFault,
-    WaitFault,
-    run,
-)
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
 from support.gfx950_mutants import Mutant, Trial, capture, changed, copied, sample

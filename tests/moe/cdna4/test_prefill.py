@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import mxpert
+from gfx950emu.timing import Execution, LoopReport, model_loop
 from mxpert import Combine, GateUpOrder, MoEWeights, ScaleRule
 from mxpert.configs import Cdna4Kernel
 from mxpert.core.problem import (
@@ -36,7 +37,6 @@ from mxpert.moe.cdna4.config import (
 from mxpert.moe.cdna4.layout import CDNA4_FRAGMENT
 from mxpert.moe.cdna4.prefill_scales import arrange_scales
 from mxpert.testing.gfx950 import MI355X, Emulation, emulate
-from mxpert.testing.gfx950.timing import Execution, LoopReport, model_loop
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape
 from support.exact import exact_moe_problem
