@@ -64,6 +64,7 @@ from .options import (
     parse_formats,
     parse_numbers,
 )
+from .plots import plot_roofline
 from .report import (
     Column,
     Row,
@@ -79,7 +80,6 @@ from .report import (
     write_report,
     write_results,
 )
-from .roofline import plot_roofline
 
 STAGES = ("gate_up", "down", "layer")
 NOT_TIMED = (
