@@ -8,7 +8,6 @@ import torch
 
 from ..errors import message, require, require_tensor
 from .codec import (
-    FLOAT_DTYPES,
     ZERO_BLOCK_SCALE,
     block_scale,
     decode,
@@ -20,6 +19,7 @@ from .spec import (
     E8M0_BIAS,
     E8M0_NAN,
     MX_BLOCK_SIZE,
+    WIDE_DTYPES,
     MXFormat,
     ScaleRule,
     ScaleRuleLike,
@@ -77,7 +77,7 @@ def quantize_spans(
         [[127, 127]]
     """
     op = "quantize_spans"
-    require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
+    require_tensor(x, op, "x", dtype=WIDE_DTYPES)
     fmt = get_format(fmt, op, "fmt")
     rule = ScaleRule.parse(rule, op, "rule")
     span = ScaleSpan.parse(span, op, "span")

@@ -10,11 +10,18 @@ import torch
 from ..core.ambient import Context, isolated, refuse_transforms
 from ..core.schema import rebuild_mx
 from ..errors import message, require, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE, MXFP8FormatLike, ScaleRule, ScaleSpan
+from ..formats.spec import (
+    FLOAT_DTYPES,
+    MX_BLOCK_SIZE,
+    WIDE_DTYPES,
+    MXFP8FormatLike,
+    ScaleRule,
+    ScaleSpan,
+)
 from ..formats.tensor import MXTensor
 from ..grouped.op import grouped_gemm, grouped_wgrad
 from ..quantize.dual_op import COUNTS_REMEDY, quantize_dual
-from ..quantize.op import FLOAT_DTYPES, quantize
+from ..quantize.op import quantize
 from ..routing.plan import group_bounds
 from .recipe import MXFP8Recipe, Spans
 
@@ -31,7 +38,7 @@ from .recipe import MXFP8Recipe, Spans
 #     with
 #     ``gradient_accumulation_fusion``.
 
-MAIN_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAIN_GRAD_DTYPES = FLOAT_DTYPES
 """Dtypes of main_grad; 16-bit ones take the float32 gradient with one rounding."""
 
 
@@ -149,7 +156,7 @@ def check_grouped_linear(
     op = "grouped_linear"
     if not isinstance(recipe, MXFP8Recipe):
         raise TypeError(message(op, "recipe", "an MXFP8Recipe", type(recipe).__name__))
-    dtypes = FLOAT_DTYPES if recipe.enabled else (*FLOAT_DTYPES, torch.float64)
+    dtypes = FLOAT_DTYPES if recipe.enabled else WIDE_DTYPES
     require_tensor(x, op, "x", dtype=dtypes, shape=(None, None))
     require_tensor(
         weight, op, "weight", dtype=dtypes, shape=(None, None, x.shape[1]), device=x.device

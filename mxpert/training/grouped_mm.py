@@ -7,10 +7,9 @@ import torch
 from ..core.ambient import Context, isolated, refuse_transforms
 from ..core.schema import rebuild_mx
 from ..errors import UnsupportedError, message, require, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE
+from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, WIDE_DTYPES
 from ..grouped.op import grouped_gemm, grouped_wgrad
 from ..quantize.dual_op import quantize_dual
-from ..quantize.op import FLOAT_DTYPES
 from ..routing.plan import group_bounds
 from .autograd import grouped_linear, multiply_groups, multiply_rows, quantize_rows
 from .recipe import MXFP8Recipe
@@ -83,7 +82,7 @@ def _check_grouped_mm(
     op = "grouped_mm"
     if not isinstance(recipe, MXFP8Recipe):
         raise TypeError(message(op, "recipe", "an MXFP8Recipe", type(recipe).__name__))
-    dtypes = FLOAT_DTYPES if recipe.enabled else (*FLOAT_DTYPES, torch.float64)
+    dtypes = FLOAT_DTYPES if recipe.enabled else WIDE_DTYPES
     require_tensor(a, op, "a", dtype=dtypes)
     require_tensor(b, op, "b", dtype=a.dtype, device=a.device)
     if (a.dim(), b.dim()) not in ((2, 2), (2, 3)):

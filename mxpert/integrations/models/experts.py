@@ -17,10 +17,9 @@ import torch
 
 from ...core.problem import Activation, ClampedSiLU, SiLU, SwiGLU
 from ...errors import Checks, UnsupportedError, message, require
-from ...formats.spec import MX_BLOCK_SIZE
+from ...formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE
 from ...moe.weights import GateUpOrder, gate_up_rows
 from ...moe.weights_state import PROJECTIONS
-from ...quantize.op import FLOAT_DTYPES
 from ...training.activation import gated_activation
 
 _FLAGS = ("is_transposed", "has_bias", "_apply_gate")
