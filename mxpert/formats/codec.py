@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import message, require, require_dtype, require_tensor
+from ..errors import Checks, message, require, require_dtype, require_tensor
 from .spec import (
     E2M1,
     E8M0_BIAS,
@@ -166,17 +166,11 @@ def pack_codes(codes: torch.Tensor, axis: int = -1) -> torch.Tensor:
         >>> pack_codes(torch.tensor([1, 2, 3, 15], dtype=torch.uint8)).tolist()
         [33, 243]
     """
-    require_tensor(codes, "pack_codes", "codes", dtype=torch.uint8)
+    need = Checks("pack_codes")
+    need.tensor(codes, "codes", dtype=torch.uint8)
     axis = _negative_axis(codes, axis, "pack_codes")
     size = codes.shape[axis]
-    require(
-        size % 2 == 0,
-        "pack_codes",
-        f"codes.shape[{axis}]",
-        need="an even length",
-        got=size,
-        remedy="append one zero code",
-    )
+    need(size % 2 == 0, f"codes.shape[{axis}]", "an even length", size, "append one zero code")
     low, high = codes.unflatten(axis, (size // 2, 2)).unbind(axis)
     result: torch.Tensor = ((low & 0xF) | (high << 4)).contiguous()
     return result
