@@ -36,7 +36,7 @@ from mxpert.cli.report import environment
 from mxpert.core.files import write_atomically
 from mxpert.core.tables import TunedRow, format_table, parse_table, table_name
 
-OUTPUT = Path(mxpert.__file__).parent / "dispatch/tables" / table_name(TARGET)
+OUTPUT = Path(mxpert.__file__).parent / "core/tables" / table_name(TARGET)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
