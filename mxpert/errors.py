@@ -95,28 +95,15 @@ def require_tensor(
     # Traced tensors are dense, and tracing a backward refuses to read `layout`.
     if not torch.compiler.is_compiling() and (value.layout is not torch.strided or value.is_nested):
         got = "a nested tensor" if value.is_nested else str(value.layout)
-        raise TypeError(
-            message(
-                op,
-                f"{argument}.layout",
-                torch.strided,
-                got,
-                "make it dense with .to_dense() or .to_padded_tensor(0.0)",
-            )
-        )
+        remedy = "make it dense with .to_dense() or .to_padded_tensor(0.0)"
+        raise TypeError(message(op, f"{argument}.layout", torch.strided, got, remedy))
     if dtype is not None:
         allowed = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
         if value.dtype not in allowed:
-            names = " or ".join(str(d).removeprefix("torch.") for d in allowed)
-            raise TypeError(
-                message(
-                    op,
-                    f"{argument}.dtype",
-                    names,
-                    str(value.dtype).removeprefix("torch."),
-                    f"convert with .to(torch.{str(allowed[0]).removeprefix('torch.')})",
-                )
-            )
+            names = [str(each).removeprefix("torch.") for each in allowed]
+            got = str(value.dtype).removeprefix("torch.")
+            remedy = f"convert with .to(torch.{names[0]})"
+            raise TypeError(message(op, f"{argument}.dtype", " or ".join(names), got, remedy))
     if shape is not None:
         fits = value.dim() == len(shape) and all(
             want is None or have == want for have, want in zip(value.shape, shape, strict=True)

@@ -20,7 +20,7 @@ from .core.problem import (
 from .distributed import ExpertParallel
 from .errors import UnsupportedError, message, require, require_device, require_tensor
 from .formats.gate_up import GateUpOrderLike
-from .formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule, ScaleRuleLike
+from .formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFP4, ScaleRule, ScaleRuleLike
 from .formats.tensor import Layout, MXTensor
 from .moe.local_weights import check_local_weights, local_weights
 from .moe.op import fused_moe
@@ -28,8 +28,8 @@ from .moe.published import expert_weights_from, mismatch, published_expert_tenso
 from .moe.requantize import requantize_ as requantize_
 from .moe.weights import ORDERS, GateUpOrder, MoEWeights
 from .moe.weights_state import PROJECTIONS
-from .quantize.op import FLOAT_DTYPES, quantize
-from .routing.op import LOGIT_DTYPES, check_route_topk, route_topk
+from .quantize.op import quantize
+from .routing.op import check_route_topk, route_topk
 
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 """Weights quantised at a time: temporaries that stay in a CPU's cache; few launches on a GPU."""
@@ -329,7 +329,7 @@ class MoE(torch.nn.Module):
             router_weight,
             op,
             "router_weight",
-            dtype=LOGIT_DTYPES,
+            dtype=FLOAT_DTYPES,
             shape=(experts, weights.hidden_size),
             device=weights.device,
         )

@@ -64,6 +64,7 @@ from .options import (
     parse_formats,
     parse_numbers,
 )
+from .plots import plot_roofline
 from .report import (
     Column,
     Row,
@@ -79,7 +80,6 @@ from .report import (
     write_report,
     write_results,
 )
-from .roofline import plot_roofline
 
 STAGES = ("gate_up", "down", "layer")
 NOT_TIMED = (
@@ -209,6 +209,20 @@ def plain_rows(stage: str, output: torch.Tensor | MXTensor, plan: RoutingPlan) -
     return rows[(plan.sorted_token_ids & TOKEN_MASK) < plan.num_tokens]
 
 
+def float64_results(
+    weights: MoEWeights, inputs: Sequence[Inputs], stages: Sequence[str], options: MoEOptions
+) -> tuple[list[torch.Tensor | MXTensor], dict[str, torch.Tensor]]:
+    """What stage 2 starts from for each of `inputs`, and each stage's values for the first."""
+    first = inputs[0]
+    with float64_reference():  # accumulates in float64, rounds where kernels round
+        rows = [run_stage("gate_up", weights, each, each.x, options) for each in inputs]
+        truths = {
+            stage: plain_rows(stage, run_stage(stage, weights, first, rows[0], options), first.plan)
+            for stage in stages
+        }
+    return rows, truths
+
+
 def bench_case(
     model: Model,
     weights: RunWeights,
@@ -229,14 +243,7 @@ def bench_case(
     ]
     first = inputs[0]
     hit = sum(each.topk_ids.unique().numel() for each in inputs) / turns
-    with float64_reference():  # accumulates in float64, rounds where kernels round
-        rows = [run_stage("gate_up", weights.plain, each, each.x, options) for each in inputs]
-        truths = {
-            stage: plain_rows(
-                stage, run_stage(stage, weights.plain, first, rows[0], options), first.plan
-            )
-            for stage in request.stages
-        }
+    rows, truths = float64_results(weights.plain, inputs, request.stages, options)
     for stage in request.stages:
         calls = [
             functools.partial(run_stage, stage, each.weights, each, h, options)

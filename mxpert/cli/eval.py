@@ -40,15 +40,18 @@ _TOKENIZER_FILES = (
 )
 
 
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        help="Directory of a causal-LM MoE checkpoint, or its id on the Hugging Face Hub: "
+        "bf16, gpt-oss's MXFP4, or one that mxpert wrote.",
+        show_default=False,
+    ),
+]
+
+
 def evaluate_checkpoint(
-    checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            help="Directory of a causal-LM MoE checkpoint, or its id on the Hugging Face Hub: "
-            "bf16, gpt-oss's MXFP4, or one that mxpert wrote.",
-            show_default=False,
-        ),
-    ],
+    checkpoint: Checkpoint,
     text: Annotated[Path, typer.Option(help="UTF-8 text to read.", show_default=False)],
     formats: Annotated[
         str,

@@ -44,7 +44,9 @@ COMMANDS = {
     "demo": _Lazy(
         "demo", "demo", "Run a gpt-oss checkpoint's MoE layers here and check every number."
     ),
-    "doctor": _Lazy("doctor", "doctor", "Say what works on this machine, what does not, and why."),
+    "doctor": _Lazy(
+        "doctor.command", "doctor", "Say what works on this machine, what does not, and why."
+    ),
     "quantize": _Lazy("quantize", "quantize", "Convert a bf16 MoE checkpoint to MXFP4."),
     "inspect": _Lazy("inspect", "inspect", "Show MX statistics of a checkpoint or a tensor."),
     "eval": _Lazy(

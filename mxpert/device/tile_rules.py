@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
 from ..core.problem import GemmConfig, Op, Target
 from ..errors import require
-
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 MIN_BLOCK_M = 16
 """Smallest row block that every target's matrix instructions support."""

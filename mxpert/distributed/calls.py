@@ -1,11 +1,13 @@
-"""Compares the calls of all ranks: a call as a number, and the names of arguments that differ."""
+"""Rules of calls: all ranks make the same ones, each a number; an object has one stream."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from ..core.problem import ACTIVATION_FORMATS, Combine, MoEOptions
 from ..errors import message
@@ -117,3 +119,49 @@ def _fields_of(word: int) -> dict[str, str]:
 def _on(ranks: list[int]) -> str:
     more = " …" if len(ranks) > 8 else ""
     return f"on rank {', '.join(map(str, ranks[:8]))}{more}"
+
+
+def eager_stream(device: torch.device) -> int | None:
+    """The handle of the current stream; None while a CUDA graph is captured."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    handle: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return handle
+
+
+class StreamGuard:
+    """Refuses eager calls on a second stream.
+
+    The first eager call binds the object to its stream. Captures are exempt: a graph may be
+    captured on a stream of its own, and replays where the caller wants it.
+
+    Args:
+        device: of the tensors; nothing is checked on a CPU.
+        current: the handle of a device's current stream, or None where it does not count.
+    """
+
+    def __init__(
+        self, device: torch.device, current: Callable[[torch.device], int | None] = eager_stream
+    ) -> None:
+        self._device, self._current = device, current
+        self._is_checked = device.type == "cuda"
+        self._bound: int | None = None
+
+    def check(self, op: str) -> None:
+        """Bind the current stream, or raise a ValueError where another one is bound."""
+        if not self._is_checked:
+            return
+        stream = self._current(self._device)
+        if stream is None or stream == self._bound:
+            return
+        if self._bound is not None:
+            raise ValueError(
+                message(
+                    op,
+                    "stream",
+                    f"the one of its first call, {self._bound:#x}",
+                    f"{stream:#x}",
+                    "make an ExpertParallel for each stream of work",
+                )
+            )
+        self._bound = stream

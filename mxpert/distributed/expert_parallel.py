@@ -16,12 +16,11 @@ from ..formats.spec import ScaleRule, ScaleRuleLike
 from ..formats.tensor import Layout, MXTensor
 from ..moe.inputs import FusedMoEInputs, LayerKernel, LayerLaunch
 from ..routing.plan import require_topk
-from .calls import Call
+from .calls import Call, StreamGuard
 from .choice import choose, make_exchange
 from .groups import agree, default_device, find_group
 from .layer import LAYER, LAYER_OUT, OBJECTS, RanksOptions
 from .placement import Placement
-from .streams import StreamGuard
 from .transport import (
     DispatchedTokens,
     Exchange,

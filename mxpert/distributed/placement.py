@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import message, require, require_int, require_tensor
+from ..errors import Checks, message, require, require_int
 
 _OP = "Placement"
 
@@ -64,23 +64,21 @@ class Placement:
     expert_maps: torch.Tensor
 
     def __post_init__(self) -> None:
+        need = Checks(_OP)
         maps = self.expert_maps
-        require_tensor(maps, _OP, "expert_maps", dtype=torch.int32, shape=(None, None))
-        require(maps.device.type == "cpu", _OP, "expert_maps.device", need="cpu", got=maps.device)
-        require(min(maps.shape) > 0, _OP, "expert_maps.shape", need="[N, E]", got=list(maps.shape))
+        need.tensor(maps, "expert_maps", dtype=torch.int32, shape=(None, None))
+        need(maps.device.type == "cpu", "expert_maps.device", "cpu", maps.device)
+        need(min(maps.shape) > 0, "expert_maps.shape", "[N, E]", list(maps.shape))
         for rank, row in enumerate(maps.tolist()):
             local = sorted(place for place in row if place != -1)
-            require(
+            need(
                 len(local) > 0 and local == list(range(len(local))),
-                _OP,
                 f"expert_maps[{rank}]",
-                need="the local ids 0 … L − 1, each once, with L at least 1, and −1 elsewhere",
-                got=local,
+                "the local ids 0 … L − 1, each once, with L at least 1, and −1 elsewhere",
+                local,
             )
         missing = (maps < 0).all(0).nonzero().flatten().tolist()
-        require(
-            not missing, _OP, "expert_maps", need="each expert on a rank", got=f"{missing} on none"
-        )
+        need(not missing, "expert_maps", "each expert on a rank", f"{missing} on none")
 
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> Placement:

@@ -165,7 +165,7 @@ class Exchange(Protocol):
     Made as ``Class(group, spec, device)`` on every rank at the same time; group is a ProcessGroup,
     or None where there is one rank and no torch.distributed. Arguments are checked by the caller:
     x bfloat16 [T, H] or MXFP8 with a dense last axis, where an MXFP8 wire may get either and a bf16
-    wire gets bfloat16; topk_weights in one of TOPK_WEIGHT_DTYPES and topk_ids int32 or int64 [T, k]
+    wire gets bfloat16; topk_weights in one of FLOAT_DTYPES and topk_ids int32 or int64 [T, k]
     with any values and strides; T at most `bound`, which is at most ``spec.max_tokens`` and equal
     on all ranks.
     """

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import message, require, require_dtype, require_tensor
+from ..errors import Checks, message, require, require_dtype, require_tensor
 from .spec import (
     E2M1,
     E8M0_BIAS,
     E8M0_MAX,
     E8M0_NAN,
+    WIDE_DTYPES,
     ElementFormat,
     MXFormat,
     ScaleRule,
@@ -25,7 +26,6 @@ from .spec import (
 )
 from .tensor import Layout, MXTensor
 
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes that the codecs read and write."""
 
 ZERO_BLOCK_SCALE = E8M0_BIAS
@@ -87,7 +87,7 @@ def encode(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:
         [0, 2, 8, 6, 7]
     """
     _require_element(element, "encode")
-    require_tensor(values, "encode", "values", dtype=FLOAT_DTYPES)
+    require_tensor(values, "encode", "values", dtype=WIDE_DTYPES)
     values = _working(values)
     int_dtype, float_mantissa, float_bias = _BITS[values.dtype]
     smallest_exponent = 1 - element.bias
@@ -141,7 +141,7 @@ def decode(
     """
     _require_element(element, "decode")
     require_tensor(codes, "decode", "codes", dtype=torch.uint8)
-    require_dtype(dtype, FLOAT_DTYPES, "decode")
+    require_dtype(dtype, WIDE_DTYPES, "decode")
     if element.bits < 8:
         codes = codes & ((1 << element.bits) - 1)
     table = _value_table(element, codes.device).to(dtype)
@@ -166,17 +166,11 @@ def pack_codes(codes: torch.Tensor, axis: int = -1) -> torch.Tensor:
         >>> pack_codes(torch.tensor([1, 2, 3, 15], dtype=torch.uint8)).tolist()
         [33, 243]
     """
-    require_tensor(codes, "pack_codes", "codes", dtype=torch.uint8)
+    need = Checks("pack_codes")
+    need.tensor(codes, "codes", dtype=torch.uint8)
     axis = _negative_axis(codes, axis, "pack_codes")
     size = codes.shape[axis]
-    require(
-        size % 2 == 0,
-        "pack_codes",
-        f"codes.shape[{axis}]",
-        need="an even length",
-        got=size,
-        remedy="append one zero code",
-    )
+    need(size % 2 == 0, f"codes.shape[{axis}]", "an even length", size, "append one zero code")
     low, high = codes.unflatten(axis, (size // 2, 2)).unbind(axis)
     result: torch.Tensor = ((low & 0xF) | (high << 4)).contiguous()
     return result
@@ -236,7 +230,7 @@ def block_scale(amax: torch.Tensor, fmt: MXFormat | str, rule: ScaleRuleLike) ->
         [127, 128, 127]
     """
     op = "block_scale"
-    require_tensor(amax, op, "amax", dtype=FLOAT_DTYPES)
+    require_tensor(amax, op, "amax", dtype=WIDE_DTYPES)
     element = get_format(fmt, op, "fmt").element
     rule = ScaleRule.parse(rule, op, "rule")
     amax = _working(amax).abs()
@@ -326,7 +320,7 @@ def quantize_blocks(
         ([[124], [125]], torch.Size([2, 32]))
     """
     op = "quantize_blocks"
-    require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
+    require_tensor(x, op, "x", dtype=WIDE_DTYPES)
     fmt = get_format(fmt, op, "fmt")
     rule = ScaleRule.parse(rule, op, "rule")
     axis = _negative_axis(x, axis, op)
@@ -386,7 +380,7 @@ def dequantize_blocks(t: MXTensor, dtype: torch.dtype = torch.float32) -> torch.
         got=t.layout,
         remedy="invert the layout first",
     )
-    require_dtype(dtype, FLOAT_DTYPES, op)
+    require_dtype(dtype, WIDE_DTYPES, op)
     working = _working_dtype(dtype)
     axis, block = t.axis, t.format.block_size
     codes = unpack_codes(t.qdata, axis) if t.format.codes_per_byte == 2 else t.qdata

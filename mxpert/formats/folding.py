@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import message, require, require_dtype, require_int, require_tensor
+from ..errors import Checks, require_int
 from .codec import decode, encode, exact_power_of_two, unpack_codes
 from .spec import E2M1, E4M3, E8M0_BIAS, E8M0_NAN, MXFP4
 from .tensor import Aggregate, Layout, MXTensor
@@ -54,26 +54,24 @@ class FoldCertificate(Aggregate):
     widest_span: int
 
     def __post_init__(self) -> None:
-        op = "FoldCertificate"
-        require_tensor(self.reference, op, "reference", dtype=torch.uint8)
-        require_tensor(
+        need = Checks("FoldCertificate")
+        need.tensor(self.reference, "reference", dtype=torch.uint8)
+        need.tensor(
             self.rows_outside,
-            op,
             "rows_outside",
             dtype=torch.bool,
             shape=tuple(self.reference.shape),
             device=self.reference.device,
         )
-        require_tensor(
+        need.tensor(
             self.blocks_outside,
-            op,
             "blocks_outside",
             dtype=torch.int64,
             shape=tuple(self.reference.shape[:-1]),
             device=self.reference.device,
         )
-        require_int(self.num_blocks, op, "num_blocks")
-        require_int(self.widest_span, op, "widest_span")
+        require_int(self.num_blocks, need.op, "num_blocks")
+        require_int(self.widest_span, need.op, "widest_span")
 
     def __repr__(self) -> str:
         return (
@@ -164,34 +162,30 @@ def fold(
         >>> reference.tolist(), unfold(codes, reference)[0, :2].tolist()
         ([125], [-1.5, -1.5])
     """
+    need = Checks("fold")
     _require_weights(t, "fold")
     certificate = fold_certificate(t) if certificate is None else certificate
     if not isinstance(certificate, FoldCertificate):
-        raise TypeError(
-            message(
-                "fold",
-                "certificate",
-                "a FoldCertificate or None",
-                type(certificate).__name__,
-                "make it with fold_certificate(t)",
-            )
+        raise need.type_error(
+            "certificate",
+            "a FoldCertificate or None",
+            type(certificate).__name__,
+            "make it with fold_certificate(t)",
         )
     reference = certificate.reference
-    require(
+    need(
         reference.shape == t.scale.shape[:-1],
-        "fold",
         "certificate.reference",
-        need=list(t.scale.shape[:-1]),
-        got=list(reference.shape),
-        remedy="make it with fold_certificate(t)",
+        list(t.scale.shape[:-1]),
+        list(reference.shape),
+        "make it with fold_certificate(t)",
     )
-    require(
+    need(
         certificate.exact,
-        "fold",
         "t",
-        need="every block within 15 binades of its row",
-        got=f"{certificate.total_outside} of {certificate.num_blocks} blocks outside",
-        remedy="use the bf16 path for these weights",
+        "every block within 15 binades of its row",
+        f"{certificate.total_outside} of {certificate.num_blocks} blocks outside",
+        "use the bf16 path for these weights",
     )
     shift = reference.unsqueeze(-1).to(torch.int32) - t.scale.to(torch.int32)
     # Blocks of zeros may lie anywhere; their codes stay (signed) zeros under every factor.
@@ -223,17 +217,13 @@ def unfold(
         >>> unfold(codes, torch.tensor([133], dtype=torch.uint8)).tolist()
         [[1.0]]
     """
-    require_tensor(codes, "unfold", "codes", dtype=torch.uint8)
-    require(codes.dim() > 1, "unfold", "codes.shape", need="[..., N, K]", got=list(codes.shape))
-    require_tensor(
-        reference,
-        "unfold",
-        "reference",
-        dtype=torch.uint8,
-        shape=codes.shape[:-1],
-        device=codes.device,
+    need = Checks("unfold")
+    need.tensor(codes, "codes", dtype=torch.uint8)
+    need(codes.dim() > 1, "codes.shape", "[..., N, K]", list(codes.shape))
+    need.tensor(
+        reference, "reference", dtype=torch.uint8, shape=codes.shape[:-1], device=codes.device
     )
-    require_dtype(dtype, (torch.float32, torch.float64), "unfold")
+    need.dtype(dtype, (torch.float32, torch.float64))
     exponent = reference.to(torch.int32) - E8M0_BIAS - FOLD_TOP
     factor = exact_power_of_two(exponent, dtype)
     return decode(codes, E4M3, dtype) * factor.unsqueeze(-1)
@@ -288,30 +278,16 @@ def _best_reference(scale: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 
 
 def _require_weights(t: object, op: str) -> None:
+    need = Checks(op)
     if not isinstance(t, MXTensor):
-        raise TypeError(message(op, "t", "an MXTensor", type(t).__name__, "quantise it first"))
-    require(
-        t.format == MXFP4,
-        op,
-        "t.format",
-        need="mxfp4",
-        got=t.format.name,
-        remedy="only e2m1 codes fold into e4m3",
-    )
-    require(
-        t.axis == -1,
-        op,
-        "t.axis",
-        need=-1,
-        got=t.axis,
-        remedy="quantise weights [..., N, K] along K",
-    )
-    require(
+        raise need.type_error("t", "an MXTensor", type(t).__name__, "quantise it first")
+    need(t.format == MXFP4, "t.format", "mxfp4", t.format.name, "only e2m1 codes fold into e4m3")
+    need(t.axis == -1, "t.axis", -1, t.axis, "quantise weights [..., N, K] along K")
+    need(
         t.layout is Layout.ROW_MAJOR,
-        op,
         "t.layout",
-        need=Layout.ROW_MAJOR,
-        got=t.layout,
-        remedy="certify before preparing the weights",
+        Layout.ROW_MAJOR,
+        t.layout,
+        "certify before preparing the weights",
     )
-    require(t.qdata.dim() > 1, op, "t.shape", need="[..., N, K]", got=list(t.shape))
+    need(t.qdata.dim() > 1, "t.shape", "[..., N, K]", list(t.shape))

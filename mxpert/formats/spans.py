@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import message, require, require_tensor
+from ..errors import Checks, require, require_tensor
 from .codec import (
-    FLOAT_DTYPES,
     ZERO_BLOCK_SCALE,
     block_scale,
     decode,
@@ -20,6 +19,7 @@ from .spec import (
     E8M0_BIAS,
     E8M0_NAN,
     MX_BLOCK_SIZE,
+    WIDE_DTYPES,
     MXFormat,
     ScaleRule,
     ScaleRuleLike,
@@ -77,7 +77,7 @@ def quantize_spans(
         [[127, 127]]
     """
     op = "quantize_spans"
-    require_tensor(x, op, "x", dtype=FLOAT_DTYPES)
+    require_tensor(x, op, "x", dtype=WIDE_DTYPES)
     fmt = get_format(fmt, op, "fmt")
     rule = ScaleRule.parse(rule, op, "rule")
     span = ScaleSpan.parse(span, op, "span")
@@ -252,35 +252,25 @@ def _check_spanned(
     tensor: MXTensor, span: ScaleSpanLike, group_starts: torch.Tensor | None, op: str, remedy: str
 ) -> ScaleSpan:
     """Return the span, not AUTO; check an MXFP8 tensor along its last axis, and group starts."""
+    need = Checks(op)
     if not isinstance(tensor, MXTensor):
-        raise TypeError(
-            message(
-                op, "tensor", "an MXTensor", type(tensor).__name__, "make one with mxpert.quantize"
-            )
+        raise need.type_error(
+            "tensor", "an MXTensor", type(tensor).__name__, "make one with mxpert.quantize"
         )
     span = ScaleSpan.parse(span, op, "span")
-    require(
+    need(
         tensor.format.codes_per_byte == 1,
-        op,
         "tensor.format",
-        got=tensor.format.name,
-        need="mxfp8_e4m3 or mxfp8_e5m2",
+        "mxfp8_e4m3 or mxfp8_e5m2",
+        tensor.format.name,
     )
-    require(
+    need(
         tensor.layout is Layout.ROW_MAJOR and tensor.axis == -1,
-        op,
         "tensor",
-        need="axis -1 in ROW_MAJOR",
-        got=f"axis {tensor.axis} in {tensor.layout}",
+        "axis -1 in ROW_MAJOR",
+        f"axis {tensor.axis} in {tensor.layout}",
     )
-    require(
-        span is not ScaleSpan.AUTO,
-        op,
-        "span",
-        need="BLOCK, SPAN128 or ROW",
-        got=span,
-        remedy=remedy,
-    )
+    need(span is not ScaleSpan.AUTO, "span", "BLOCK, SPAN128 or ROW", span, remedy)
     _check_group_starts(group_starts, tensor.device, op)
     return span
 

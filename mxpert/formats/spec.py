@@ -9,7 +9,14 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+import torch
+
 from ..errors import message
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Unquantised dtypes that kernels read and write."""
+WIDE_DTYPES = (*FLOAT_DTYPES, torch.float64)
+"""Unquantised dtypes of the reference, of checks by torch.autograd and of training without MX."""
 
 MX_BLOCK_SIZE = 32
 """Elements that share one scale (OCP MX 1.0, table 1)."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from ..errors import message, require, require_device, require_tensor
+from ..errors import Checks, message, require, require_device
 from .spec import MXFormat, MXFormatLike, ScaleSpan, ScaleSpanLike, get_format, not_a_value
 
 
@@ -189,6 +189,9 @@ TORCH_DTYPES = {
 """Torch's dtype for the bytes of each element format."""
 
 
+_NEED = Checks("MXTensor")
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class MXTensor(
     Aggregate,
@@ -258,10 +261,10 @@ class MXTensor(
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        op = "MXTensor"
+        op = _NEED.op
         if not isinstance(self.format, (MXFormat, str)):
             got = type(self.format).__name__
-            raise TypeError(message(op, "format", "an MXFormat or its name", got))
+            raise _NEED.type_error("format", "an MXFormat or its name", got)
         for name, value in (
             ("format", get_format(self.format, op, "format")),
             ("layout", Layout.parse(self.layout, op, "layout")),
@@ -269,68 +272,46 @@ class MXTensor(
         ):
             if getattr(self, name) is not value:  # its name was given
                 object.__setattr__(self, name, value)
-        require_tensor(self.qdata, op, "qdata", dtype=torch.uint8)
-        require_tensor(self.scale, op, "scale", dtype=torch.uint8, device=self.qdata.device)
+        _NEED.tensor(self.qdata, "qdata", dtype=torch.uint8)
+        _NEED.tensor(self.scale, "scale", dtype=torch.uint8, device=self.qdata.device)
         if type(self.axis) is not int:
-            raise TypeError(message(op, "axis", "a negative int", repr(self.axis)))
-        require(
-            (self.wide_blocks is not None) == (self.scale_span is ScaleSpan.AUTO),
-            op,
-            "wide_blocks",
-            need="a tensor with ScaleSpan.AUTO and None otherwise",
-            got=self.scale_span,
-            remedy="quantize_dual makes such tensors",
-        )
-        require(
-            -self.qdata.dim() <= self.axis < 0,
-            op,
-            "axis",
-            need=f"a negative axis of a {self.qdata.dim()}-dimensional tensor",
-            got=self.axis,
-        )
+            raise _NEED.type_error("axis", "a negative int", repr(self.axis))
+        fits = (self.wide_blocks is not None) == (self.scale_span is ScaleSpan.AUTO)
+        wanted = "a tensor with ScaleSpan.AUTO and None otherwise"
+        remedy = "quantize_dual makes such tensors"
+        _NEED(fits, "wide_blocks", wanted, self.scale_span, remedy)
+        wanted = f"a negative axis of a {self.qdata.dim()}-dimensional tensor"
+        _NEED(-self.qdata.dim() <= self.axis < 0, "axis", wanted, self.axis)
+        self._check_layout()
+        if self.layout is Layout.ROW_MAJOR:
+            self._check_sizes()
+
+    def _check_layout(self) -> None:
+        """Check the parts that some layouts have."""
         packed = self.layout is not Layout.ROW_MAJOR
         for name, wanted in (("reference", self.layout.is_folded), ("logical_shape", packed)):
-            require(
-                (getattr(self, name) is not None) == wanted,
-                op,
-                name,
-                need="a value" if wanted else "None",
-                got=repr(getattr(self, name)),
-                remedy=f"the layout is {self.layout}; MoEWeights.prepare makes packed tensors",
-            )
+            if (getattr(self, name) is not None) != wanted:
+                need, got = "a value" if wanted else "None", repr(getattr(self, name))
+                remedy = f"the layout is {self.layout}; MoEWeights.prepare makes packed tensors"
+                raise _NEED.value_error(name, need, got, remedy)
         if self.reference is not None:
-            require_tensor(
-                self.reference, op, "reference", dtype=torch.uint8, device=self.qdata.device
-            )
-        if packed:
-            sizes = self.logical_shape
-            require(
-                isinstance(sizes, tuple)
-                and all(isinstance(size, int) and size >= 0 for size in sizes),
-                op,
-                "logical_shape",
-                need="a tuple of sizes",
-                got=repr(sizes),
-            )
-            return
+            device = self.qdata.device
+            _NEED.tensor(self.reference, "reference", dtype=torch.uint8, device=device)
+        sizes = self.logical_shape
+        if packed and not (
+            isinstance(sizes, tuple) and all(isinstance(size, int) and size >= 0 for size in sizes)
+        ):
+            raise _NEED.value_error("logical_shape", "a tuple of sizes", repr(sizes))
+
+    def _check_sizes(self) -> None:
+        """Check the blocks of a ROW_MAJOR tensor, and that each has a scale."""
         size = self.qdata.shape[self.axis] * self.format.codes_per_byte
-        require(
-            size % self.format.block_size == 0,
-            op,
-            f"qdata.shape[{self.axis}]",
-            need=f"whole blocks of {self.format.block_size} codes",
-            got=f"{size} codes",
-        )
-        expected = list(self.qdata.shape)
-        expected[self.axis] = size // self.format.block_size
-        require(
-            list(self.scale.shape) == expected,
-            op,
-            "scale",
-            need=expected,
-            got=list(self.scale.shape),
-            remedy=f"quantise along axis {self.axis}",
-        )
+        block = self.format.block_size
+        wanted, got = f"whole blocks of {block} codes", f"{size} codes"
+        _NEED(size % block == 0, f"qdata.shape[{self.axis}]", wanted, got)
+        expected, scale = list(self.qdata.shape), list(self.scale.shape)
+        expected[self.axis] = size // block
+        _NEED(scale == expected, "scale", expected, scale, f"quantise along axis {self.axis}")
 
     @classmethod
     def unchecked(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import require, require_tensor
+from ..errors import Checks
 from .codec import decode, encode
 from .spec import E4M3
 
@@ -68,14 +68,9 @@ def quantize_token_rows(x: torch.Tensor) -> TokenRows:
         >>> rows.dequantize().tolist()
         [[-2.0, 0.5], [0.0, 0.0]]
     """
-    require_tensor(
-        x,
-        "quantize_token_rows",
-        "x",
-        shape=(None, None),
-        dtype=(torch.bfloat16, torch.float16, torch.float32),
-    )
-    require(x.shape[1] > 0, "quantize_token_rows", "x.shape[1]", need="at least 1", got=0)
+    need = Checks("quantize_token_rows")
+    need.tensor(x, "x", shape=(None, None), dtype=(torch.bfloat16, torch.float16, torch.float32))
+    need(x.shape[1] > 0, "x.shape[1]", "at least 1", 0)
     values = x.detach().float()
     amax = values.abs().amax(-1)  # NaN wins
     bounded = amax.clamp(min=E4M3.max_value * SMALLEST_SCALE)

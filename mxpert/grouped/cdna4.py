@@ -14,7 +14,7 @@ from ..device.cdna4 import NUM_WARPS, NUM_XCDS, ROW_BYTES, WITHOUT_ACCUMULATOR_R
 from ..device.cdna4_gemm import BLOCK_N
 from ..device.cdna4_operands import MAX_ROWS, WORD, Operand
 from ..device.groups import MAX_GROUPS
-from ..formats.spec import get_format
+from ..formats.spec import FLOAT_DTYPES, get_format
 from ..formats.tensor import MXTensor
 from .cdna4_kernel import _grouped_gemm_cdna4_kernel
 from .host import Grouped, GroupedGemm, GroupedWgrad
@@ -35,7 +35,7 @@ class _Grouped(Grouped):
         """Why the kernel cannot serve `problem`; None if it can."""
         if problem.target.arch != "gfx950":
             return f"needs gfx950, not {problem.target.arch}"
-        if problem.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if problem.out_dtype not in FLOAT_DTYPES:
             return f"writes bfloat16, float16 or float32, not {problem.out_dtype}"
         if problem.a_format == "bf16":
             return "multiplies MXFP8 operands, not bfloat16"

@@ -10,7 +10,7 @@ import torch
 from ..core.launch import CACHED_LAUNCHES, Launch
 from ..core.problem import GemmConfig, GroupedProblem, Op, QuantizeProblem, Target
 from ..device.hopper import matrices_descriptor, rows_descriptor
-from ..formats.spec import MX_BLOCK_SIZE, MXFP8_E5M2, ScaleSpan
+from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFP8_E5M2, ScaleSpan
 from ..formats.tensor import MXTensor, Operand
 from ..quantize.inputs import DequantizeInputs
 from ..quantize.triton import DEQUANTIZE
@@ -48,7 +48,7 @@ class _Grouped(Grouped):
         """Why the kernel cannot serve `problem`; None if it can."""
         if problem.target.arch != "sm_90":
             return f"needs sm_90, not {problem.target.arch}"
-        if problem.out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        if problem.out_dtype not in FLOAT_DTYPES:
             return f"writes bfloat16, float16 or float32, not {problem.out_dtype}"
         wgrad = problem.op is Op.GROUPED_WGRAD
         columns = problem.k if wgrad else problem.n

@@ -16,13 +16,12 @@ from ..device.groups import group_block, refuse_groups
 from ..device.targets import decodes_fp8, has_mma_sync_only, has_tcgen05, has_wgmma
 from ..device.tile_rules import (
     EPILOGUE_BYTES,
-    OUT_DTYPES,
     invalid_tile,
     require_config,
     shrink_until_valid,
     without_scaled_mfma,
 )
-from ..formats.spec import MX_BLOCK_SIZE, get_format
+from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, get_format
 from ..formats.tensor import MXTensor, Operand
 from .host import Grouped, GroupedGemm, GroupedWgrad
 from .triton_kernels import _grouped_gemm_kernel, _grouped_wgrad_kernel
@@ -107,7 +106,7 @@ class _Grouped(Grouped):
 
     def unsupported(self, problem: GroupedProblem) -> str | None:
         """Why the kernel cannot serve `problem`; None if it can."""
-        if problem.out_dtype not in OUT_DTYPES:
+        if problem.out_dtype not in FLOAT_DTYPES:
             return (
                 f"writes bfloat16, float16 or float32, not {problem.out_dtype}; "
                 "pass one as out_dtype"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from ..errors import message, require
+from ..errors import Checks
 
 _NUMBER = re.compile(r"(?:^|\.)(\d{1,9})(?=\.|$)")
 
@@ -66,31 +66,28 @@ def choose_modules(paths: Sequence[str], wanted: Iterable[int | str], op: str) -
         >>> choose_modules(["layers.3.mlp.experts", "layers.4.mlp.experts"], [4], "load")
         ['layers.4.mlp.experts']
     """
+    need = Checks(op)
     chosen = []
     for entry in wanted:
         if isinstance(entry, str):
-            require(
-                entry in paths, op, "layers", need=f"modules among {list(paths)}", got=repr(entry)
-            )
+            need(entry in paths, "layers", f"modules among {list(paths)}", repr(entry))
             chosen.append(entry)
             continue
         if not isinstance(entry, int) or isinstance(entry, bool):
-            raise TypeError(message(op, "layers", "module paths or layer numbers", repr(entry)))
+            raise need.type_error("layers", "module paths or layer numbers", repr(entry))
         fitting = [path for path in paths if layer_number(path) == entry]
-        require(
+        need(
             bool(fitting),
-            op,
             "layers",
-            got=entry,
-            need=f"layers among {sorted({layer_number(path) for path in paths})}",
+            f"layers among {sorted({layer_number(path) for path in paths})}",
+            entry,
         )
-        require(
+        need(
             len(fitting) == 1,
-            op,
             "layers",
-            need="a layer with one experts module",
-            got=f"{entry} with {fitting}",
-            remedy="name a module by its full path",
+            "a layer with one experts module",
+            f"{entry} with {fitting}",
+            "name a module by its full path",
         )
         chosen += fitting
     return chosen

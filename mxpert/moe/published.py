@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from ..core.problem import OUT_DTYPES
 from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, MXFP4
 from ..formats.tensor import Layout, MXTensor
@@ -68,7 +69,7 @@ def published_expert_tensors(
         got=weights.layout,
         remedy="call weights.unprepare() first",
     )
-    require_dtype(dtype, (torch.bfloat16, torch.float16, torch.float32, torch.float64), op)
+    require_dtype(dtype, OUT_DTYPES, op)
     weights = _interleaved(weights)
     tensors: dict[str, torch.Tensor] = {}
     for name, projection, bias in (

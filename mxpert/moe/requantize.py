@@ -8,9 +8,9 @@ from ..errors import Checks
 from ..formats.folding import FoldCertificate, fold_certificate
 from ..formats.gate_up import GateUpOrder
 from ..formats.layouts import WeightLayout
-from ..formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
+from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFP4, ScaleRule
 from ..formats.tensor import Layout, MXTensor
-from ..quantize.op import FLOAT_DTYPES, quantize
+from ..quantize.op import quantize
 from .weights import MoEWeights, prepared_rows
 
 _CODES = 1 << 28

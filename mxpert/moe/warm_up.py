@@ -15,7 +15,8 @@ from ..core.describe import describe
 from ..core.problem import ActivationFormat, ActivationLike, MoEProblem
 from ..core.registry import Explanation, explain_problem
 from ..errors import message, require, require_dtype, require_int, require_tensor
-from ..routing.plan import TOPK_ID_DTYPES, TOPK_WEIGHT_DTYPES
+from ..formats.spec import FLOAT_DTYPES
+from ..routing.plan import TOPK_ID_DTYPES
 from .op import fused_moe
 from .warm_up_ranks import Ranks, compile_alone, errors_reach_all, exchanged_counts, run_together
 from .weights import MoEWeights
@@ -173,7 +174,7 @@ class _WarmUp:
             )
         most = self._num_global_ids
         require(self.top_k <= most, op, "top_k", need=f"at most {most}", got=self.top_k)
-        require_dtype(self.dtypes[0], TOPK_WEIGHT_DTYPES, op, "topk_weights_dtype")
+        require_dtype(self.dtypes[0], FLOAT_DTYPES, op, "topk_weights_dtype")
         require_dtype(self.dtypes[1], TOPK_ID_DTYPES, op, "topk_ids_dtype")
 
 

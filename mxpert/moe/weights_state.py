@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 
 from ..core.files import is_file, parse_json, write_atomically
-from ..errors import message, require, require_tensor
+from ..errors import Checks, message, require, require_tensor
 from ..formats.folding import FoldCertificate
 from ..formats.spec import MXFP4
 from ..formats.tensor import Layout, MXTensor
@@ -81,6 +81,7 @@ def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
         TypeError: a wrong type or dtype.
         ValueError: missing or unknown entries, or facts that do not fit.
     """
+    need = Checks(op)
     facts = _checked_facts(state, op)
     layout, prepared = Layout(facts["layout"]), "num_blocks" in facts
     experts, hidden, intermediate = (facts[name] for name in _SIZES)
@@ -96,28 +97,20 @@ def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
             f"{name}.certificate.{part}" for name in PROJECTIONS for part in _CERTIFICATE_PARTS
         }
     stated = facts.get("biases", [])  # older files do not state them
-    require(
+    need(
         isinstance(stated, list) and set(map(str, stated)) <= set(BIASES),
-        op,
         "biases",
-        need=f"some of {list(BIASES)}",
-        got=repr(stated),
+        f"some of {list(BIASES)}",
+        repr(stated),
     )
     names |= set(stated)
     missing, unknown = names - set(state), set(state) - names - {FACTS, *BIASES}
-    require(
-        not missing,
-        op,
-        "state",
-        need=f"the entries {sorted(names)}",
-        got=f"a state without {sorted(missing)}",
-    )
-    require(
+    need(not missing, "state", f"the entries {sorted(names)}", f"a state without {sorted(missing)}")
+    need(
         not unknown,
-        op,
         "state",
-        need=f"entries of {sorted({*names, FACTS, *BIASES})}",
-        got=f"others: {sorted(map(repr, unknown))[:4]}",
+        f"entries of {sorted({*names, FACTS, *BIASES})}",
+        f"others: {sorted(map(repr, unknown))[:4]}",
     )
     fields: dict[str, Any] = {name: state.get(name) for name in BIASES}
     for name in PROJECTIONS:
@@ -131,58 +124,49 @@ def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
             state[f"{name}.reference"] if layout.is_folded else None,
             shapes[name] if packed else None,
         )
-        require(
+        need(
             tuple(fields[name].shape) == shapes[name],
-            op,
             f"{name}.qdata.shape",
-            need=f"codes of {list(shapes[name])}",
-            got=list(qdata.shape),
+            f"codes of {list(shapes[name])}",
+            list(qdata.shape),
         )
     fields["fold_certificates"] = _certificates(state, facts, shapes, op) if prepared else None
     return fields | {name: facts.get(name) for name in ("gate_up_order", "source_order")}
 
 
 def _checked_facts(state: Mapping[str, Any], op: str) -> dict[str, Any]:
+    need = Checks(op)
     remedy = "pass what MoEWeights.state_dict() returned"
     if not isinstance(state, Mapping):
-        raise TypeError(message(op, "state", "a dict", type(state).__name__, remedy))
+        raise need.type_error("state", "a dict", type(state).__name__, remedy)
     facts = state.get(FACTS)
-    require(
+    need(
         isinstance(facts, dict),
-        op,
         f"state[{FACTS!r}]",
-        need="a dict of facts",
-        got=type(facts).__name__,
-        remedy=remedy,
+        "a dict of facts",
+        type(facts).__name__,
+        remedy,
     )
     assert isinstance(facts, dict)  # for the type checker
     for name in _SIZES:
-        require(
+        need(
             type(facts.get(name)) is int and facts[name] > 0,
-            op,
             name,
-            need="a positive int",
-            got=repr(facts.get(name)),
+            "a positive int",
+            repr(facts.get(name)),
         )
     layouts = [layout.value for layout in Layout]
-    require(
-        facts.get("layout") in layouts,
-        op,
-        "layout",
-        need=f"one of {layouts}",
-        got=repr(facts.get("layout")),
-    )
+    need(facts.get("layout") in layouts, "layout", f"one of {layouts}", repr(facts.get("layout")))
     if "num_blocks" in facts or "widest_span" in facts:
         for name in ("num_blocks", "widest_span"):
             value = facts.get(name)
-            require(
+            need(
                 isinstance(value, list)
                 and len(value) == 2
                 and all(type(item) is int and item >= 0 for item in value),
-                op,
                 name,
-                need="two ints",
-                got=repr(value),
+                "two ints",
+                repr(value),
             )
     return facts
 
@@ -296,48 +280,42 @@ def read(path: str | os.PathLike[str], op: str, *, copy: bool) -> dict[str, Any]
         TypeError: `path` is no path.
         ValueError: no such file, or a file of something else.
     """
+    need = Checks(op)
     source = _path(path, op)
     remedy = "MoEWeights.save writes such files; load_expert_weights reads a model's checkpoint"
-    require(is_file(source), op, "path", need="a file", got=repr(str(source)), remedy=remedy)
+    need(is_file(source), "path", "a file", repr(str(source)), remedy)
     try:
         with safetensors.safe_open(source, framework="pt") as file:
             header = file.metadata() or {}
-            require(
+            need(
                 header.get("format") == _FILE_FORMAT,
-                op,
                 "path",
-                remedy=remedy,
-                need=f"a safetensors file of {_FILE_FORMAT}",
-                got=f"another: '{source}'",
+                f"a safetensors file of {_FILE_FORMAT}",
+                f"another: '{source}'",
+                remedy,
             )
-            require(
+            need(
                 header.get("version") == _FILE_VERSION,
-                op,
                 "path",
-                got=header.get("version"),
-                need=f"version {_FILE_VERSION} of the format",
-                remedy="update mxpert",
+                f"version {_FILE_VERSION} of the format",
+                header.get("version"),
+                "update mxpert",
             )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             if copy:
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     except (OSError, safetensors.SafetensorError) as error:
-        raise ValueError(
-            message(
-                op, "path", "a safetensors file", repr(str(source)), f"it cannot be read: {error}"
-            )
+        raise need.value_error(
+            "path", "a safetensors file", repr(str(source)), f"it cannot be read: {error}"
         ) from None
     try:
         facts = parse_json(header.get("facts", "null"))
     except ValueError as error:
-        raise ValueError(
-            message(
-                op,
-                "path",
-                "a safetensors file with JSON as facts",
-                repr(str(source)),
-                f"it cannot be read: {error}",
-            )
+        raise need.value_error(
+            "path",
+            "a safetensors file with JSON as facts",
+            repr(str(source)),
+            f"it cannot be read: {error}",
         ) from None
     return {**tensors, FACTS: facts}
 

@@ -17,7 +17,7 @@ from ..device.groups import MAX_GROUPS
 from ..device.hopper import rows_descriptor
 from ..device.mx_codec import scale_rule_constants
 from ..formats.spans import FREE_BINADES, most_wide_blocks
-from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleSpan
+from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFormat, ScaleSpan
 from ..formats.tensor import MXTensor
 from ..routing.plan import padded_capacity
 from .dual_hopper_kernel import _quantize_dual_hopper_kernel
@@ -32,7 +32,6 @@ from .dual_hopper_spans import (
     _start_counts_kernel,
 )
 from .inputs import DualInputs
-from .triton import DTYPES
 
 _LOAD_OF_BLOCK, _LOAD_OF_TILE = (
     rows_descriptor(rows, STAGE_WORDS.value, torch.int32) for rows in (MX_BLOCK_SIZE, TILE.value)
@@ -64,7 +63,7 @@ class _QuantizeDual:
         """Why the kernels cannot serve `problem`; None if they can."""
         if problem.target.arch != "sm_90":
             return f"needs sm_90, not {problem.target.arch}"
-        if problem.dtype not in DTYPES:
+        if problem.dtype not in FLOAT_DTYPES:
             return f"reads float32, bfloat16 or float16, not {problem.dtype}"
         if problem.grouped_rows and problem.num_groups > MAX_GROUPS:
             return (

@@ -14,11 +14,10 @@ from ..core.launch import CACHED_LAUNCHES, Launch
 from ..core.problem import Config, DualProblem, Op
 from ..device.groups import group_block, refuse_groups
 from ..device.mx_codec import scale_rule_constants
-from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleSpan
+from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFormat, ScaleSpan
 from ..formats.tensor import MXTensor
 from ..routing.plan import padded_capacity
 from .inputs import DualInputs
-from .triton import DTYPES
 
 
 class QuantizeDual(UntunedKernel):
@@ -49,7 +48,7 @@ class QuantizeDual(UntunedKernel):
 
     def unsupported(self, problem: DualProblem) -> str | None:
         """Why the kernel cannot serve `problem`; None if it can."""
-        if problem.dtype not in DTYPES:
+        if problem.dtype not in FLOAT_DTYPES:
             return f"reads float32, bfloat16 or float16, not {problem.dtype}; convert x to one"
         if {problem.row_span, problem.column_span} != {ScaleSpan.BLOCK}:
             return "writes one scale per block of 32; pass scale_span=ScaleSpan.BLOCK"

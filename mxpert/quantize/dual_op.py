@@ -16,6 +16,7 @@ from ..core.schema import FormatName, Spans, rebuild_mx, spans_of
 from ..core.target import detect_target
 from ..errors import Checks
 from ..formats.spec import (
+    FLOAT_DTYPES,
     MX_BLOCK_SIZE,
     MXFormat,
     MXFP8FormatLike,
@@ -28,7 +29,6 @@ from ..formats.spec import (
 from ..formats.tensor import MXTensor
 from ..routing.plan import GROUP_OFFSET_DTYPES, padded_capacity
 from .inputs import DualInputs
-from .op import FLOAT_DTYPES
 
 MAX_GROUPED_ROWS = 1 << 30
 """Kernels count padded columns in int32 and add one tile before they mask."""

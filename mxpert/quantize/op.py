@@ -12,11 +12,9 @@ from ..core.problem import Op, QuantizeProblem
 from ..core.schema import FormatName, rebuild_mx
 from ..core.target import detect_target
 from ..errors import Checks
-from ..formats.spec import MXFormatLike, ScaleRule, ScaleRuleLike, get_format
+from ..formats.spec import FLOAT_DTYPES, MXFormatLike, ScaleRule, ScaleRuleLike, get_format
 from ..formats.tensor import Layout, MXTensor
 from .inputs import DequantizeInputs, QuantizeInputs
-
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize(

@@ -19,11 +19,10 @@ from ..device.mx_codec import (
     scale_rule_constants,
 )
 from ..device.targets import refuse_without
-from ..formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule
+from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFormat, ScaleRule
 from ..formats.tensor import MXTensor
 from .inputs import DequantizeInputs, QuantizeInputs
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE = 4096  # values per program: 32 a thread with 4 warps, two to eight 16-byte loads in flight
 _MAX_ROW_COLUMNS = 1024  # values of one row per program, where rows are strided
 _MAX_COLUMNS = 256  # columns per program across rows: a 16-byte load for each lane of a warp
@@ -34,7 +33,7 @@ class _AnyShape(UntunedKernel):
 
     def unsupported(self, problem: QuantizeProblem) -> str | None:
         """Why the kernels cannot serve `problem`; None if they can."""
-        if problem.dtype not in DTYPES:
+        if problem.dtype not in FLOAT_DTYPES:
             return (
                 f"reads and writes float32, bfloat16 or float16, not {problem.dtype}; "
                 "convert it to one of them"

@@ -21,10 +21,10 @@ from ..core.problem import (
 )
 from ..core.target import detect_target
 from ..errors import Checks
+from ..formats.spec import FLOAT_DTYPES
 from .inputs import PlanInputs, TopKInputs
 from .plan import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, plan_capacity, require_topk
 
-LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOP_K_LIMIT = f"at most {MAX_TOP_K} and the number of experts"
 MAX_SORTED_ROWS = 1 << 30
 """Kernels step past the last row in int32 before they mask; this leaves them room."""
@@ -173,7 +173,7 @@ def check_route_topk(
 ) -> None:
     """Argument checks of `route_topk`, and of layers that will call it."""
     need = Checks(op)
-    need.tensor(logits, "logits", dtype=LOGIT_DTYPES, shape=(None, None))
+    need.tensor(logits, "logits", dtype=FLOAT_DTYPES, shape=(None, None))
     num_experts = logits.shape[1]
     _require_count(need, "top_k", top_k, min(MAX_TOP_K, num_experts), TOP_K_LIMIT)
     if not isinstance(options.scoring, Scoring):

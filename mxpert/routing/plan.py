@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import message, require_int, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE
+from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE
 from ..formats.tensor import Aggregate
 
 TOKEN_BITS = 24
@@ -22,7 +22,6 @@ MAX_TOP_K = 127
 """The slot lives in the upper 8 bits of a signed int32; `top_k` itself marks padding."""
 GROUP_OFFSET_DTYPES = (torch.int32, torch.int64)
 TOPK_ID_DTYPES = (torch.int32, torch.int64)
-TOPK_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def plan_capacity(num_tokens: int, top_k: int, num_experts: int, routing_block_m: int) -> int:
@@ -152,7 +151,7 @@ def require_topk(
         topk_weights,
         op,
         "topk_weights",
-        dtype=TOPK_WEIGHT_DTYPES,
+        dtype=FLOAT_DTYPES,
         shape=tuple(topk_ids.shape),
         device=topk_ids.device,
     )

@@ -9,12 +9,19 @@ import torch
 
 from ..core.ambient import Context, isolated, refuse_transforms
 from ..core.schema import rebuild_mx
-from ..errors import message, require, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE, MXFP8FormatLike, ScaleRule, ScaleSpan
+from ..errors import Checks
+from ..formats.spec import (
+    FLOAT_DTYPES,
+    MX_BLOCK_SIZE,
+    WIDE_DTYPES,
+    MXFP8FormatLike,
+    ScaleRule,
+    ScaleSpan,
+)
 from ..formats.tensor import MXTensor
 from ..grouped.op import grouped_gemm, grouped_wgrad
 from ..quantize.dual_op import COUNTS_REMEDY, quantize_dual
-from ..quantize.op import FLOAT_DTYPES, quantize
+from ..quantize.op import quantize
 from ..routing.plan import group_bounds
 from .recipe import MXFP8Recipe, Spans
 
@@ -31,7 +38,7 @@ from .recipe import MXFP8Recipe, Spans
 #     with
 #     ``gradient_accumulation_fusion``.
 
-MAIN_GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAIN_GRAD_DTYPES = FLOAT_DTYPES
 """Dtypes of main_grad; 16-bit ones take the float32 gradient with one rounding."""
 
 
@@ -146,40 +153,33 @@ def check_grouped_linear(
     main_grad: torch.Tensor | None,
 ) -> None:
     """Argument checks of `grouped_linear`."""
-    op = "grouped_linear"
+    need = Checks("grouped_linear")
     if not isinstance(recipe, MXFP8Recipe):
-        raise TypeError(message(op, "recipe", "an MXFP8Recipe", type(recipe).__name__))
-    dtypes = FLOAT_DTYPES if recipe.enabled else (*FLOAT_DTYPES, torch.float64)
-    require_tensor(x, op, "x", dtype=dtypes, shape=(None, None))
-    require_tensor(
-        weight, op, "weight", dtype=dtypes, shape=(None, None, x.shape[1]), device=x.device
-    )
+        raise need.type_error("recipe", "an MXFP8Recipe", type(recipe).__name__)
+    dtypes = FLOAT_DTYPES if recipe.enabled else WIDE_DTYPES
+    need.tensor(x, "x", dtype=dtypes, shape=(None, None))
+    need.tensor(weight, "weight", dtype=dtypes, shape=(None, None, x.shape[1]), device=x.device)
     num_groups, out_features, in_features = weight.shape
-    require(num_groups > 0, op, "weight.shape[0]", need="at least one group", got=num_groups)
-    require(
+    need(num_groups > 0, "weight.shape[0]", "at least one group", num_groups)
+    need(
         not isinstance(group_offsets, torch.Tensor) or group_offsets.shape != (num_groups,),
-        op,
         "group_offsets.shape",
-        need=[num_groups + 1],
-        got=[num_groups],
-        remedy=COUNTS_REMEDY,
+        [num_groups + 1],
+        [num_groups],
+        COUNTS_REMEDY,
     )
-    require_tensor(
+    need.tensor(
         group_offsets,
-        op,
         "group_offsets",
         dtype=OFFSET_DTYPES,
         shape=(num_groups + 1,),
         device=x.device,
     )
     if bias is not None:
-        require_tensor(
-            bias, op, "bias", dtype=dtypes, shape=(num_groups, out_features), device=x.device
-        )
+        need.tensor(bias, "bias", dtype=dtypes, shape=(num_groups, out_features), device=x.device)
     if main_grad is not None:
-        require_tensor(
+        need.tensor(
             main_grad,
-            op,
             "weight.main_grad",
             dtype=MAIN_GRAD_DTYPES,
             shape=(num_groups, out_features, in_features),
@@ -188,13 +188,12 @@ def check_grouped_linear(
         )
     if recipe.enabled:
         for axis, size in ((2, in_features), (1, out_features)):
-            require(
+            need(
                 size % MX_BLOCK_SIZE == 0,
-                op,
                 f"weight.shape[{axis}]",
-                need=f"a multiple of {MX_BLOCK_SIZE}",
-                got=size,
-                remedy="pad the layer, or pass MXFP8Recipe(enabled=False)",
+                f"a multiple of {MX_BLOCK_SIZE}",
+                size,
+                "pad the layer, or pass MXFP8Recipe(enabled=False)",
             )
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_
 
 from ..distributed import ExpertParallel, Transport
 from ..distributed.autograd import combine_tokens, dispatch_tokens
-from ..errors import message, require
+from ..errors import Checks, message, require
 from ..formats.spec import MXFP8_E4M3, ScaleRule
 from .permute import Experts, run_experts, sort_by_expert
 from .recipe import MXFP8Recipe
@@ -72,43 +72,40 @@ def check_expert_parallel(
         TypeError: no ExpertParallel.
         ValueError: other sizes, a transport or wire without gradients, an expert on two ranks.
     """
+    need = Checks(op)
     _require_type(op, "expert_parallel", ep, ExpertParallel, "an ExpertParallel")
     have = ep.placement.num_experts, ep.top_k, ep.hidden_size
     names = "num_experts", "top_k", "hidden_size"
     for name, size, given in zip(names, sizes, have, strict=True):
-        require(given == size, op, f"expert_parallel: {name}", need=size, got=given)
-    require(
+        need(given == size, f"expert_parallel: {name}", size, given)
+    need(
         ep.transport in TRANSPORTS,
-        op,
         "expert_parallel.transport",
-        need="GATHER or ALL_TO_ALL",
-        got=ep.transport.name,
-        remedy="make it with transport=Transport.ALL_TO_ALL; SYMMETRIC is for inference",
+        "GATHER or ALL_TO_ALL",
+        ep.transport.name,
+        "make it with transport=Transport.ALL_TO_ALL; SYMMETRIC is for inference",
     )
     fits = recipe.enabled and recipe.forward_format == MXFP8_E4M3.name
-    require(
+    need(
         ep.wire_format == "bf16" or fits,
-        op,
         "expert_parallel.wire_format",
-        need='"bf16", or a recipe with forward_format="mxfp8_e4m3"',
-        got=repr(ep.wire_format),
-        remedy="an MXFP8 wire rounds x as such a recipe does",
+        '"bf16", or a recipe with forward_format="mxfp8_e4m3"',
+        repr(ep.wire_format),
+        "an MXFP8 wire rounds x as such a recipe does",
     )
-    require(
+    need(
         sum(ep.placement.num_local_experts) == sizes[0],
-        op,
         "expert_parallel.placement",
-        need="each expert on one rank",
-        got=f"{sum(ep.placement.num_local_experts)} copies of {sizes[0]} experts",
-        remedy="redundant experts are for inference",
+        "each expert on one rank",
+        f"{sum(ep.placement.num_local_experts)} copies of {sizes[0]} experts",
+        "redundant experts are for inference",
     )
     of_ranks = [ep.placement.local_experts(rank) for rank in range(ep.size)]
-    require(
+    need(
         all(list(experts) == sorted(experts) for experts in of_ranks),
-        op,
         "expert_parallel.placement",
-        need="ascending experts on every rank",
-        got=of_ranks,
+        "ascending experts on every rank",
+        of_ranks,
     )
     return of_ranks[ep.rank]
 

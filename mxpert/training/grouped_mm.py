@@ -6,11 +6,10 @@ import torch
 
 from ..core.ambient import Context, isolated, refuse_transforms
 from ..core.schema import rebuild_mx
-from ..errors import UnsupportedError, message, require, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE
+from ..errors import Checks, UnsupportedError, message
+from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, WIDE_DTYPES
 from ..grouped.op import grouped_gemm, grouped_wgrad
 from ..quantize.dual_op import quantize_dual
-from ..quantize.op import FLOAT_DTYPES
 from ..routing.plan import group_bounds
 from .autograd import grouped_linear, multiply_groups, multiply_rows, quantize_rows
 from .recipe import MXFP8Recipe
@@ -80,51 +79,43 @@ def _check_grouped_mm(
     out_dtype: torch.dtype | None,
     recipe: MXFP8Recipe,
 ) -> None:
-    op = "grouped_mm"
+    need = Checks("grouped_mm")
     if not isinstance(recipe, MXFP8Recipe):
-        raise TypeError(message(op, "recipe", "an MXFP8Recipe", type(recipe).__name__))
-    dtypes = FLOAT_DTYPES if recipe.enabled else (*FLOAT_DTYPES, torch.float64)
-    require_tensor(a, op, "a", dtype=dtypes)
-    require_tensor(b, op, "b", dtype=a.dtype, device=a.device)
+        raise need.type_error("recipe", "an MXFP8Recipe", type(recipe).__name__)
+    dtypes = FLOAT_DTYPES if recipe.enabled else WIDE_DTYPES
+    need.tensor(a, "a", dtype=dtypes)
+    need.tensor(b, "b", dtype=a.dtype, device=a.device)
     if (a.dim(), b.dim()) not in ((2, 2), (2, 3)):
         raise UnsupportedError(
             message(
-                op,
+                need.op,
                 "a, b",
                 "2D × 3D or 2D × 2D operands",
                 f"{a.dim()}D × {b.dim()}D",
                 "use torch.bmm where each group is a matrix of its own",
             )
         )
-    require_tensor(offs, op, "offs", dtype=torch.int32, shape=(None,), device=a.device)
+    need.tensor(offs, "offs", dtype=torch.int32, shape=(None,), device=a.device)
     inner = b.shape[-2]
-    require(
-        a.shape[1] == inner,
-        op,
-        "b.shape",
-        need=f"{a.shape[1]} rows (K) in each matrix",
-        got=list(b.shape),
-    )
-    require(
+    need(a.shape[1] == inner, "b.shape", f"{a.shape[1]} rows (K) in each matrix", list(b.shape))
+    need(
         out_dtype in (None, a.dtype),
-        op,
         "out_dtype",
-        need=f"None or {a.dtype}",
-        got=out_dtype,
-        remedy="cast the result",
+        f"None or {a.dtype}",
+        out_dtype,
+        "cast the result",
     )
     if b.dim() == 3:
         return  # the rest is checked by grouped_linear
-    require(bias is None, op, "bias", need="None for 2D × 2D operands", got="a tensor")
+    need(bias is None, "bias", "None for 2D × 2D operands", "a tensor")
     if recipe.enabled:
         for name, size in (("a.shape[0]", a.shape[0]), ("b.shape[1]", b.shape[1])):
-            require(
+            need(
                 size % MX_BLOCK_SIZE == 0,
-                op,
                 name,
-                need=f"a multiple of {MX_BLOCK_SIZE}",
-                got=size,
-                remedy="pad it, or pass MXFP8Recipe(enabled=False)",
+                f"a multiple of {MX_BLOCK_SIZE}",
+                size,
+                "pad it, or pass MXFP8Recipe(enabled=False)",
             )
 
 

@@ -9,8 +9,7 @@ from typing import Any, cast
 import torch
 
 from ..errors import message, require, require_device
-from ..formats.spec import MX_BLOCK_SIZE
-from ..quantize.op import FLOAT_DTYPES
+from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, WIDE_DTYPES
 from .autograd import grouped_linear
 from .recipe import MXFP8Recipe
 
@@ -171,7 +170,7 @@ def check_options(
 
 def float_dtypes(recipe: MXFP8Recipe) -> tuple[torch.dtype, ...]:
     """The dtypes of inputs and parameters under a recipe; float64 without MXFP8 alone."""
-    return FLOAT_DTYPES if recipe.enabled else (*FLOAT_DTYPES, torch.float64)
+    return FLOAT_DTYPES if recipe.enabled else WIDE_DTYPES
 
 
 def _kind(value: object) -> str:

@@ -12,13 +12,15 @@ import torch
 from ..core.ambient import Context, isolated, refuse_transforms
 from ..core.problem import ActivationLike, SiLU, parse_activation
 from ..distributed import ExpertParallel
-from ..errors import message, require, require_tensor
+from ..errors import Checks
 from ..formats.spec import MX_BLOCK_SIZE
 from .activation import gated_activation
 from .expert_parallel import check_expert_parallel, run_on_ranks
 from .module import MXGroupedLinear, check_options, float_dtypes, require_size
 from .permute import run_experts, sort_by_expert
 from .recipe import MXFP8Recipe
+
+_NEED = Checks("MXMoE")
 
 
 class MXMoE(torch.nn.Module):
@@ -114,7 +116,7 @@ class MXMoE(torch.nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        op = "MXMoE"
+        op = _NEED.op
         device = check_options(op, recipe, bias, device, dtype)
         unit = MX_BLOCK_SIZE if recipe.enabled else 1
         for name, size, multiple in (
@@ -124,23 +126,12 @@ class MXMoE(torch.nn.Module):
             ("top_k", top_k, 1),
         ):
             require_size(op, name, size, multiple)
-        require(
-            top_k <= num_experts,
-            op,
-            "top_k",
-            need=f"at most num_experts = {num_experts}",
-            got=top_k,
-        )
+        _NEED(top_k <= num_experts, "top_k", f"at most num_experts = {num_experts}", top_k)
         activation = parse_activation(activation, op)
         if not isinstance(aux_loss_coef, (int, float)) or isinstance(aux_loss_coef, bool):
-            raise TypeError(message(op, "aux_loss_coef", "a number", repr(aux_loss_coef)))
-        require(
-            0 <= aux_loss_coef <= sys.float_info.max,
-            op,
-            "aux_loss_coef",
-            need="a finite number of at least 0",
-            got=aux_loss_coef,
-        )
+            raise _NEED.type_error("aux_loss_coef", "a number", repr(aux_loss_coef))
+        is_finite = 0 <= aux_loss_coef <= sys.float_info.max
+        _NEED(is_finite, "aux_loss_coef", "a finite number of at least 0", aux_loss_coef)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.num_experts, self.top_k = num_experts, top_k
         self.activation, self.aux_loss_coef = activation, float(aux_loss_coef)
@@ -177,16 +168,10 @@ class MXMoE(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """X [..., H], bfloat16, float16 or float32 (float64 without MXFP8) → the same shape."""
-        require_tensor(
-            x, "MXMoE", "x", dtype=float_dtypes(self.gate_up_proj.recipe), device=self.router.device
-        )
-        require(
-            x.dim() > 0 and x.shape[-1] == self.hidden_size,
-            "MXMoE",
-            "x.shape",
-            need=f"[..., {self.hidden_size}]",
-            got=list(x.shape),
-        )
+        dtypes = float_dtypes(self.gate_up_proj.recipe)
+        _NEED.tensor(x, "x", dtype=dtypes, device=self.router.device)
+        fits = x.dim() > 0 and x.shape[-1] == self.hidden_size
+        _NEED(fits, "x.shape", f"[..., {self.hidden_size}]", list(x.shape))
         refuse_transforms("MXMoE", (x, self.router))
         tokens = x.reshape(-1, self.hidden_size)
         probabilities = _WideLinear.apply(tokens, self.router).softmax(dim=-1)  # [T, E]

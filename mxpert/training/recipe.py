@@ -9,7 +9,7 @@ import torch
 
 from ..core.backend import made_for
 from ..core.target import detect_target
-from ..errors import message, require
+from ..errors import Checks
 from ..formats.spec import (
     MXFP8_E4M3,
     MXFP8_E5M2,
@@ -97,26 +97,22 @@ class MXFP8Recipe:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        op = "MXFP8Recipe"
+        need = Checks("MXFP8Recipe")
         for name in ("forward_format", "backward_format"):
             value = getattr(self, name)
-            known = get_format(value, op, name).name if isinstance(value, str) else None
-            require(
-                known in TRAINING_FORMATS,
-                op,
-                name,
-                need=f"one of {list(TRAINING_FORMATS)}",
-                got=repr(value),
-            )
+            known = get_format(value, need.op, name).name if isinstance(value, str) else None
+            need(known in TRAINING_FORMATS, name, f"one of {list(TRAINING_FORMATS)}", repr(value))
             object.__setattr__(self, name, known)
-        object.__setattr__(self, "scale_rule", ScaleRule.parse(self.scale_rule, op, "scale_rule"))
+        object.__setattr__(
+            self, "scale_rule", ScaleRule.parse(self.scale_rule, need.op, "scale_rule")
+        )
         if self.scale_span is not None:
-            span = ScaleSpan.parse(self.scale_span, op, "scale_span")
+            span = ScaleSpan.parse(self.scale_span, need.op, "scale_span")
             object.__setattr__(self, "scale_span", span)
         for name in ("high_precision_wgrad", "enabled"):
             value = getattr(self, name)
             if not isinstance(value, bool):
-                raise TypeError(message(op, name, "True or False", repr(value)))
+                raise need.type_error(name, "True or False", repr(value))
 
     def spans(self, device: torch.device) -> OperandSpans:
         """Spans of all copies on a device.

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from mxpert.cli import bench, demo, demo_layers, doctor, main, tune
+from mxpert.cli import bench, demo, demo_layers, main, tune
+from mxpert.cli.doctor import command
 from mxpert.cli.main import app
 
 pytest.importorskip("transformers")
@@ -152,7 +153,7 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setattr(module, name, done)
     monkeypatch.setattr(os, "mkdir", functools.partial(mkdir_inside, tmp_path, os.mkdir))
     for name in ("examine_toolchain", "examine_operations"):  # the machine stays the same
-        monkeypatch.setattr(doctor, name, functools.cache(getattr(doctor, name)))
+        monkeypatch.setattr(command, name, functools.cache(getattr(command, name)))
     yield tmp_path
     for entry in tmp_path.iterdir():
         entry.chmod(0o700)

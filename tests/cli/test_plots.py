@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from mxpert.cli import demo, eval, plots, roofline
+from mxpert.cli import demo, eval, plots
 from mxpert.cli.expert_parallel import plan, ranks
 from mxpert.cli.options import FORMAT_NAMES
 from mxpert.integrations.models.evaluation import EvalReport, FormatResult, LayerResult
@@ -117,7 +117,7 @@ def draw_roofline(path: Path, tokens: Sequence[int]) -> None:
     ]
     limits = {"read_tbs": 4.1, "matmul_tflops": rates}
     document = {"environment": ENVIRONMENT, "ceilings": limits, "rows": rows}
-    roofline.plot_roofline(path, document)
+    plots.plot_roofline(path, document)
 
 
 def draw_demo(path: Path, tokens: Sequence[int]) -> None:

@@ -196,8 +196,9 @@ def planted(module: Any, name: str, mutant: Callable[..., Any]) -> Iterator[None
 def is_seen(delays: Callable[[int, int], float] | None = None, *, times_out: bool = False) -> None:
     """Some rank sees differences, or lost ranks if `times_out`; timed for the planted error."""
     case = Case(dist.get_world_size(), timeout_s=2.0 if times_out else 600.0)
-    exchange = make(case)
-    wrong = run(exchange, case, 3, delays=delays, count=4, sorts=(None,))
+    with small_schedules():
+        exchange = make(case)
+        wrong = run(exchange, case, 3, delays=delays, count=4, sorts=(None,))
     counts = [None] * case.size
     dist.all_gather_object(counts, (wrong, host.lost(exchange._words)[0]))
     assert any(count for count, _ in counts), counts
@@ -208,7 +209,7 @@ def wrong_slot_is_seen() -> None:
     def shifted(original: Any, address: Any, sections: Any, *rest: Any) -> Any:
         return original(address, sections._replace(first_slot=sections.first_slot + 1), *rest)
 
-    with small_schedules(), planted(dispatch, "_store_rows", shifted):
+    with planted(dispatch, "_store_rows", shifted):
         is_seen()
 
 
@@ -228,7 +229,7 @@ def _dropped(module: Any) -> None:
         if rank() or next(calls) < 3:
             original(*arguments)
 
-    with small_schedules(), planted(module, "set_flags", dropping):
+    with planted(module, "set_flags", dropping):
         is_seen(times_out=True)
 
 
@@ -245,7 +246,7 @@ def _stale(module: Any) -> None:
     def stale(original: Any, peers: Any, offset: Any, own: Any, ranks: Any, value: Any, kind: Any):  # type: ignore[no-untyped-def]
         original(peers, offset, own, ranks, value if rank() else value - ONE_EPOCH, kind)
 
-    with small_schedules(), planted(module, "set_flags", stale):
+    with planted(module, "set_flags", stale):
         is_seen(times_out=True)
 
 
@@ -256,17 +257,17 @@ def stale_target_is_seen() -> None:
         original(flags, target - ONE_EPOCH, *rest)
         return target
 
-    with small_schedules(), planted(combine, "wait_for_flags", early):
+    with planted(combine, "wait_for_flags", early):
         is_seen(_rank_0_is_late)
 
 
 def missing_wait_for_tokens_is_seen() -> None:
-    with small_schedules(), planted(wait, "wait_for_flags", _no_wait):
+    with planted(wait, "wait_for_flags", _no_wait):
         is_seen(_rank_0_is_late)
 
 
 def missing_wait_for_partial_rows_is_seen() -> None:
-    with small_schedules(), planted(combine, "wait_for_flags", _no_wait):
+    with planted(combine, "wait_for_flags", _no_wait):
         is_seen(_rank_0_is_late)
 
 
@@ -295,11 +296,7 @@ def flag_before_the_rows_is_seen() -> None:
         while held:
             held.pop()()
 
-    with (
-        small_schedules(),
-        planted(combine, "_return_rows", hold),
-        planted(combine, "set_flags", flag),
-    ):
+    with planted(combine, "_return_rows", hold), planted(combine, "set_flags", flag):
         is_seen()
 
 

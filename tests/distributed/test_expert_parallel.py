@@ -20,9 +20,9 @@ from mxpert.distributed import (
     Transport,
     choice,
 )
+from mxpert.distributed.calls import StreamGuard
 from mxpert.distributed.groups import Ranks, RollCall
 from mxpert.distributed.layer import OBJECTS
-from mxpert.distributed.streams import StreamGuard
 from mxpert.distributed.transport import ExchangeSpec
 from mxpert.testing.numerics import assert_close_relative, assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from mxpert.cli import doctor
+from mxpert.cli.doctor import command, findings
 from mxpert.core.problem import Target
 from mxpert.core.target import detect_target
 from mxpert.distributed import links
@@ -163,9 +163,9 @@ def test_a_driver_that_does_not_answer_is_unknown(monkeypatch: pytest.MonkeyPatc
 def test_doctor_says_what_the_links_are(changes: dict, parts: list[str]) -> None:
     text = io.StringIO()
     found = replace(HOST, **changes)
-    findings = doctor.examine_links(found, transports(found))
-    doctor._print_findings(Console(width=200, file=text), findings)
+    examined = findings.examine_links(found, transports(found))
+    command._print_findings(Console(width=200, file=text), examined)
     printed = " ".join(text.getvalue().split())
     for part in parts:
         assert part in printed
-    assert all(finding.state != doctor.BROKEN for finding in findings)
+    assert all(finding.state != findings.BROKEN for finding in examined)

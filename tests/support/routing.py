@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mxpert.core.problem import GroupScore, Scoring, TopKOptions
-from mxpert.errors import require
+from mxpert.errors import Checks, require
 from mxpert.routing.plan import TOKEN_BITS, TOKEN_MASK, RoutingPlan, check_plan_shapes
 
 CONTRACT_EXPERTS = (
@@ -104,7 +104,7 @@ def _check_blocks(plan: RoutingPlan, expert: torch.Tensor, tokens: int) -> int:
 
 def _check_rows(plan: RoutingPlan, expert: torch.Tensor, weights: torch.Tensor, used: int) -> None:
     """Check sorted_token_ids, sorted_weights and slot_rows."""
-    op, top_k = "validate_routing_plan", plan.top_k
+    need, argument, top_k = Checks("validate_routing_plan"), "plan.sorted_token_ids", plan.top_k
     codes, slot_rows = plan.sorted_token_ids.cpu().long(), plan.slot_rows.cpu().long()
     slot, token = codes >> TOKEN_BITS, codes & TOKEN_MASK
     padding = slot == top_k
@@ -114,52 +114,25 @@ def _check_rows(plan: RoutingPlan, expert: torch.Tensor, weights: torch.Tensor, 
         torch.full_like(codes[padding], top_k << TOKEN_BITS | plan.num_tokens),
     )
     rows = (~padding).nonzero().flatten()
-    require(
-        bool((rows < used).all()),
-        op,
-        "plan.sorted_token_ids",
-        need=f"padding from row {used} on",
-        got=rows.tolist()[-1:],
-    )
+    behind = bool((rows < used).all())
+    need(behind, argument, f"padding from row {used} on", rows.tolist()[-1:])
 
     token, slot = token[rows], slot[rows]
     inside = bool(((slot >= 0) & (slot < top_k) & (token < plan.num_tokens)).all())
-    require(
-        inside,
-        op,
-        "plan.sorted_token_ids",
-        need="slots and tokens of the batch",
-        got="a code outside it",
-    )
+    need(inside, argument, "slots and tokens of the batch", "a code outside it")
     source = token * top_k + slot
     block_expert = plan.block_expert_ids.cpu().long()[rows // plan.routing_block_m]
     _require_equal("block_expert_ids by row", block_expert, expert.flatten()[source])
     # Rows ascend strictly in (expert, token, slot), and no routed row is missing.
     order = block_expert * (plan.num_tokens * top_k) + source
-    require(
-        bool((order[1:] > order[:-1]).all()),
-        op,
-        "plan.sorted_token_ids",
-        need="rows ascending in expert, token, slot",
-        got="rows out of order or twice",
-    )
+    ascending, got = bool((order[1:] > order[:-1]).all()), "rows out of order or twice"
+    need(ascending, argument, "rows ascending in expert, token, slot", got)
     kept = int((expert >= 0).sum())
-    require(
-        rows.numel() == kept,
-        op,
-        "plan.sorted_token_ids",
-        need=f"{kept} routed rows",
-        got=rows.numel(),
-    )
+    need(rows.numel() == kept, argument, f"{kept} routed rows", rows.numel())
     # Padding comes after all rows of an expert: rows of one expert are contiguous.
     same = block_expert[1:] == block_expert[:-1]
-    require(
-        bool((rows[1:] - rows[:-1])[same].eq(1).all()),
-        op,
-        "plan.sorted_token_ids",
-        need="padding behind an expert's rows",
-        got="padding between them",
-    )
+    adjacent = bool((rows[1:] - rows[:-1])[same].eq(1).all())
+    need(adjacent, argument, "padding behind an expert's rows", "padding between them")
 
     want_slot_rows = torch.full((plan.num_tokens * top_k,), -1)
     want_slot_rows[source] = rows

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ...core.files import is_file
-from ...errors import UnsupportedError, message, require
+from ...errors import Checks, UnsupportedError, message, require
 from ...formats.spec import MX_BLOCK_SIZE
 from ...moe.weights import GateUpOrder
 from ...moe.weights_state import PROJECTIONS
@@ -258,32 +258,15 @@ def _stacked(
     names: dict[str, str],
     order_of: OrderOf,
 ) -> ExpertSource:
-    op = reader.op
+    op, need = reader.op, Checks(reader.op)
     biases = tuple(names[f"{p}_bias"] for p in PROJECTIONS if f"{p}_bias" in names)
     known = {*PROJECTIONS, *(f"{p}_bias" for p in PROJECTIONS)}
     unknown = sorted(set(names) - known)
     if unknown:
-        raise UnsupportedError(
-            message(
-                op,
-                f"{prefix}.{unknown[0]}",
-                f"experts made of {sorted(known)}",
-                "another tensor",
-                "merge or drop it first",
-            )
-        )
-    orders = [STACKED_ORDERS[kind] for kind in _model_types(config) if kind in STACKED_ORDERS]
-    order = orders[0] if orders else order_of()
-    if order is None:
-        raise UnsupportedError(
-            message(
-                op,
-                f"{reader.directory / CONFIG_FILE}: model_type",
-                f"one of {sorted(STACKED_ORDERS)} where gate and up are stacked",
-                " / ".join(_model_types(config)) or "none",
-                "save it with one matrix per expert (transformers: save_original_format=True)",
-            )
-        )
+        argument, want = f"{prefix}.{unknown[0]}", f"experts made of {sorted(known)}"
+        remedy = "merge or drop it first"
+        raise UnsupportedError(message(op, argument, want, "another tensor", remedy))
+    order = _stacked_order(reader, config, order_of)
     gate_up, down = (
         _float_matrix(reader, names.get(p, f"{prefix}.{p}"), dims=3) for p in PROJECTIONS
     )
@@ -292,31 +275,17 @@ def _stacked(
     transposed = gate_up.shape == (experts, intermediate, 2 * hidden)
     if transposed:
         hidden, intermediate = intermediate, hidden
-    require(
-        transposed or gate_up.shape == (experts, 2 * intermediate, hidden),
-        op,
-        f"{gate_up.file}: {gate_up.name}.shape",
-        need=f"[E, 2F, H] or [E, H, 2F] that fits down_proj {list(down.shape)}",
-        got=list(gate_up.shape),
-    )
+    argument, got = f"{gate_up.file}: {gate_up.name}.shape", list(gate_up.shape)
+    fits = transposed or gate_up.shape == (experts, 2 * intermediate, hidden)
+    need(fits, argument, f"[E, 2F, H] or [E, H, 2F] that fits down_proj {list(down.shape)}", got)
     _check_blocks(op, gate_up, hidden, intermediate)
     _check_hidden(reader, config, hidden, gate_up)
     stated = _num_experts(config, default=experts)
-    require(
-        stated == experts,
-        op,
-        f"{gate_up.file}: {gate_up.name}.shape",
-        need=f"{stated} experts, as {CONFIG_FILE} states",
-        got=list(gate_up.shape),
-    )
+    need(stated == experts, argument, f"{stated} experts, as {CONFIG_FILE} states", got)
     for bias in biases:
-        rows = 2 * intermediate if "gate_up_proj" in bias else hidden
-        reader.require(
-            bias,
-            dtypes=SOURCE_DTYPES,
-            shape=(experts, rows),
-            remedy="one bias per row of the projection",
-        )
+        shape = experts, 2 * intermediate if "gate_up_proj" in bias else hidden
+        remedy = "one bias per row of the projection"
+        reader.require(bias, dtypes=SOURCE_DTYPES, shape=shape, remedy=remedy)
     return ExpertSource(
         prefix,
         experts,
@@ -329,6 +298,22 @@ def _stacked(
         transposed,
         gate_up.nbytes + down.nbytes,
     )
+
+
+def _stacked_order(
+    reader: CheckpointReader, config: dict[str, Any], order_of: OrderOf
+) -> GateUpOrder:
+    """The gate/up order of stacked experts, which tensors do not show."""
+    kinds = _model_types(config)
+    orders = [STACKED_ORDERS[kind] for kind in kinds if kind in STACKED_ORDERS]
+    order = orders[0] if orders else order_of()
+    if order is not None:
+        return order
+    argument = f"{reader.directory / CONFIG_FILE}: model_type"
+    want = f"one of {sorted(STACKED_ORDERS)} where gate and up are stacked"
+    remedy = "save it with one matrix per expert (transformers: save_original_format=True)"
+    text = message(reader.op, argument, want, " / ".join(kinds) or "none", remedy)
+    raise UnsupportedError(text)
 
 
 def _float_matrix(reader: CheckpointReader, name: str, *, dims: int) -> TensorInfo:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...core.files import is_file, partial_name
-from ...errors import UnsupportedError, message, require, require_tensor
+from ...errors import Checks, UnsupportedError, message, require, require_tensor
 from ...formats.codec import quantize_blocks
 from ...formats.spec import MX_BLOCK_SIZE, MXFP4, ScaleRule
 from ...moe.weights import GateUpOrder, MoEWeights
@@ -111,23 +111,21 @@ def write_demo_checkpoint(
         UnsupportedError: transformers is not installed.
     """
     op, directory = "write_demo_checkpoint", Path(directory)
+    need = Checks(op)
     for name, size, unit in (
         ("hidden_size", hidden_size, 64),
         ("intermediate_size", intermediate_size, MX_BLOCK_SIZE),
         ("num_experts", num_experts, 1),
         ("num_layers", num_layers, 1),
     ):
-        require(
-            size > 0 and size % unit == 0, op, name, need=f"a positive multiple of {unit}", got=size
-        )
-    require(0 < top_k <= num_experts, op, "top_k", need=f"1 to {num_experts}", got=top_k)
-    require(
+        need(size > 0 and size % unit == 0, name, f"a positive multiple of {unit}", size)
+    need(0 < top_k <= num_experts, "top_k", f"1 to {num_experts}", top_k)
+    need(
         not directory.exists() or (directory.is_dir() and not any(directory.iterdir())),
-        op,
         str(directory),
-        need="an absent or empty directory",
-        got="files in it",
-        remedy="name another directory",
+        "an absent or empty directory",
+        "files in it",
+        "name another directory",
     )
     heads = hidden_size // 64
     model = _random_model(
@@ -190,27 +188,25 @@ def load_transformers_oracle(
         ValueError: no directory, a missing or damaged file in it, or more layers than there are.
         UnsupportedError: transformers is not installed.
     """
-    op = "load_transformers_oracle"
-    directory = local_checkpoint(directory, op)
-    require(
+    need = Checks("load_transformers_oracle")
+    directory = local_checkpoint(directory, need.op)
+    need(
         is_file(directory / CONFIG_FILE),
-        op,
         str(directory),
-        need=f"a checkpoint directory with {CONFIG_FILE}",
-        got="none",
+        f"a checkpoint directory with {CONFIG_FILE}",
+        "none",
     )
-    reader = CheckpointReader(directory, op)
-    stored_gate_up_order(reader.config(), directory / CONFIG_FILE, op)
+    reader = CheckpointReader(directory, need.op)
+    stored_gate_up_order(reader.config(), directory / CONFIG_FILE, need.op)
     reader.check_files()
-    transformers = _transformers(op)
+    transformers = _transformers(need.op)
     config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
     if num_layers is not None:
-        require(
+        need(
             0 < num_layers <= config.num_hidden_layers,
-            op,
             "num_layers",
-            need=f"1 to {config.num_hidden_layers}",
-            got=num_layers,
+            f"1 to {config.num_hidden_layers}",
+            num_layers,
         )
         config.num_hidden_layers = num_layers
         config.layer_types = config.layer_types[:num_layers]
@@ -225,13 +221,12 @@ def load_transformers_oracle(
             quantization_config=transformers.Mxfp4Config(dequantize=True),
         )
     absent = sorted({*info["missing_keys"], *info["mismatched_keys"]}, key=str)
-    require(
+    need(
         not absent,
-        op,
         str(directory),
-        need="every tensor of the model",
-        got=f"{len(absent)} missing or mis-shaped, for example {absent and absent[0]}",
-        remedy="transformers would fill them with random numbers",
+        "every tensor of the model",
+        f"{len(absent)} missing or mis-shaped, for example {absent and absent[0]}",
+        "transformers would fill them with random numbers",
     )
     return model.to(dtype).eval()
 

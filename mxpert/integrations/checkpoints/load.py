@@ -19,7 +19,7 @@ import torch
 
 from ...core.files import short
 from ...core.problem import Activation, SwiGLU
-from ...errors import require, require_tensor
+from ...errors import Checks, require, require_tensor
 from ...formats.spec import MX_BLOCK_SIZE
 from ...moe.published import BLOCK_BYTES, expert_weights_from, published_expert_tensors
 from ...moe.weights import GateUpOrder, MoEWeights
@@ -328,23 +328,22 @@ def save_gpt_oss_layer_tensors(
 def _gpt_oss_sizes(reader: CheckpointReader) -> _GptOssSizes:
     """Sizes from a gpt-oss config; a ValueError if it is another model's or not MXFP4."""
     config, op = reader.config(), reader.op
+    need = Checks(op)
     where = reader.directory / CONFIG_FILE
-    require(
+    need(
         config.get("model_type") == "gpt_oss",
-        op,
         f"{where}: model_type",
-        need='"gpt_oss"',
-        got=config.get("model_type"),
-        remedy="other models' quantised experts load with load_expert_weights",
+        '"gpt_oss"',
+        config.get("model_type"),
+        "other models' quantised experts load with load_expert_weights",
     )
     order = stored_gate_up_order(config, where, op)
-    require(
+    need(
         order is GateUpOrder.INTERLEAVED,
-        op,
         f"{where}: gate_up_order",
-        need=GateUpOrder.INTERLEAVED,
-        got=order,
-        remedy="gpt-oss alternates gate and up rows",
+        GateUpOrder.INTERLEAVED,
+        order,
+        "gpt-oss alternates gate and up rows",
     )
     sizes = _GptOssSizes(
         num_layers=positive_int(config, ["num_hidden_layers"], where, op),
@@ -355,19 +354,17 @@ def _gpt_oss_sizes(reader: CheckpointReader) -> _GptOssSizes:
         limit=_swiglu_limit(config, where, op),
     )
     for name in ("hidden_size", "intermediate_size"):
-        require(
+        need(
             getattr(sizes, name) % MX_BLOCK_SIZE == 0,
-            op,
             f"{where}: {name}",
-            need=f"a multiple of {MX_BLOCK_SIZE}",
-            got=getattr(sizes, name),
+            f"a multiple of {MX_BLOCK_SIZE}",
+            getattr(sizes, name),
         )
-    require(
+    need(
         sizes.top_k <= sizes.num_experts,
-        op,
         f"{where}: num_experts_per_tok",
-        need=f"at most {sizes.num_experts} experts",
-        got=sizes.top_k,
+        f"at most {sizes.num_experts} experts",
+        sizes.top_k,
     )
     return sizes
 

@@ -20,7 +20,7 @@ import torch
 
 from ... import __version__
 from ...core.files import JSONReader, partial_name, write_atomically
-from ...errors import require
+from ...errors import Checks
 from ...formats.spec import MX_BLOCK_SIZE, ScaleRule, ScaleRuleLike
 from ...moe.published import BLOCK_BYTES
 from ...moe.weights import GateUpOrder
@@ -265,16 +265,16 @@ def _identity(plan: QuantizePlan) -> dict[str, Any]:
 
 def _prepare_destination(plan: QuantizePlan) -> dict[str, Any]:
     """Create the destination or recognise an interrupted run; returns the manifest."""
+    need = Checks(OP)
     destination, identity = plan.destination, _identity(plan)
     path = destination / MANIFEST_FILE
     remedy = "name another destination, or empty this one yourself"
-    require(
+    need(
         destination.is_dir() or not destination.exists(),
-        OP,
         str(destination),
-        need="a directory",
-        got="a file",
-        remedy=remedy,
+        "a directory",
+        "a file",
+        remedy,
     )
     own_partials = [partial_name(destination / name) for name in _output_names(plan)]
     present = (
@@ -283,24 +283,22 @@ def _prepare_destination(plan: QuantizePlan) -> dict[str, Any]:
         else [entry for entry in destination.iterdir() if entry not in own_partials]
     )
     if present:
-        require(
+        need(
             path.is_file(),
-            OP,
             str(destination),
-            need="an absent or empty directory",
-            got=f"{len(present)} entries, for example {present[0].name}",
-            remedy=remedy,
+            "an absent or empty directory",
+            f"{len(present)} entries, for example {present[0].name}",
+            remedy,
         )
         manifest = read_json(path, OP)
         found = {key: manifest.get(key) for key in identity}
         differs = sorted(key for key in identity if found[key] != identity[key])
-        require(
+        need(
             not differs,
-            OP,
             str(destination),
-            need="the unfinished output of the same source, settings and version",
-            got=f"another run's ({', '.join(differs)} differ)",
-            remedy=remedy,
+            "the unfinished output of the same source, settings and version",
+            f"another run's ({', '.join(differs)} differ)",
+            remedy,
         )
         reader = JSONReader(OP, "empty the destination and run again")
         reader.value(dict, manifest.get("shards"), f"{path}: shards")

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ...core.files import exists, is_file, kind_of_file, parse_json, short, write_atomically
-from ...errors import message, require
+from ...errors import Checks, message, require
 from .hub import local_checkpoint
 
 CONFIG_FILE = "config.json"
@@ -147,27 +147,24 @@ class CheckpointReader:
 
     def info(self, name: str) -> TensorInfo:
         """Header entry of one tensor; a ValueError that names file and tensor if it is missing."""
-        require(
+        need = Checks(self.op)
+        need(
             name in self._files,
-            self.op,
             name,
-            need="this tensor in the checkpoint",
-            got=f"no such name in {self.path}",
-            remedy="the checkpoint is incomplete",
+            "this tensor in the checkpoint",
+            f"no such name in {self.path}",
+            "the checkpoint is incomplete",
         )
         file = self._files[name]
         handle = self._open(file)
         try:
             view = handle.get_slice(name)
         except SafetensorError as error:
-            raise ValueError(
-                message(
-                    self.op,
-                    f"{file}: {name}",
-                    "the tensor that the index names",
-                    error,
-                    "index and shards do not belong together",
-                )
+            raise need.value_error(
+                f"{file}: {name}",
+                "the tensor that the index names",
+                error,
+                "index and shards do not belong together",
             ) from error
         return TensorInfo(name, file, view.get_dtype(), tuple(view.get_shape()))
 
@@ -185,24 +182,11 @@ class CheckpointReader:
         self, name: str, *, dtypes: Sequence[str], shape: Sequence[int], remedy: str
     ) -> TensorInfo:
         """Header entry of one tensor, checked for dtype and shape."""
+        need = Checks(self.op)
         info = self.info(name)
         where = f"{info.file}: {name}"
-        require(
-            info.dtype in dtypes,
-            self.op,
-            f"{where}.dtype",
-            need=" or ".join(dtypes),
-            got=info.dtype,
-            remedy=remedy,
-        )
-        require(
-            info.shape == tuple(shape),
-            self.op,
-            f"{where}.shape",
-            need=list(shape),
-            got=list(info.shape),
-            remedy=remedy,
-        )
+        need(info.dtype in dtypes, f"{where}.dtype", " or ".join(dtypes), info.dtype, remedy)
+        need(info.shape == tuple(shape), f"{where}.shape", list(shape), list(info.shape), remedy)
         return info
 
     def read(self, name: str) -> torch.Tensor:

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 
 from ...core.problem import Activation, ClampedSiLU, SiLU, SwiGLU
-from ...errors import UnsupportedError, message, require
-from ...formats.spec import MX_BLOCK_SIZE
+from ...errors import Checks, UnsupportedError, message, require
+from ...formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE
 from ...moe.weights import GateUpOrder, gate_up_rows
 from ...moe.weights_state import PROJECTIONS
-from ...quantize.op import FLOAT_DTYPES
 from ...training.activation import gated_activation
 
 _FLAGS = ("is_transposed", "has_bias", "_apply_gate")
@@ -193,51 +192,27 @@ def _describe(
     op: str,
 ) -> FoundExperts:
     if not getattr(module, "has_gate", True):
-        raise UnsupportedError(
-            message(
-                op,
-                name,
-                "gated experts (gate_up_proj)",
-                "experts without a gate",
-                "leave this model unconverted",
-            )
-        )
+        want, got = "gated experts (gate_up_proj)", "experts without a gate"
+        raise UnsupportedError(message(op, name, want, got, "leave this model unconverted"))
     _check_tensors(name, module, op)
+    need = Checks(op)
     gate_up, down = module.gate_up_proj, module.down_proj
     transposed = bool(module.is_transposed)
     experts, hidden, intermediate = down.shape
     if transposed:
         hidden, intermediate = intermediate, hidden
-    want = (
-        (experts, hidden, 2 * intermediate) if transposed else (experts, 2 * intermediate, hidden)
-    )
-    require(
-        tuple(gate_up.shape) == want,
-        op,
-        f"{name}.gate_up_proj.shape",
-        need=list(want),
-        got=list(gate_up.shape),
-        remedy=f"down_proj is {list(down.shape)}",
-    )
+    wide = 2 * intermediate
+    shape = [experts, hidden, wide] if transposed else [experts, wide, hidden]
+    have, remedy = list(gate_up.shape), f"down_proj is {list(down.shape)}"
+    need(have == shape, f"{name}.gate_up_proj.shape", shape, have, remedy)
     for what, size in (("hidden size", hidden), ("intermediate size", intermediate)):
-        require(
-            size % MX_BLOCK_SIZE == 0,
-            op,
-            name,
-            got=size,
-            need=f"a {what} that is a multiple of {MX_BLOCK_SIZE}",
-            remedy="MXFP4 has no partial blocks; pad the model first",
-        )
+        wanted = f"a {what} that is a multiple of {MX_BLOCK_SIZE}"
+        remedy = "MXFP4 has no partial blocks; pad the model first"
+        need(size % MX_BLOCK_SIZE == 0, name, wanted, size, remedy)
     if module.has_bias:
         for projection, rows in (("gate_up_proj", 2 * intermediate), ("down_proj", hidden)):
-            bias = getattr(module, f"{projection}_bias")
-            require(
-                tuple(bias.shape) == (experts, rows),
-                op,
-                f"{name}.{projection}_bias.shape",
-                need=[experts, rows],
-                got=list(bias.shape),
-            )
+            have, shape = list(getattr(module, f"{projection}_bias").shape), [experts, rows]
+            need(have == shape, f"{name}.{projection}_bias.shape", shape, have)
     activation, order = recognise_gate(module, name, op)
     return FoundExperts(
         name,

@@ -14,10 +14,9 @@ import torch
 
 from ...errors import message, require_tensor
 from ...formats.gate_up import GateUpOrder
-from ...formats.spec import ScaleRule
+from ...formats.spec import FLOAT_DTYPES, ScaleRule
 from ...moe.requantize import requantize_
 from ...moe.weights import MoEWeights
-from ...quantize.op import FLOAT_DTYPES
 
 
 @dataclass(frozen=True)

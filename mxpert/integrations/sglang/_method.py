@@ -33,7 +33,7 @@ from ..serving.layer_weights import columns_of_rank, prepare_layer
 from ..serving.loads import FROM_CHECKPOINTS, Loads
 from ..serving.reload import model_of
 from ..serving.requantize import Share
-from . import BACKENDS, OP
+from ._plugin import BACKENDS, OP
 from ._refusals import activation_of, refuse_unsupported
 
 if TYPE_CHECKING:

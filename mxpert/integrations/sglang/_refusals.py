@@ -13,7 +13,7 @@ from ...errors import UnsupportedError, message
 from ...formats.spec import MX_BLOCK_SIZE
 from ...moe.weights import GateUpOrder
 from ..serving.refusals import Refusal, refuse_first
-from . import OP
+from ._plugin import OP
 from ._start import refused_options
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..serving.refusals import Refusal, one_line_in_commands, refuse_first
 from ..serving.versions import require_version
-from . import BACKENDS, BELOW, OLDEST, OP
+from ._plugin import BACKENDS, BELOW, OLDEST, OP
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs

@@ -17,8 +17,8 @@ from vllm.model_executor.layers.quantization import mxfp4
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from ...errors import UnsupportedError, message
-from . import serve
 from ._method import served_method
+from ._plugin import serve
 from ._refusals import activation_of
 from .options import KEY, OP, requested_format, require_supported
 

@@ -16,7 +16,7 @@ import torch
 from ...errors import UnsupportedError, message
 from ...formats.spec import MX_BLOCK_SIZE
 from ..serving.refusals import Refusal, one_line_in_commands, refuse_first
-from . import NAMES, serve
+from ._plugin import NAMES, serve
 from .options import KEY, OP, is_supported, requested_format, require_supported
 
 if TYPE_CHECKING:

@@ -8,12 +8,11 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-
 from ...core.problem import MoEConfig, MoEProblem, Op
 from ...core.stage_configs import StageConfig, require_integers, require_positive, set_kernel
 from ...errors import require
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
+from ...formats.spec import FLOAT_DTYPES
 from .layout import CDNA4_FRAGMENT
 
 
@@ -85,7 +84,6 @@ STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
 DECODE_BLOCKS_M = (16, 32)
 """Rows of a decode tile: the N of one or two MFMA."""
 
-_OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MOST_BYTES = 1 << 31
 """Activations and float32 outputs must have fewer bytes: offsets of buffers have 31 bits."""
 
@@ -112,7 +110,7 @@ def unsupported(problem: MoEProblem) -> str | None:
         return f"needs gfx950, not {problem.target.arch}"
     if problem.weight_layout is not CDNA4_FRAGMENT:
         return "needs weights in CDNA4_FRAGMENT layout: call weights.prepare(device=...)"
-    if problem.options.out_dtype not in _OUT_DTYPES:
+    if problem.options.out_dtype not in FLOAT_DTYPES:
         return f"writes bfloat16, float16 or float32, not {problem.options.out_dtype}"
     if problem.routing_block_m % min(DECODE_BLOCKS_M):
         return f"needs routing_block_m to be a multiple of {min(DECODE_BLOCKS_M)}"

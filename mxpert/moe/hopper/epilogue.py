@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...device.activation import gated_activation
 from ...device.compat import aggregate, async_store, barrier
+from ...routing.plan import TOKEN_MASK
 from .weight_fragments import feature_layout, gate_and_up, row_pair_layout, row_pairs
 
 LINEAR = "linear"
@@ -16,7 +17,7 @@ EPILOGUE are names of activations."""
 
 _LINEAR = gl.constexpr(LINEAR)
 
-_TOKEN_MASK = gl.constexpr((1 << 24) - 1)
+_TOKEN_MASK = gl.constexpr(TOKEN_MASK)
 """Bits of a sorted_token_id that hold the token; the upper bits hold its slot."""
 
 

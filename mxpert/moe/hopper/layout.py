@@ -9,7 +9,7 @@ It serves wgmma with the weights as register operand A. A unit is 64 rows × 128
 
 Fragment rows g and g + 8 of a warp hold weight rows 2g and 2g + 1, so that a thread owns adjacent
 outputs. K is permuted inside each 128 so that the 32 codes that a thread owns of one row share one
-MX block; activations are stored with the same permutation (`permute_activations`). A word holds 8
+MX block; activations are stored with the same permutation (`encode.store_step`). A word holds 8
 codes: the magnitudes as eight 3-bit byte selectors, the signs where one shift brings them to the
 byte's top bit.
 """
@@ -138,18 +138,6 @@ def _expert_parts(t: MXTensor) -> list[slice]:
     experts, num_rows, depth = t.shape
     step = 1 if t.device.type == "cpu" else max(1, _GPU_CODES // max(1, num_rows * depth))
     return [slice(first, min(first + step, experts)) for first in range(0, experts, step)]
-
-
-def row_factor(reference: torch.Tensor) -> torch.Tensor:
-    """float32 factor that an accumulator over folded codes carries: ``2^(reference - 127 - 6)``."""
-    return torch.exp2(reference.to(torch.float32) - (E8M0_BIAS + FOLD_TOP))
-
-
-def permute_activations(x: torch.Tensor) -> torch.Tensor:
-    """Reorder the last dimension (a multiple of 128) as the weights' K is stored."""
-    split = x.unflatten(-1, (-1, _BLOCKS, _WORDS, _HALVES, _BYTES))
-    result: torch.Tensor = split.transpose(-4, -3).transpose(-3, -2).flatten(-5)
-    return result
 
 
 @functools.lru_cache

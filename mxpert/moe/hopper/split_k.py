@@ -22,7 +22,7 @@ from ...device.pdl import (
     launch_dependents,
     launch_dependents_and_wait,
 )
-from ...routing.plan import RoutingPlan
+from ...routing.plan import TOKEN_MASK, RoutingPlan
 from .encode import (
     RowsOut,
     SortedRows,
@@ -42,19 +42,17 @@ from .epilogue import is_real
 
 # ---- Stage 1 after split-K: sum the K splits in order, then bias and activation.
 #
-# Split-K is used if the tiles of a few tokens would leave SMs idle. The partial sums are
-# float32
+# Split-K is used if the tiles of a few tokens would leave SMs idle. The partial sums are float32
 # [k_splits, P, 2F], with row factors and activation scales applied.
 #
 # Inside a layer one kernel also encodes the rows for stage 2, without storing the bf16
-# intermediate.
-# Its programs hold a row in registers, as those of the row-encoding kernel do. Another
-# kernel, plain
-# Triton, writes bf16 rows for `moe_gate_up` alone and for rows too long for registers.
+# intermediate. Its programs hold a row in registers, as those of the row-encoding kernel do.
+# Another kernel, plain Triton, writes bf16 rows for `moe_gate_up` alone and for rows too long for
+# registers.
 
 _BLOCK = 256
 _NUM_WARPS = 2
-_TOKEN_MASK = tl.constexpr((1 << 24) - 1)
+_TOKEN_MASK = tl.constexpr(TOKEN_MASK)
 
 
 @triton.jit
@@ -67,7 +65,7 @@ def _sum_k_splits(part_ptr, part_stride, k_splits, mask):
 
 
 @triton.jit(do_not_specialize=["num_tokens", "routing_block_m", "k_splits", "num_rows"])
-def _moe_gate_up_finish_kernel(
+def _moe_gate_up_sum_splits_kernel(
     h_ptr,
     parts_ptr,
     bias_ptr,
@@ -150,7 +148,7 @@ def _activate_launch(
 ) -> Launch:
     first, second = options.activation.parameters
     return Launch(
-        _moe_gate_up_finish_kernel,
+        _moe_gate_up_sum_splits_kernel,
         (num_rows, triton.cdiv(num_features, _BLOCK)),
         p0=float(first),
         p1=float(second),

@@ -13,13 +13,13 @@ from ...device.targets import has_mma_sync_only, has_tcgen05, has_wgmma, refuse_
 from ...device.tile_rules import (
     EPILOGUE_BYTES,
     MIN_BLOCK_M,
-    OUT_DTYPES,
     invalid_tile,
     num_threads,
     require_config,
     shrink_until_valid,
     without_scaled_mfma,
 )
+from ...formats.spec import FLOAT_DTYPES
 from ...formats.tensor import Layout
 from ...formats.token import FP8_TOKEN
 
@@ -38,7 +38,7 @@ def unsupported(problem: MoEProblem) -> str | None:
     refused = refuse_without(problem.target, "scaled MFMA")
     if refused:
         return refused
-    if options.out_dtype not in OUT_DTYPES:
+    if options.out_dtype not in FLOAT_DTYPES:
         return (
             f"writes bfloat16, float16 or float32, not {options.out_dtype}; pass one as out_dtype"
         )

@@ -11,10 +11,8 @@ from ...core.ops import OpSpec
 from ...core.problem import Activation, ActivationLike, Op, RowsProblem, parse_activation
 from ...core.target import detect_target
 from ...errors import Checks
-from ...quantize.op import FLOAT_DTYPES
+from ...formats.spec import WIDE_DTYPES
 from .inputs import ActivateBackwardInputs, ActivateInputs, CombineBackwardInputs, CombineInputs
-
-ROW_DTYPES = (*FLOAT_DTYPES, torch.float64)
 
 
 def activate_rows(gate_up: torch.Tensor, activation: ActivationLike) -> torch.Tensor:
@@ -113,7 +111,7 @@ def _check_activate(activation: Activation, inputs: ActivateInputs) -> None:
 
 
 def _check_gate_up(gate_up: torch.Tensor, need: Checks) -> None:
-    need.tensor(gate_up, "gate_up", dtype=ROW_DTYPES, shape=(None, None))
+    need.tensor(gate_up, "gate_up", dtype=WIDE_DTYPES, shape=(None, None))
     need(
         gate_up.shape[1] % 2 == 0,
         "gate_up.shape[1]",
@@ -134,20 +132,20 @@ def _check_activate_backward(activation: Activation, inputs: ActivateBackwardInp
 def _check_combine(options: None, inputs: CombineInputs) -> None:
     need = Checks("combine_rows")
     _check_rows(inputs.rows, inputs.row_ids, inputs.weights, need)
-    need.dtype(inputs.out_dtype, ROW_DTYPES, "out_dtype")
+    need.dtype(inputs.out_dtype, WIDE_DTYPES, "out_dtype")
 
 
 def _check_combine_backward(options: None, inputs: CombineBackwardInputs) -> None:
     need, rows, row_ids = Checks("combine_rows_backward"), inputs.rows, inputs.row_ids
     _check_rows(rows, row_ids, inputs.weights, need)
     shape = row_ids.shape[0], rows.shape[1]
-    need.tensor(inputs.grad, "grad", dtype=ROW_DTYPES, shape=shape, device=rows.device)
+    need.tensor(inputs.grad, "grad", dtype=WIDE_DTYPES, shape=shape, device=rows.device)
 
 
 def _check_rows(
     rows: torch.Tensor, row_ids: torch.Tensor, weights: torch.Tensor | None, need: Checks
 ) -> None:
-    need.tensor(rows, "rows", dtype=ROW_DTYPES, shape=(None, None))
+    need.tensor(rows, "rows", dtype=WIDE_DTYPES, shape=(None, None))
     need.tensor(row_ids, "row_ids", dtype=torch.int64, shape=(None, None), device=rows.device)
     need(
         row_ids.numel() >= rows.shape[0],

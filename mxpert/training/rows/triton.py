@@ -12,7 +12,7 @@ from ...core.kernel import UntunedKernel
 from ...core.launch import CACHED_LAUNCHES, Launch
 from ...core.problem import Config, Op, RowsProblem
 from ...device.targets import refuse_cpu
-from ...quantize.triton import DTYPES
+from ...formats.spec import FLOAT_DTYPES
 from .inputs import ActivateBackwardInputs, ActivateInputs, CombineBackwardInputs, CombineInputs
 from .triton_kernels import (
     _activate_rows_backward_kernel,
@@ -35,7 +35,7 @@ class _Rows(UntunedKernel):
 
     def unsupported(self, problem: RowsProblem) -> str | None:
         """Why the kernel cannot serve `problem`; None if it can."""
-        if problem.dtype not in DTYPES:
+        if problem.dtype not in FLOAT_DTYPES:
             return f"reads float32, bfloat16 or float16, not {problem.dtype}; convert it to one"
         return refuse_cpu(problem.target)
 

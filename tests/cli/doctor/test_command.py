@@ -17,8 +17,8 @@ from rich.console import Console
 from triton import knobs
 from typer.testing import CliRunner
 
-from mxpert.cli import doctor, main, report
-from mxpert.cli.doctor import findings, operations
+from mxpert.cli import main, report
+from mxpert.cli.doctor import command, findings, operations
 from mxpert.cli.doctor.findings import BROKEN, OK, WARNING, Finding
 from mxpert.core.problem import Target
 from mxpert.core.target import detect_target, on_device
@@ -284,9 +284,9 @@ def test_doctor_fits_80_columns_in_sections() -> None:
             "refused": {"hopper": "needs a GPU " * 20},
         }
     ]
-    doctor._print(Console(width=200, file=text), facts, found, rows)
+    command._print(Console(width=200, file=text), facts, found, rows)
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    assert max(map(len, lines)) <= doctor.NARROW == 80
+    assert max(map(len, lines)) <= command.NARROW == 80
     sections = [line for line in lines if line[:1].isalpha() and "  " not in line][1:]
     assert sections == ["Packages", "Compiler", "Operations", "Backends that are not used"]
     assert " ".join(" ".join(lines).split()).count("does not fit beside") == 3, "notes are whole"

@@ -13,9 +13,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import gfx950emu
-from mxpert.cli import doctor, main
-from mxpert.cli.doctor import executed
-from mxpert.cli.doctor.executed import Case, _execute_case, cases, execute
+from mxpert.cli import main
+from mxpert.cli.doctor import command, executed
+from mxpert.cli.executed import Case, _execute_case, cases, execute
 from mxpert.testing import gfx950
 
 runner = CliRunner()
@@ -60,11 +60,11 @@ def test_doctor_emulates_and_writes_json(few: None) -> None:
 
 
 def test_doctor_measures_this_machine(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "MEASURED_TOKENS", (1,))
-    monkeypatch.setattr(doctor, "DEFAULT_FORMATS", "a8w4")
-    monkeypatch.setattr(doctor.bench, "is_timed", lambda _: True)  # as on a GPU
-    monkeypatch.setattr(doctor.bench, "CPU_SCALE", 64)
-    monkeypatch.setattr(doctor.bench, "STAGES", ("layer",))
+    monkeypatch.setattr(command, "MEASURED_TOKENS", (1,))
+    monkeypatch.setattr(command, "DEFAULT_FORMATS", "a8w4")
+    monkeypatch.setattr(command.bench, "is_timed", lambda _: True)  # as on a GPU
+    monkeypatch.setattr(command.bench, "CPU_SCALE", 64)
+    monkeypatch.setattr(command.bench, "STAGES", ("layer",))
     outcome = runner.invoke(main.app, ["doctor", "--measure", "--json", "-"])
     assert outcome.exit_code == 0, outcome.stderr
     document = json.loads(outcome.stdout)

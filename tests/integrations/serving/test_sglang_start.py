@@ -23,7 +23,7 @@ from sglang.srt.layers.moe.moe_runner import runner
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from mxpert.integrations.sglang._lazy import lazy_core
+from mxpert.integrations.sglang._plugin import lazy_core
 
 pytestmark = pytest.mark.usefixtures("sglang_plugin")
 OTHERS = {"moe_runner_backend": "triton", "enable_eplb": True}

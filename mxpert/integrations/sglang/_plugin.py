@@ -1,0 +1,80 @@
+"""Registration with SGLang: light objects that import the kernels when a layer needs them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..models.implementations import IMPLEMENTATIONS
+
+if TYPE_CHECKING:
+    import torch
+    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+    from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+
+    from ._method import MxpertRunnerCore
+
+BACKENDS = IMPLEMENTATIONS
+"""Value of ``--moe-runner-backend`` → activation format of the experts: "mxpert" is bf16, and
+"mxpert_NAME" any name that the API takes."""
+
+OLDEST, BELOW = (0, 5, 21), (0, 5, 24)
+"""Supported versions of SGLang: from OLDEST on, below BELOW."""
+
+OP = "mxpert for SGLang"
+
+
+def register() -> None:
+    """Add the backends to SGLang's registries, and a check of its options.
+
+    SGLang calls it once in each process. Nothing is imported beyond what SGLang's own model
+    configuration imports. In a version outside of the supported range the configs stay SGLang's,
+    and the check refuses the backends.
+    """
+    import sglang
+    from sglang.srt.arg_groups.choices import add_moe_runner_backend_choices
+    from sglang.srt.layers.moe.moe_runner.runner import register_moe_runner_core
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from ..serving.versions import in_range
+    from ._start import TARGET, check
+
+    HookRegistry.register(TARGET, check, HookType.AFTER)
+    add_moe_runner_backend_choices(list(BACKENDS))
+    for name in BACKENDS:
+        register_moe_runner_core(name, lazy_core)
+    on_gpus = "mxfp4" in QUANTIZATION_METHODS
+    if on_gpus and in_range(sglang.__version__, OLDEST, BELOW):
+        QUANTIZATION_METHODS["mxfp4"] = lazy_config(QUANTIZATION_METHODS["mxfp4"])
+
+
+def lazy_core(config: MoeRunnerConfig) -> MxpertRunnerCore:
+    """Return the runner core of a layer; SGLang's registry calls this with a MoeRunnerConfig."""
+    from ._start import require_supported
+
+    require_supported()
+    from ._method import MxpertRunnerCore
+
+    return MxpertRunnerCore(config)
+
+
+def lazy_config(in_tree: Any) -> type:  # Any: mypy takes no other variable as a base class
+    """Return SGLang's MXFP4 config with mxpert's method for the experts, if it was asked for."""
+
+    class MxpertMxfp4Config(in_tree):
+        """SGLang's own answers, except for experts under one of mxpert's backends."""
+
+        def get_quant_method(
+            self, layer: torch.nn.Module, prefix: str
+        ) -> QuantizeMethodBase | None:
+            from sglang.srt.layers.moe.utils import get_moe_runner_backend
+
+            if get_moe_runner_backend().value in BACKENDS:
+                from ._method import method_of
+
+                served = method_of(self, layer, prefix)
+                if served is not None:
+                    return served
+            return super().get_quant_method(layer, prefix)
+
+    return MxpertMxfp4Config
