@@ -24,7 +24,12 @@ from .formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFP4, ScaleRule, ScaleRu
 from .formats.tensor import Layout, MXTensor
 from .moe.local_weights import check_local_weights, local_weights
 from .moe.op import fused_moe
-from .moe.published import expert_weights_from, mismatch, published_expert_tensors, published_shapes
+from .moe.published_tensors import (
+    expert_weights_from,
+    mismatch,
+    published_expert_tensors,
+    published_shapes,
+)
 from .moe.requantize import requantize_ as requantize_
 from .moe.weights import ORDERS, GateUpOrder, MoEWeights
 from .moe.weights_state import PROJECTIONS

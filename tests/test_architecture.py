@@ -39,7 +39,7 @@ USES_TRITON = re.compile(
 NAMES_A_CHIP = re.compile("hopper|cdna4|gfx950|sm_90", re.IGNORECASE)
 NAMES_NO_CHIP = re.compile(
     r"(core|formats)/|(moe|grouped|quantize|routing)/"
-    r"(op|dual_op|checks|inputs|plan|published|requantize|weights|weights_state)\.py"
+    r"(op|dual_op|checks|inputs|plan|published_tensors|requantize|weights|weights_state)\.py"
 )
 """Files of the core and of the ops; a chip's parts are found by its manifest."""
 MAX_FILE_LINES, MAX_KERNEL_FILE_LINES = 500, 900

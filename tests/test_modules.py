@@ -30,7 +30,7 @@ from mxpert.integrations.checkpoints.gpt_oss import (
 )
 from mxpert.integrations.checkpoints.load import load_gpt_oss_layers
 from mxpert.modules import quantize_weights
-from mxpert.moe.published import expert_weights_from
+from mxpert.moe.published_tensors import expert_weights_from
 from mxpert.testing.numerics import assert_exact, cosine
 
 E, H, F, K = 4, 64, 32, 2

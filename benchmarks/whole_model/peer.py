@@ -11,7 +11,7 @@ import torch
 from transformers.integrations import mxfp4
 
 from mxpert.integrations.models.expert_modules import MXExperts
-from mxpert.moe.published import published_expert_tensors
+from mxpert.moe.published_tensors import published_expert_tensors
 
 HUB = "kernels-community/gpt-oss-triton-kernels"
 PARTS = (

@@ -14,7 +14,6 @@ from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFP8_E5M2, ScaleSpan
 from ..formats.tensor import MXTensor, Operand
 from ..quantize.inputs import DequantizeInputs
 from ..quantize.triton import DEQUANTIZE
-from .hopper_decode_if_wide import decode_if_wide
 from .hopper_kernel import (
     CONSUMER_ROWS,
     CONSUMER_WARPS,
@@ -24,6 +23,7 @@ from .hopper_kernel import (
     STAGE_ROW_BYTES,
     _grouped_gemm_hopper_kernel,
 )
+from .hopper_wide_operands import decode_if_wide
 from .host import Grouped, GroupedGemm, GroupedWgrad
 
 BLOCK_M, BLOCK_N = 128, 256

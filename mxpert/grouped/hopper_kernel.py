@@ -52,7 +52,7 @@ from ..device.compat import aggregate, async_load, async_store, barrier
 from ..device.groups import load_offset
 from ..device.hopper import consumer_start, producer_start
 from ..formats.spec import MX_BLOCK_SIZE
-from .hopper_decode_if_wide import is_wide
+from .hopper_wide_operands import is_wide
 
 # ---- Tile scheduler of the persistent grouped GEMM.
 #

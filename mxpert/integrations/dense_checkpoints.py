@@ -21,7 +21,7 @@ from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, require
 from ..formats.spec import ScaleRule
 from ..modules import quantize_stacked
-from ..moe.published import published_shapes
+from ..moe.published_tensors import published_shapes
 from ..moe.weights import GateUpOrder
 from ..moe.weights_state import PROJECTIONS
 from .checkpoint_names import fitting, module_of

@@ -23,7 +23,7 @@ from ..core.problem import OwnFormat
 from ..distributed import ExpertParallel
 from ..errors import message, require
 from ..formats.spec import ScaleRule
-from ..moe.published import published_shapes
+from ..moe.published_tensors import published_shapes
 from ..moe.weights import GateUpOrder
 from .checkpoint_names import fitting, module_of
 from .checkpoints.load import check_experts, expert_modules_of

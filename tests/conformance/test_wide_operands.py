@@ -9,7 +9,7 @@ import torch
 
 from mxpert.core.target import detect_target
 from mxpert.formats import MXTensor, ScaleRule, ScaleSpan, dequantize_blocks, quantize_blocks
-from mxpert.grouped.hopper_decode_if_wide import decode_if_wide
+from mxpert.grouped.hopper_wide_operands import decode_if_wide
 from mxpert.testing.numerics import assert_exact
 from support.poison import nan_filled_scratch
 

@@ -53,7 +53,7 @@ from mxpert import GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan
 from mxpert import formats as mx
 from mxpert.core.problem import ACTIVATION_FORMATS, TopKOptions
 from mxpert.modules import quantize_weights
-from mxpert.moe.published import expert_weights_from, published_expert_tensors
+from mxpert.moe.published_tensors import expert_weights_from, published_expert_tensors
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE, grouped_linear, grouped_mm
 from mxpert.training.activation import gated_activation
 from mxpert.training.rows import op as rows

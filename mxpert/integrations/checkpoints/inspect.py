@@ -16,7 +16,7 @@ from ...formats.codec import dequantize_blocks
 from ...formats.folding import fold_certificate
 from ...formats.spec import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE, MXFP4
 from ...formats.tensor import MXTensor
-from ...moe.published import BLOCK_BYTES
+from ...moe.published_tensors import BLOCK_BYTES
 from ...moe.weights import GateUpOrder, interleaved_rows
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import choose_modules, layer_number, match_modules, module_order

@@ -21,7 +21,7 @@ from ...core.files import short
 from ...core.problem import Activation, SwiGLU
 from ...errors import Checks, require, require_tensor
 from ...formats.spec import MX_BLOCK_SIZE
-from ...moe.published import BLOCK_BYTES, expert_weights_from, published_expert_tensors
+from ...moe.published_tensors import BLOCK_BYTES, expert_weights_from, published_expert_tensors
 from ...moe.weights import GateUpOrder, MoEWeights
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import choose_modules, module_order

@@ -13,7 +13,7 @@ import torch
 from ...errors import UnsupportedError, message, require
 from ...formats.codec import dequantize_blocks, quantize_blocks
 from ...formats.spec import MXFP4, ScaleRule, ScaleRuleLike
-from ...moe.published import BLOCK_BYTES
+from ...moe.published_tensors import BLOCK_BYTES
 from ...moe.weights_state import PROJECTIONS
 from ..models.experts import FoundExperts
 from .convertible import converter_experts, stacked_order

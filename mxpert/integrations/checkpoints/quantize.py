@@ -22,7 +22,7 @@ from ... import __version__
 from ...core.files import JSONReader, partial_name, write_atomically
 from ...errors import Checks
 from ...formats.spec import MX_BLOCK_SIZE, ScaleRule, ScaleRuleLike
-from ...moe.published import BLOCK_BYTES
+from ...moe.published_tensors import BLOCK_BYTES
 from ...moe.weights import GateUpOrder
 from ...moe.weights_state import PROJECTIONS
 from ..models.saved_config import (

@@ -9,7 +9,7 @@ import torch
 from ...core.problem import Activation, ActivationFormat, parse_activation_format
 from ...distributed import ExpertParallel
 from ...modules import PreparedExperts
-from ...moe.published import expert_weights_from, published_shapes
+from ...moe.published_tensors import expert_weights_from, published_shapes
 from ...moe.weights import GateUpOrder, MoEWeights, gate_up_rows
 from ...quantize.op import dequantize
 from ...training.activation import gated_activation
