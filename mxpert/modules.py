@@ -22,14 +22,9 @@ from .errors import UnsupportedError, message, require, require_device, require_
 from .formats.gate_up import GateUpOrderLike
 from .formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFP4, ScaleRule, ScaleRuleLike
 from .formats.tensor import Layout, MXTensor
+from .moe import published_tensors as published
 from .moe.local_weights import check_local_weights, local_weights
 from .moe.op import fused_moe
-from .moe.published_tensors import (
-    expert_weights_from,
-    mismatch,
-    published_expert_tensors,
-    published_shapes,
-)
 from .moe.requantize import requantize_ as requantize_
 from .moe.weights import ORDERS, GateUpOrder, MoEWeights
 from .moe.weights_state import PROJECTIONS
@@ -173,7 +168,7 @@ class PreparedExperts(torch.nn.Module):
         return self
 
     def _published(self) -> dict[str, torch.Tensor]:
-        return published_expert_tensors(self.weights.unprepare(), dtype=self.dtype)
+        return published.published_expert_tensors(self.weights.unprepare(), dtype=self.dtype)
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
@@ -194,7 +189,7 @@ class PreparedExperts(torch.nn.Module):
         error_msgs: list[str],
     ) -> None:
         weights = self.weights
-        wanted = published_shapes(
+        wanted = published.published_shapes(
             weights.num_experts,
             weights.hidden_size,
             weights.intermediate_size,
@@ -211,14 +206,14 @@ class PreparedExperts(torch.nn.Module):
         errors = [
             error
             for name, tensor in given.items()
-            if (error := mismatch(prefix + name, tensor, wanted[name]))
+            if (error := published.mismatch(prefix + name, tensor, wanted[name]))
         ]
         error_msgs += errors
         if errors or not given:
             return
         assign = local_metadata.get("assign_to_params_buffers", False)
         kept = {} if given.keys() == wanted.keys() else self._published()
-        loaded = expert_weights_from(
+        loaded = published.expert_weights_from(
             kept
             | {name: tensor.to(weights.device, copy=not assign) for name, tensor in given.items()},
             GateUpOrder.INTERLEAVED,
