@@ -49,7 +49,7 @@ FOUR = [*ANY_SIZE, "only_one_rank_has_tokens"]
 
 
 def of(module: str, names: list[str]) -> list[str]:
-    return [f"distributed.{module}_scenarios.{name}" for name in names]
+    return [f"tests.distributed.{module}_scenarios.{name}" for name in names]
 
 
 RANDOM = "tests.distributed.random_layers.random_layers"
