@@ -124,6 +124,10 @@ torch.serialization.add_safe_globals(
         RoutingPlan,
         ScaleSpan,
         TokenRows,
+        # where earlier versions had them, as their files say
+        (GateUpOrder, "mxpert.weights.GateUpOrder"),
+        (MoEWeights, "mxpert.weights.MoEWeights"),
+        (RoutingPlan, "mxpert.routing.RoutingPlan"),
     ]
 )
 

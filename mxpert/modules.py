@@ -66,7 +66,7 @@ class PreparedExperts(torch.nn.Module):
 
     weights: MoEWeights
     no_gradient = "train with mxpert.training.MXMoE"
-    """What to do instead, for the error that a gradient raises."""
+    """Remedy that the error for a gradient names."""
 
     def __init__(
         self,

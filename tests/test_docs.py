@@ -177,6 +177,37 @@ def test_readme_links_are_relative() -> None:
     assert "mxpert/mxpert" not in text
 
 
+DEVELOPERS_PAGES = (
+    "CONTRIBUTING.md",
+    "docs/add-an-architecture.md",
+    "docs/dev/architecture.md",
+    "docs/dev/inside-a-layer.md",
+    "docs/dev/performance-log.md",
+)
+NAMED_PATH = re.compile(
+    r"(?<![\w/.-])((?:[\w-]+/)+[\w-]+\.(?:py|md|json|txt)"
+    r"|(?:mxpert|tests|docs|benchmarks)/(?:[\w-]+/)*)(?![\w<*({$])"
+)
+
+
+def missing_paths(text: str) -> list[str]:
+    """Files and folders in code spans and blocks that neither the repository nor mxpert/ has."""
+    spans = re.findall(r"```text\n.*?\n```|`[^`\n]+`", text, re.S)
+    found = [path for span in spans for path in NAMED_PATH.findall(span)]
+    return [
+        path
+        for path in found
+        if not path.startswith(("tools/", "build/"))
+        if not any((ROOT / start / path).exists() for start in ("", "mxpert"))
+    ]
+
+
+@pytest.mark.parametrize("page", DEVELOPERS_PAGES)
+def test_paths_exist(page: str) -> None:
+    assert missing_paths((ROOT / page).read_text(encoding="utf-8")) == []
+    assert missing_paths("see `ops/moe.py`") == ["ops/moe.py"]
+
+
 NOT_OURS = "<!-- another program's message -->\n"
 SYMPTOM = re.compile(
     rf"(?P<other>{re.escape(NOT_OURS)})?^```text\n(?P<text>.*?)\n```$", re.M | re.S

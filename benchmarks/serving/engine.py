@@ -34,14 +34,16 @@ def select(backend: Backend) -> dict[str, Any]:
     from mxpert.integrations.vllm import register
 
     register()
-    from mxpert.integrations.serving.layer import Layer
+    from mxpert.integrations.serving.layer import ServedLayer
     from mxpert.integrations.vllm._experts import RoutingExperts
 
     if backend.modular:
         RoutingExperts.serves = staticmethod(lambda *_: False)  # type: ignore[method-assign]
     if not backend.computes:
         RoutingExperts.apply = lambda self, hidden_states, **_: hidden_states.clone()
-        Layer.run = lambda self, x, *_, out=None, **__: x.clone() if out is None else out.copy_(x)
+        ServedLayer.run = lambda self, x, *_, out=None, **__: (
+            x.clone() if out is None else out.copy_(x)
+        )
     return {"additional_config": {"mxpert": backend.activation_format}}
 
 

@@ -132,7 +132,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asked for. backend: pinned for the op under test, or None."""
+    """Options of the command line. backend: pinned for the op under test, or None."""
 
     models: list[Model]
     tokens: list[int]

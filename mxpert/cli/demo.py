@@ -27,7 +27,7 @@ from ..routing.op import make_routing_plan
 from ..routing.plan import TOKEN_MASK
 from ..testing.numerics import cosine, relative_l2
 from ..testing.timing import Work
-from .demo_layers import CheckpointLayers, LayerCase, RandomLayers, open_layers, route
+from .demo_layers import CheckpointLayers, DemoLayer, RandomLayers, open_layers, route
 from .measure import (
     Ceilings,
     cosine_gate,
@@ -65,8 +65,8 @@ MOST_DIGITS = 9
 Noise = tuple[float, float]
 
 
-def quantisation_noise(case: LayerCase, num_tokens: int, activation_format: str) -> Noise:
-    """What the format alone costs on this layer's input and intermediate, by the reference."""
+def quantisation_noise(case: DemoLayer, num_tokens: int, activation_format: str) -> Noise:
+    """Noise of the activation format alone on this layer, computed by the reference."""
     if activation_format == "bf16":
         return 0.0, 0.0
     weights, x = case.weights.plain, case.rows(num_tokens)
@@ -92,7 +92,7 @@ def quantised(rows: torch.Tensor, activation_format: str) -> torch.Tensor:
 
 
 def run_case(
-    case: LayerCase,
+    case: DemoLayer,
     num_tokens: int,
     activation_format: str,
     ceilings: Ceilings | None = None,

@@ -49,7 +49,7 @@ WITHOUT_TRANSFORMERS = (
 
 
 @dataclass(frozen=True)
-class LayerCase:
+class DemoLayer:
     """One layer with what flows into it and what another implementation makes of it."""
 
     layer: LoadedMoELayer
@@ -73,7 +73,7 @@ def text_token_ids(checkpoint: Path, count: int) -> torch.Tensor:
     return torch.tensor((ids * (count // len(ids) + 1))[:count])
 
 
-def route(case: LayerCase, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def route(case: DemoLayer, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """topk_weights, topk_ids of the first tokens, by the checkpoint's router."""
     layer = case.layer
     logits = torch.nn.functional.linear(
@@ -98,7 +98,7 @@ class CheckpointLayers:
 
     def cases(
         self, layers: list[int], num_tokens: int, device: torch.device
-    ) -> Iterator[LayerCase]:
+    ) -> Iterator[DemoLayer]:
         """The layers, each with hidden states that reach it."""
         loaded = load_gpt_oss_layers(self.checkpoint, layers, device)
         with reading(self.checkpoint, "demo"), quiet_imports():
@@ -106,7 +106,7 @@ class CheckpointLayers:
             token_ids = text_token_ids(self.checkpoint, num_tokens)
         for layer in loaded:
             capture = collect_moe_inputs(oracle, token_ids, layer.layer)
-            yield LayerCase(
+            yield DemoLayer(
                 layer,
                 RunWeights.of(layer.weights, device),
                 capture.hidden.to(device),
@@ -128,7 +128,7 @@ class RandomLayers:
 
     def cases(
         self, layers: list[int], num_tokens: int, device: torch.device
-    ) -> Iterator[LayerCase]:
+    ) -> Iterator[DemoLayer]:
         """The layers; a layer's number is its seed."""
         shape = RANDOM_SHAPE
         for number in layers:
@@ -151,7 +151,7 @@ class RandomLayers:
                 router_weight=layer.router_weight.to(device),
                 router_bias=layer.router_bias.to(device),
             )
-            yield LayerCase(
+            yield DemoLayer(
                 layer, RunWeights.of(layer.weights, device), problem.x.to(device), oracle.to(device)
             )
 

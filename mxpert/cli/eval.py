@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..core.files import is_file, what_is_at
+from ..core.files import is_file, kind_of_file
 from ..errors import message, require, require_device
 from ..integrations.checkpoints.hub import local_checkpoint
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE
@@ -133,7 +133,7 @@ def _require_transformers() -> None:
 
 def _check_files(text: Path, plot: Path | None) -> None:
     """Refuse a text or a PNG that cannot be used."""
-    require(is_file(text), "eval", str(text), need="a text file", got=what_is_at(text))
+    require(is_file(text), "eval", str(text), need="a text file", got=kind_of_file(text))
     if plot is not None:
         remedy, got = "pip install matplotlib", "no such package"
         require(has_matplotlib(), "eval", "--plot", need="matplotlib", got=got, remedy=remedy)

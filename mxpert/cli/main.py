@@ -96,7 +96,7 @@ def quiet_imports() -> Iterator[None]:
 
 
 def one_line(error: Exception, command: str) -> str | None:
-    """What the user has to know of an error; None where it is a defect of mxpert."""
+    """The error as one line for the user; None where it is a defect of mxpert."""
     text = " ".join(str(error).split())
     if _MESSAGE_MARK in text and isinstance(
         error, ValueError | TypeError | OSError | UnsupportedError

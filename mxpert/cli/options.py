@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ..core.backend import BACKENDS
-from ..core.files import is_file, short, what_is_at
+from ..core.files import is_file, kind_of_file, short
 from ..core.problem import SHORT_NAMES, OwnFormat, parse_activation_format
 from ..errors import UnsupportedError, message, require
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, CheckpointReader, read_json
@@ -208,7 +208,7 @@ def check_checkpoint(directory: Path, command: str) -> None:
             command,
             str(entry),
             need="regular files in a checkpoint",
-            got=what_is_at(entry),
+            got=kind_of_file(entry),
         )
     config = read_json(directory / CONFIG_FILE, command)
     quantization = config.get("quantization_config")

@@ -142,7 +142,7 @@ def line_style(
     fill: str = "full",
     size: float = 6,
 ) -> dict[str, Any]:
-    """What tells a line apart: a colour, and without colours a marker and dashes.
+    """Style of a line: a colour, and without colours a marker and dashes.
 
     Args:
         color: index. shape: of the marker; None for `color`. dash: None for `shape`, or NO_LINE.
@@ -245,7 +245,7 @@ def grouped_bars(
 
 
 def bar_style(index: int) -> dict[str, Any]:
-    """What tells bars apart: a colour, and without colours a hatch."""
+    """Style of bars: a colour, and without colours a hatch."""
     return {"color": COLORS[index % len(COLORS)], "hatch": HATCHES[index % len(HATCHES)], **BAR}
 
 

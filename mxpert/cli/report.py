@@ -1,4 +1,4 @@
-"""What every command writes alike: progress, the machine's facts, JSON, tables, plots."""
+"""Output that all commands share: progress, the machine's facts, JSON, tables, plots."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def package_version(name: str) -> str | None:
 
 
 def _command_output(*command: str) -> str | None:
-    """What a command prints, or None where it does not exist or fails."""
+    """Output of a command, or None where it does not exist or fails."""
     try:
         return subprocess.run(
             command,
@@ -144,7 +144,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def write_report(target: str | None, document: Mapping[str, Any]) -> None:
-    """What --json asks for: nothing for None, standard output for "-", else a file."""
+    """Destination of --json: none for None, standard output for "-", else a file."""
     if target == "-":
         sys.stdout.write(_as_text(document))
         sys.stdout.flush()

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from .. import __version__
 from ..core.backend import BACKENDS, layouts_for
-from ..core.files import is_file, what_is_at
+from ..core.files import is_file, kind_of_file
 from ..core.problem import Target
 from ..core.tables import TunedRow, add_rows, read_rows, user_table
 from ..core.target import detect_target
@@ -81,7 +81,7 @@ class Request:
 
 @dataclass
 class Report:
-    """What a run did: the source of --json and of the last lines."""
+    """Results of a run, for --json and the last lines."""
 
     environment: Row
     output: str
@@ -141,7 +141,7 @@ def name_cell(cell: Cell) -> str:
     return f"{cell.model} T={cell.num_tokens} {FORMAT_NAMES[cell.activation_format]}"
 
 
-def _tell(console: Console, name: str, backend: str, outcome: Outcome) -> None:
+def _print_outcome(console: Console, name: str, backend: str, outcome: Outcome) -> None:
     """One line for the cell, and one for each candidate that was wrong or failed."""
     for each in outcome.candidates:
         if each.reason:
@@ -216,7 +216,7 @@ class _Tuner:
             deadline=deadline,
             batch_size=BATCH_SIZE // (1 + (cell.num_tokens > LARGE_BATCH_TOKENS)),
         )
-        _tell(self.console, name, choice.kernel.backend, outcome)
+        _print_outcome(self.console, name, choice.kernel.backend, outcome)
         winner = outcome.winner
         row = {"cell": name, "backend": choice.kernel.backend, **asdict(outcome)}
         report.cells.append(row | {"winner": asdict(winner.config) if winner else None})
@@ -288,7 +288,7 @@ def _writable(output: Path | None, target: Target) -> Path:
     open_folder(path.absolute().parent, "tune", "--output")
     check_target(path, "tune", "--output")
     regular = is_file(path) or not path.exists()
-    require(regular, "tune", "--output", need="a regular file", got=what_is_at(path))
+    require(regular, "tune", "--output", need="a regular file", got=kind_of_file(path))
     return path
 
 

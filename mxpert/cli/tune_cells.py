@@ -21,7 +21,7 @@ from ..core.problem import (
     Target,
     parse_activation_format,
 )
-from ..core.registry import explain_problem, offers_row, override
+from ..core.registry import config_exists, explain_problem, override
 from ..core.tables import Source, TunedRow, problem_key, table_name
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import MX_BLOCK_SIZE
@@ -144,7 +144,7 @@ def invalid_row(row: TunedRow, target: Target) -> str | None:
         choice = choose(cell, target, layouts_for(target.arch), row.backend)
     except (UnsupportedError, ValueError) as error:
         return f"{row.place}: {error}"
-    if offers_row(choice.problem, row):
+    if config_exists(choice.problem, row):
         return None
     return f"{row.place}: {row.config} is no config of {row.backend}"
 
@@ -175,7 +175,7 @@ def make_cells(
     tokens: Sequence[int],
     formats: Sequence[OwnFormat],
 ) -> list[Cell]:
-    """All cells, each dimensions' once, ordered by shape so that its weights are made once."""
+    """All cells without duplicates, ordered by shape so that each shape's weights are made once."""
     named = [(name, MODEL_SHAPES[check_model(name, "tune")]) for name in models]
     named += [(text, parse_shape(text)) for text in shapes]
     cells: dict[tuple[object, ...], Cell] = {}

@@ -36,8 +36,8 @@ def is_file(path: Path) -> bool:
         return False
 
 
-def what_is_at(path: Path) -> str:
-    """What stands in the place of a regular file, for an error message."""
+def kind_of_file(path: Path) -> str:
+    """The kind of a path that is no regular file, for an error message."""
     if not exists(path):
         return "no such file"
     return "a directory" if path.is_dir() else "no regular file (a pipe, socket or device)"

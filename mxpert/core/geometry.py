@@ -119,7 +119,7 @@ def parts_of(value: object) -> Parts | None:
     """
     parts: Parts | None = value.__dict__.get(_CACHE)
     if parts is None:
-        parts = _take_apart(value)
+        parts = _parts_of_aggregate(value)
         if parts is not None:
             value.__dict__[_CACHE] = parts
     return parts
@@ -160,7 +160,7 @@ def assembler(
     return assemble
 
 
-def _take_apart(value: object) -> Parts | None:
+def _parts_of_aggregate(value: object) -> Parts | None:
     kind = type(value)
     found = describe(getattr(value, name) for name in TENSOR_FIELDS[kind])
     if found is None:

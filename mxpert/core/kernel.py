@@ -49,7 +49,7 @@ class KernelSpec(
 ):
     """One kernel of one backend: what it can do, how it would do it, and how to start it.
 
-    `mxpert.inputs` holds the inputs of each op. Results of `launch`, by op:
+    `inputs.py` beside an op holds its inputs. Results of `launch`, by op:
         quantize: MXTensor. dequantize: Tensor of problem.dtype.
         route_topk: (topk_weights, topk_ids). make_routing_plan: RoutingPlan.
         moe_gate_up: Tensor or MXTensor [P, F]. moe_down: [T, H] ([P, H] for FLAT), or `out`.

@@ -35,8 +35,8 @@ class OpSpec(Generic[OptionsT, InputsT, ResultT]):
     """One op: its checks, its problem, its fake implementation. Call it to run the op.
 
     All functions get the options and the inputs, as the call does. Options are numbers, names and
-    dtypes: one value, or a NamedTuple of several. Inputs are what the kernel's `launch` takes, a
-    dataclass of `mxpert.inputs`.
+    dtypes: one value, or a NamedTuple of several. Inputs are what the kernel's `launch` takes, the
+    dataclass in `inputs.py` beside the op.
 
     Args:
         name: name of the op in torch.library.

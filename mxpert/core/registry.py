@@ -110,7 +110,7 @@ class Resolution:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a problem goes where it goes; `print()` it.
+    """Which kernel and config serve a problem, and why; `print()` it.
 
     Args:
         problem: of the op; with `expert_parallel` that of this rank's local layer.
@@ -223,7 +223,7 @@ def _choose_config(kernel: AnyKernel, problem: Problem, config: Config) -> tuple
         return pinned, "override", "config pinned by override()"
     if isinstance(problem, MoEProblem) and kernel.backend != "reference":
         row = tables.tuned_row(problem, kernel.backend)
-        if row is not None and offers_row(problem, row):
+        if row is not None and config_exists(problem, row):
             tuned = _stage_config(problem, row.config)
             if _block_fits(problem, tuned):
                 doubt = "; modelled, not measured" if row.modelled else ""
@@ -233,7 +233,7 @@ def _choose_config(kernel: AnyKernel, problem: Problem, config: Config) -> tuple
     return kernel.heuristic(problem), "heuristic", f"{kernel.backend} backend"
 
 
-def offers_row(problem: MoEProblem, row: tables.TunedRow) -> bool:
+def config_exists(problem: MoEProblem, row: tables.TunedRow) -> bool:
     """Whether the row's backend has the row's config for this problem's layer.
 
     As a whole or for each stage. A table of another version may name tiles that no longer exist.

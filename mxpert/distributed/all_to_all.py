@@ -21,8 +21,8 @@ from .transport import DispatchedTokens, ExchangeSpec, Rows, rows_from_wire, wir
 
 
 @dataclass(frozen=True, eq=False)
-class _Way:
-    """Where the rows of one dispatch went.
+class _Traffic:
+    """Rows that one dispatch moves between this rank and the others.
 
     Args:
         tokens: int64 [S], the token of each row that was sent, by rank and then by token.
@@ -72,14 +72,16 @@ class AllToAllExchange:
         spec = self._spec
         columns = topk_ids.clamp(-1, spec.placement.num_experts).long() + 1
         owners = self._owners[columns]  # int64 [T, k]
-        places, way = self._find_way(owners, (call or Call(bound, scale_rule=scale_rule)).word)
-        tokens = way.tokens
+        places, traffic = self._plan_traffic(
+            owners, (call or Call(bound, scale_rule=scale_rule)).word
+        )
+        tokens = traffic.tokens
         parts = wire_parts(x, spec.wire_format, scale_rule)
-        received = [self._exchange(part[tokens], way) for part in parts]
+        received = [self._exchange(part[tokens], traffic) for part in parts]
         # [S, 2k] int32: local ids of the receiver, then the bits of the weights
         ids = torch.where(owners[tokens] == places, self._local_ids[columns[tokens]], -1)
         routing = torch.cat([ids, topk_weights[tokens].float().view(torch.int32)], dim=1)
-        got = self._exchange(routing, way)
+        got = self._exchange(routing, traffic)
         top_k = topk_ids.shape[1]
         return rebuild(
             DispatchedTokens,
@@ -88,11 +90,11 @@ class AllToAllExchange:
             topk_ids=got[:, :top_k].contiguous(),
             num_tokens=topk_ids.shape[0],
             out_dtype=out_dtype,
-            state=way,
+            state=traffic,
         )
 
-    def _find_way(self, owners: torch.Tensor, call: int) -> tuple[torch.Tensor, _Way]:
-        """The rank int64 [S, 1] of each row to send, and the way of all rows.
+    def _plan_traffic(self, owners: torch.Tensor, call: int) -> tuple[torch.Tensor, _Traffic]:
+        """The rank int64 [S, 1] of each row to send, and the traffic of all rows.
 
         owners: int64 [T, k], the rank of each id, N for none. call: its word, sent with the counts.
 
@@ -110,11 +112,11 @@ class AllToAllExchange:
         (sent, _), (received, calls) = torch.stack([counts.T, others.T]).tolist()
         require_same("ExpertParallel.dispatch", calls)
         rows = torch.nonzero_static(goes, size=sum(sent))  # [S, 2]: rank, token
-        return rows[:, :1], _Way(rows[:, 1], sent, received)
+        return rows[:, :1], _Traffic(rows[:, 1], sent, received)
 
-    def _exchange(self, rows: torch.Tensor, way: _Way) -> torch.Tensor:
+    def _exchange(self, rows: torch.Tensor, traffic: _Traffic) -> torch.Tensor:
         """Contiguous [S, W] → [R, W]."""
-        return self._all_to_all(rows, way.sent, way.received, "dispatch")
+        return self._all_to_all(rows, traffic.sent, traffic.received, "dispatch")
 
     def _all_to_all(
         self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], step: str
@@ -128,19 +130,21 @@ class AllToAllExchange:
 
     def send(self, rows: torch.Tensor, dispatched: DispatchedTokens) -> torch.Tensor:
         """Rows [T, W] → [R, W]."""
-        way: _Way = dispatched.state
-        return self._exchange(rows[way.tokens], way)
+        traffic: _Traffic = dispatched.state
+        return self._exchange(rows[traffic.tokens], traffic)
 
     def layer_kernel(self, kernel: LayerKernel, *, bound: int, out_dtype: torch.dtype) -> None:
         """None: a local layer is a kernel of its own."""
 
     def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:
         """Sum the rows that come back in rank order, in float32 (float64 for float64 rows)."""
-        way: _Way = dispatched.state
-        back = self._all_to_all(rows.contiguous(), way.received, way.sent, "combine")
+        traffic: _Traffic = dispatched.state
+        back = self._all_to_all(rows.contiguous(), traffic.received, traffic.sent, "combine")
         back = back.to(torch.promote_types(back.dtype, torch.float32))
         total = back.new_zeros(out.shape)
-        for tokens, part in zip(way.tokens.split(way.sent), back.split(way.sent), strict=True):
+        for tokens, part in zip(
+            traffic.tokens.split(traffic.sent), back.split(traffic.sent), strict=True
+        ):
             total.index_add_(0, tokens, part)  # a token once at most: one order of the sum
         out.copy_(total)
 

@@ -79,7 +79,7 @@ def call_of(options: MoEOptions, weights: MoEWeights, bound: int) -> Call:
 
 
 def differences(words: Sequence[int]) -> str:
-    """What differs between the ranks' calls, with the ranks that have each value.
+    """Arguments that differ between the ranks' calls, with the ranks that have each value.
 
     words: `Call.word` of the ranks, in rank order.
     """

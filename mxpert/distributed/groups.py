@@ -24,7 +24,7 @@ _Value = TypeVar("_Value")
 
 _OP = "ExpertParallel"
 _GRACE_S, _POLL_S = 1.0, 0.02
-"""Seconds beyond the time-out in which ranks that are alive answer the roll call; its interval."""
+"""Seconds after the time-out in which living ranks answer the roll call, and between two looks."""
 
 
 def find_group(group_or_mesh: object, num_ranks: int | None) -> dist.ProcessGroup | None:
@@ -147,17 +147,17 @@ class RollCall:
         """Tell the others that this rank has done `what`."""
         self.store.set(f"{what}/{self._rank}", "1")
 
-    def absent(self, what: str, deadline: float = 0.0) -> tuple[int, ...]:
+    def missing_ranks(self, what: str, deadline: float = 0.0) -> tuple[int, ...]:
         """The ranks that have not said `what` by `deadline`, a time of time.monotonic().
 
         Raises:
             RuntimeError: the process that held the store is gone.
         """
-        absent = list(range(self._size))
+        missing = list(range(self._size))
         while True:
-            absent = [rank for rank in absent if not self.store.check([f"{what}/{rank}"])]
-            if not absent or time.monotonic() > deadline:
-                return tuple(absent)
+            missing = [rank for rank in missing if not self.store.check([f"{what}/{rank}"])]
+            if not missing or time.monotonic() > deadline:
+                return tuple(missing)
             time.sleep(_POLL_S)
 
 
@@ -177,7 +177,7 @@ def _free_dropped() -> None:
     """Free the groups that all ranks have dropped."""
     for pair in _dropped.copy():
         try:
-            in_use = bool(pair[1].absent("dropped"))
+            in_use = bool(pair[1].missing_ranks("dropped"))
         except RuntimeError:
             in_use = False
         if not in_use:
@@ -229,7 +229,7 @@ class Ranks:
         try:
             group = c10d.ProcessGroupGloo(self._roll.store, spec.rank, spec.size, timeout)
             self._roll.say("joined")
-            if self._roll.absent("joined", started + spec.timeout_s):
+            if self._roll.missing_ranks("joined", started + spec.timeout_s):
                 raise RuntimeError("the group is not complete")
         except RuntimeError as error:
             raise self._lost_peer("group", error, started) from error
@@ -288,7 +288,7 @@ class Ranks:
         deadline = started + self._spec.timeout_s + _GRACE_S
         try:
             self._roll.say("failed")
-            ranks = self._roll.absent("failed", deadline)
+            ranks = self._roll.missing_ranks("failed", deadline)
         except RuntimeError:  # the process that held the store is gone
             ranks = ()
         argument = f"rank {_listed(list(ranks))}" if ranks else "peers"

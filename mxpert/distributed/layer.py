@@ -37,7 +37,7 @@ class RanksOptions(NamedTuple):
     handle: int
 
 
-class LayerOp(OpSpec[RanksOptions, FusedMoEInputs, torch.Tensor]):
+class RanksOp(OpSpec[RanksOptions, FusedMoEInputs, torch.Tensor]):
     """`fused_moe` over several ranks."""
 
     def _run(
@@ -114,7 +114,7 @@ def _describe(options: RanksOptions, inputs: FusedMoEInputs) -> MoEProblem:
     return moe_problem(Op.FUSED_MOE, local, inputs.weights, *sizes, local_top_k=ranks.local_top_k)
 
 
-LAYER = LayerOp(
+LAYER = RanksOp(
     "fused_moe_expert_parallel",
     check=check_layer,
     describe=_describe,
@@ -122,7 +122,7 @@ LAYER = LayerOp(
     absent=("expert_map", "num_local_tokens", "out", "arrivals"),
     is_public=False,
 )
-LAYER_OUT = LayerOp(
+LAYER_OUT = RanksOp(
     "fused_moe_expert_parallel_out",
     check=check_layer,
     describe=_describe,

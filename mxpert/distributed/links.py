@@ -24,7 +24,7 @@ _GPU_LINE = re.compile(r"^GPU \d+: ", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Links:
-    """What connects the GPUs that this process sees.
+    """Links between the GPUs that this process sees.
 
     Args:
         kind: "cuda", "hip", or "cpu" without a GPU.
@@ -94,7 +94,7 @@ def find_links() -> Links:
 
 
 def visible_links(devices: Iterable[int] | None = None) -> Links:
-    """What torch knows of the links, without asking the driver's tools.
+    """Links as torch knows them, without the driver's tools.
 
     Args:
         devices: indices of the GPUs whose access to each other matters; None for all.
@@ -233,7 +233,7 @@ def _has_symmetric_memory() -> bool:
 
 
 def _has_multicast() -> bool | None:
-    """What the driver and torch say; no multicast object is made."""
+    """Links as the driver and torch report them; no multicast object is made."""
     try:
         from torch._C import _autograd, _distributed_c10d
 
@@ -244,7 +244,7 @@ def _has_multicast() -> bool | None:
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
-    """What nvidia-smi prints; None where it does not exist or fails."""
+    """Output of nvidia-smi; None where it does not exist or fails."""
     try:
         done = subprocess.run(
             ("nvidia-smi", *arguments),

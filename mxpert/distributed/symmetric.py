@@ -155,7 +155,7 @@ class SymmetricExchange:
         )
 
     def arrivals(self, bound: int) -> torch.Tensor:
-        """What kernels wait for in calls with `bound` slots a rank: int64 [NUM_ARRIVALS]."""
+        """Arrivals that kernels of calls with `bound` slots wait for: int64 [NUM_ARRIVALS]."""
         return self._of(bound).arrivals
 
     def _of(self, bound: int) -> _Buffers:

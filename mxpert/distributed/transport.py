@@ -1,4 +1,4 @@
-"""What a transport implements, and what it hands over: DispatchedTokens."""
+"""The interface of a transport, and the DispatchedTokens that it returns."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class DispatchedTokens:
 
 @dataclass(frozen=True)
 class ExchangeSpec:
-    """What all ranks of an exchange agree on.
+    """Settings of an exchange, equal on all ranks.
 
     Args:
         name: of the object; no other object has it, for example for shared memory.

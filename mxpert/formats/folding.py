@@ -29,7 +29,7 @@ _ROWS_PER_CHUNK = {"cpu": 1 << 14, "cuda": 1 << 17}
 
 @dataclass(frozen=True, eq=False, repr=False)
 class FoldCertificate(Aggregate):
-    """What an exact fold of a weight tensor [..., N, K] needs, and where it is impossible.
+    """Whether and how the scales of a weight tensor [..., N, K] fold exactly.
 
     Args:
         reference: uint8 [..., N], the row's reference scale byte r. A block with scale byte b folds

@@ -93,7 +93,7 @@ def quantize_spans(
     _check_group_starts(group_starts, x.device, op)
     count = None
     if span is ScaleSpan.AUTO:
-        count = x.new_full((1,), -few_blocks(x.numel()), dtype=torch.int32)
+        count = x.new_full((1,), -most_wide_blocks(x.numel()), dtype=torch.int32)
     if span is ScaleSpan.BLOCK or x.numel() == 0:
         return replace(quantize_blocks(x, fmt, -1, rule), scale_span=span, wide_blocks=count)
     working = (
@@ -109,7 +109,7 @@ def quantize_spans(
             & (scale != E8M0_NAN)
             & (scale.int() - own.int() > FREE_BINADES[fmt.element.name])
         )
-        count = (wide.sum(dtype=torch.int32) - few_blocks(x.numel())).reshape(1)
+        count = (wide.sum(dtype=torch.int32) - most_wide_blocks(x.numel())).reshape(1)
         scale = torch.where(count > 0, own, scale)
     inverse = exact_power_of_two(E8M0_BIAS - scale.int(), working.dtype)
     inverse = inverse.masked_fill(scale == E8M0_NAN, float("nan"))
@@ -169,10 +169,10 @@ def rebase(
     return MXTensor(codes, top.to(torch.uint8), tensor.format, scale_span=span)
 
 
-def few_blocks(numel: int) -> int:
+def most_wide_blocks(numel: int) -> int:
     """Return how many wide blocks ScaleSpan.AUTO tolerates in a tensor: one in 1024.
 
-    >>> few_blocks(4096 * 4096)
+    >>> most_wide_blocks(4096 * 4096)
     512
     """
     return numel // (1024 * MX_BLOCK_SIZE)

@@ -674,7 +674,7 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 @aggregate
 class PartitionArgs:
-    """What the kernel passes to all of its roles."""
+    """Arguments that all roles of the kernel get."""
 
     pipe: Pipeline
     scales: Scales

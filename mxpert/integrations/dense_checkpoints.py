@@ -25,9 +25,9 @@ from ..moe.published import published_shapes
 from ..moe.weights import GateUpOrder
 from ..moe.weights_state import PROJECTIONS
 from .checkpoint_names import fitting, module_of
-from .checkpoints.expert_sources import ExpertLayer, find_expert_layers
+from .checkpoints.expert_sources import ExpertSource, find_expert_sources
 from .checkpoints.safetensors_files import CheckpointReader
-from .models.convert import check_ranks, forbid_saving, shown
+from .models.convert import check_ranks, forbid_saving, with_progress
 from .models.expert_modules import StoredExperts
 from .models.experts import FoundExperts, find_experts, require_finite
 from .models.implementations import IMPLEMENTATIONS
@@ -73,7 +73,7 @@ class LocalExpertsQuantizer(HfQuantizer):
     def __init__(self, quantization_config: LocalExpertsConfig, **kwargs: object) -> None:
         super().__init__(quantization_config, **kwargs)
         self._ranks = quantization_config.ranks
-        self._sources: dict[str, ExpertLayer] = {}
+        self._sources: dict[str, ExpertSource] = {}
 
     def is_serializable(self) -> bool:
         """No: a rank has some of the experts."""
@@ -114,7 +114,7 @@ class LocalExpertsQuantizer(HfQuantizer):
         stored = {
             id(module): module for module in model.modules() if isinstance(module, StoredExperts)
         }
-        for experts in shown(list(stored.values()), progress=True):
+        for experts in with_progress(list(stored.values()), progress=True):
             tensors = self._local_tensors(experts)
             experts.source.replace_by(experts.prepared(self._format, tensors).eval())
         mark_quantized(model, [experts.source for experts in stored.values()], _SCALE_RULE)
@@ -162,7 +162,7 @@ def _reader_of(checkpoint_files: Sequence[str] | None) -> CheckpointReader:
 
 def _sources_of(
     model: PreTrainedModel, layers: list[FoundExperts], reader: CheckpointReader
-) -> dict[str, ExpertLayer]:
+) -> dict[str, ExpertSource]:
     """Where the checkpoint has each layer's experts, by the layer's name.
 
     Raises:
@@ -171,7 +171,7 @@ def _sources_of(
     """
     renamed = {
         module_of(model, source.tensors[0]): source
-        for source in find_expert_layers(reader, reader.config())
+        for source in find_expert_sources(reader, reader.config())
     }
     sources = {}
     for found in layers:

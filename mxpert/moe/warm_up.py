@@ -108,7 +108,7 @@ def warm_up(
         expert_map=expert_map,
         expert_parallel=expert_parallel,
     )
-    layer = _Layer(weights, top_k, (topk_weights_dtype, topk_ids_dtype), options)
+    layer = _WarmUp(weights, top_k, (topk_weights_dtype, topk_ids_dtype), options)
     report = _log_slow_progress() if progress is None else progress
     if expert_parallel is not None:
         return _on_ranks(layer, expert_parallel, max_tokens, report)
@@ -116,7 +116,7 @@ def warm_up(
 
 
 @dataclass(frozen=True)
-class _Layer:
+class _WarmUp:
     """A layer, and what its calls have in common.
 
     Args:
@@ -178,7 +178,7 @@ class _Layer:
         require_dtype(self.dtypes[1], TOPK_ID_DTYPES, op, "topk_ids_dtype")
 
 
-def _on_one(layer: _Layer, max_tokens: int, report: Progress) -> tuple[int, ...]:
+def _on_one(layer: _WarmUp, max_tokens: int, report: Progress) -> tuple[int, ...]:
     """Run the layer of one rank; returns the token counts that ran."""
     counts = _token_counts(layer.problem(max_tokens), max_tokens)
     for done, num_tokens in enumerate(counts):
@@ -189,7 +189,7 @@ def _on_one(layer: _Layer, max_tokens: int, report: Progress) -> tuple[int, ...]
     return counts
 
 
-def _on_ranks(layer: _Layer, ranks: Ranks, max_tokens: int, report: Progress) -> tuple[int, ...]:
+def _on_ranks(layer: _WarmUp, ranks: Ranks, max_tokens: int, report: Progress) -> tuple[int, ...]:
     """Compile on each rank, then run the layer on all; returns the token counts that ran."""
     alone: tuple[int, ...] = ()
     with errors_reach_all(ranks):

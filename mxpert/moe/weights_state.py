@@ -32,7 +32,7 @@ _OF_CODES = (
     "(of gpt-oss: blocks.flatten(-2)) and scale uint8 [E, N, K/32]; mxpert.load_expert_weights "
     "reads a checkpoint"
 )
-"""What to pass as a projection instead."""
+"""Remedy: the types that a projection may have."""
 
 _PARTS = ("qdata", "scale", "reference")
 _CERTIFICATE_PARTS = ("reference", "rows_outside", "blocks_outside")

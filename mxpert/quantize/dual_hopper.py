@@ -16,7 +16,7 @@ from ..core.problem import Config, DualProblem, Op
 from ..device.groups import MAX_GROUPS
 from ..device.hopper import rows_descriptor
 from ..device.mx_codec import scale_rule_constants
-from ..formats.spans import FREE_BINADES, few_blocks
+from ..formats.spans import FREE_BINADES, most_wide_blocks
 from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFormat, ScaleSpan
 from ..formats.tensor import MXTensor
 from ..routing.plan import padded_capacity
@@ -138,7 +138,7 @@ class _Copy:
 
     @property
     def few(self) -> int:
-        return few_blocks(math.prod(self.shape))
+        return most_wide_blocks(math.prod(self.shape))
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 A CTA quantises a tile of 128 positions × 128 columns. A warp has 32 positions, so MX blocks of rows
 (1 × 32) and of columns (32 × 1) lie inside a warp. TMA loads the whole tile at once as 32-bit
-words (source.py). Then the CTA quantises stage by stage, first rowwise (rowwise.py), then
-columnwise (columnwise.py), from the same shared memory (layouts.py).
+words (dual_hopper_source.py). Then the CTA quantises stage by stage, first rowwise, then
+columnwise, from the same shared memory.
 """
 
 from __future__ import annotations
@@ -338,9 +338,8 @@ def _codes(words, byte, quantizer):
 
 # ---- Columnwise side of the dual quantiser: blocks of 32 × 1 values, codes transposed.
 #
-# A stage has one set of 32 columns (float32), or two: the first and the second values of its
-# words.
-# A step is such a set; a tile has four.
+# The tile's 128 columns are quantised in four steps of 32 columns. A stage holds one step
+# (float32), or two where a 32-bit word has two values: the first values, then the second ones.
 
 
 @aggregate

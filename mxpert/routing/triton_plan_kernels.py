@@ -16,7 +16,7 @@ The sort has two forms, chosen by the number of routed rows R = T·k (see host.p
   pairs of rows TILE / 55 times as many. Stores of sorted rows are also contiguous in runs.
 
 Tokens that other ranks send (`arrivals`): each program waits for them and agrees with the others on
-whether all are there; see `common/exchange`. If a rank is lost, no row is routed.
+whether all are there; see `distributed/exchange`. If a rank is lost, no row is routed.
 
 Shapes: R routed rows, P sorted rows, E local experts, B = NUM_BINS ≥ E a power of two.
 """

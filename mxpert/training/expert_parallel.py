@@ -1,4 +1,4 @@
-"""Experts that train on several ranks: the layer's exchange, and who averages which gradients."""
+"""Experts that train on several ranks: the layer's exchange, and the average of gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proof at size: every format and bucket is judged, wrong results are seen, models are left."""
+"""The proof at size: it covers every format and bucket, sees wrong results, leaves models out."""
 
 from __future__ import annotations
 

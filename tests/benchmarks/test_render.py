@@ -1,4 +1,4 @@
-"""What is said of a comparison: speed-ups, goals, tables, the measured blocks of documents."""
+"""Renders a comparison: speed-ups, goals, tables, the measured blocks of documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""§2.10: every command answers bad input with one line and exit code 2; --json means one thing."""
+"""Every command answers bad input with one line and exit code 2; --json means one thing."""
 
 from __future__ import annotations
 

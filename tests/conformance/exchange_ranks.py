@@ -1,4 +1,4 @@
-"""What the processes of test_exchange_triton.py do; each function runs on all ranks.
+"""What the processes of test_exchange.py do; each function runs on all ranks.
 
 Ranks share memory and have no barrier between epochs. Kernels are interpreted.
 """

@@ -1,4 +1,4 @@
-"""What the processes of test_warm_up_triton.py do; each function runs on all ranks."""
+"""What the processes of test_warm_up.py do; each function runs on all ranks."""
 
 from __future__ import annotations
 

@@ -94,7 +94,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(PreparedLaunch, "__call__", counted("launch", PreparedLaunch.__call__))
     for spec in OPS.values():
         monkeypatch.setattr(spec, "_check", counted("check", spec._check))
-    monkeypatch.setattr(geometry, "_take_apart", counted("take apart", geometry._take_apart))
+    monkeypatch.setattr(
+        geometry, "_parts_of_aggregate", counted("take apart", geometry._parts_of_aggregate)
+    )
     for cls in (MoEProblem, TopKProblem, RoutingProblem, QuantizeProblem, MoEOptions, TopKOptions):
         monkeypatch.setattr(cls, "__init__", counted("problem", cls.__init__))
     return counts

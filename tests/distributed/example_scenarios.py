@@ -1,4 +1,4 @@
-"""What ranks do in test_training.py with the example and the guide; see training_scenarios.py."""
+"""What ranks do with the example and the guide; see training_scenarios.py."""
 
 from __future__ import annotations
 

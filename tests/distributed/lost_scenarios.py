@@ -1,4 +1,4 @@
-"""What ranks do in test_lost_peers.py: some die, some are late, and the others go on."""
+"""What ranks do in test_groups_lost.py: some die, some are late, and the others go on."""
 
 from __future__ import annotations
 

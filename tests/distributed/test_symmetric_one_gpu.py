@@ -1,7 +1,7 @@
 """SYMMETRIC on one GPU: two processes that share it, and eight ranks as streams of one process.
 
 The GPU runs processes in turn. What they do is in exchange_ranks.py and expert_parallel_ranks.py of
-multi_gpu, and in distributed/modules/warm_up_gpu_ranks.py.
+multi_gpu, and in warm_up_gpu_ranks.py.
 """
 
 from __future__ import annotations

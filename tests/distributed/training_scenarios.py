@@ -1,4 +1,4 @@
-"""What ranks do in test_training.py; each function runs on all of them at the same time.
+"""What ranks do in test_expert_parallel_ranks.py of tests/training; each function runs on all.
 
 The judge is one process with all experts, which runs the tokens of every rank one after the other.
 """

@@ -1,4 +1,4 @@
-"""What ranks do in test_transformers.py; each function runs on all of them at the same time.
+"""What ranks do in test_experts_ranks.py of tests/integrations; each function runs on all.
 
 The judge is the same model on one rank: `convert` without `expert_parallel` in the same process.
 """
@@ -23,7 +23,7 @@ from mxpert import modules
 from mxpert.distributed import ExpertParallel, Transport
 from mxpert.errors import UnsupportedError
 from mxpert.integrations import dense_checkpoints
-from mxpert.integrations.checkpoints.expert_sources import ExpertLayer
+from mxpert.integrations.checkpoints.expert_sources import ExpertSource
 from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
 from mxpert.integrations.models.convert import mx_experts, restore
 from mxpert.testing.numerics import is_exact, relative_l2, requantisation_error
@@ -246,14 +246,14 @@ def read_in_part(path: Path, ep: ExpertParallel) -> tuple[int, Any]:
     """Peak bytes of loading a bf16 checkpoint, and the model; only its own experts are read."""
     experts: set[int] = set()
     made: list[Any] = []
-    read = ExpertLayer.read
+    read = ExpertSource.read
 
-    def recorded(layer: ExpertLayer, reader: Any, name: str, expert: int) -> torch.Tensor:
+    def recorded(layer: ExpertSource, reader: Any, name: str, expert: int) -> torch.Tensor:
         experts.add(expert)
         return read(layer, reader, name, expert)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ExpertLayer, "read", recorded)
+        patch.setattr(ExpertSource, "read", recorded)
         patch.setitem(modules.CHUNK_ELEMENTS, "cpu", 1 << 14)  # small as the layers are
         file = (path / "model.safetensors").stat().st_size
         peak = peak_bytes(lambda: None, lambda _: made.append(load(path, ep)), mapped=file)
@@ -342,7 +342,7 @@ def other_checkpoints_are_loaded_as_a_whole() -> None:
         warned: list[str] = []
         logger = dense_checkpoints._logger
         patch.setattr(logger, "warning", lambda text, *rest: warned.append(text % rest))
-        for name, error in (("find_expert_layers", refused), ("_reader_of", ValueError("files"))):
+        for name, error in (("find_expert_sources", refused), ("_reader_of", ValueError("files"))):
 
             def fail(*_: object, error: Exception = error) -> None:
                 raise error

@@ -2,7 +2,8 @@
 
 No result is finite where float64 has no finite number, and a token's special values change no bit
 of another token's result. The long run: ``python tests/fuzz/special.py --cases 20000``; on a GPU
-``--device cuda``, where tests/gpu runs 5,000 of them; one case again: ``--seed SEED --cases 1``.
+``--device cuda`` (test_special_gpu.py runs 5,000 cases there); one case again: ``--seed SEED
+--cases 1``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Experts are named by their full module paths (§2.7)."""
+"""Experts are named by their full module paths."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """An independent MoE layer in float64: one token, one slot, one matrix-vector product at a time.
 
 Written without the library's routing, plan or activation code; only the codecs are shared (they are
-tested against foreign oracles), and transformers judges the whole in test_transformers.py.
+tested against foreign oracles). test_reference_transformers.py compares the
+whole with transformers.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 TARGETS = MappingProxyType({name: EVERY_TARGET[name] for name in ("sm_90", "sm_100", "gfx950")})
-"""Targets that the tests of each kernel compile for; test_mma_sync_aot.py has the others."""
+"""Targets that the tests of each kernel compile for; test_targets_aot.py has the others."""
 
 SHARED_MEMORY_LIMIT: Mapping[str, int] = MappingProxyType(
     {name: DEVICES[name].shared_memory for name in EVERY_TARGET}

@@ -75,7 +75,7 @@ class ToyGemmConfig(StageConfig):
         require_integers(self, ("block_m", "lanes"))
 
 
-class _Layer:
+class _FusedMoE:
     """The whole layer, on the reference; `launched` holds the config of each call."""
 
     op, backend = Op.FUSED_MOE, "toy"
@@ -109,7 +109,7 @@ class _Layer:
         return result
 
 
-FUSED_MOE = _Layer()
+FUSED_MOE = _FusedMoE()
 
 BACKEND = Backend(
     "toy",

@@ -1,4 +1,4 @@
-"""Arguments of the training layers are checked, and a second `convert` says what to do (§2.11)."""
+"""Arguments of the training layers are checked, and a second `convert` says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `mxpert doctor` executes: small problems, compared with the float64 reference."""
+"""Small problems that `mxpert doctor` executes and compares with the float64 reference."""
 
 from __future__ import annotations
 

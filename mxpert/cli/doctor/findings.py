@@ -1,4 +1,4 @@
-"""What `mxpert doctor` looks at on a machine: packages, compiler, GPU, links."""
+"""Findings of `mxpert doctor` on a machine: packages, compiler, GPU, links."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def examine_device(target: Target, facts: Row) -> Finding:
 
 
 def examine_links(links: Links, states: Sequence[TransportState]) -> list[Finding]:
-    """What joins the GPUs, which transport AUTO takes, and why not the others."""
+    """Links between the GPUs, the transport that AUTO takes, and why not the others."""
     findings = [Finding("backends", ", ".join(links.backends) or "none", INFO, section=LINKS)]
     hidden = (links.num_host_gpus or links.num_gpus) - links.num_gpus
     note = f"{hidden} more on this host are hidden from this process" if hidden > 0 else ""

@@ -48,7 +48,7 @@ class Verdict:
     why: str
 
     def lines(self) -> list[tuple[str, str]]:
-        """What is printed, as names and texts."""
+        """The printed lines, as names and texts."""
         every = (*self.fast, *self.slow)
 
         def text(names: Sequence[str]) -> str:

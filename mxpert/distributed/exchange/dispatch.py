@@ -87,7 +87,7 @@ class Slots(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What is loaded of a tile: slots, rows [ROWS, BLOCK], their scales [ROWS, BLOCK/32] or 0."""
+    """Loaded parts of a tile: slots, rows [ROWS, BLOCK], their scales [ROWS, BLOCK/32] or 0."""
 
     slots: Slots
     rows: tl.tensor
@@ -145,7 +145,7 @@ class Source(NamedTuple):
 
 
 class Sending(NamedTuple):
-    """What a rank sends where; `destinations` gets the ranks of each token.
+    """Rows that a rank sends, with their targets; `destinations` gets the ranks of each token.
 
     alive: whether nothing is lost. Else a rank that is late may read what earlier calls stored.
     """

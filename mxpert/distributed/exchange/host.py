@@ -110,7 +110,7 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Rank:
-    """What the launches of one rank depend on, beside the tokens of a call.
+    """Everything that the launches of one rank depend on, beside the tokens of a call.
 
     Args:
         layout: of the ranks' memories. rank, num_experts: this rank, and the global experts.
@@ -125,7 +125,7 @@ class Rank:
     most_ctas: int
 
     def work(self, bound: int) -> Work:
-        """What kernels of calls with `bound` slots a rank divide into tiles."""
+        """Work of kernels in calls with `bound` slots a rank."""
         return Work(bound, self.layout.hidden_size, self.most_ctas)
 
 
@@ -144,7 +144,7 @@ def new_words(timeout_s: float, target: Target, device: torch.device) -> torch.T
 
 
 def new_arrivals(arrived: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """What sort kernels wait for, int64 [CTAs by power of two, NUM_ARRIVALS].
+    """Arrivals that sort kernels wait for, int64 [CTAs by power of two, NUM_ARRIVALS].
 
     Row ``log2(CTAs)`` serves the calls whose dispatch has that many CTAs.
     """
@@ -163,7 +163,7 @@ def arrivals_row(own: Rank, bound: int) -> int:
 
 
 class Loss(NamedTuple):
-    """What an exchange has lost: a rank, the rank that made another call, or another misuse."""
+    """First failure of an exchange: a lost rank, a rank with another call, or another misuse."""
 
     rank: int | None = None
     differs: int | None = None
@@ -171,7 +171,7 @@ class Loss(NamedTuple):
 
 
 def lost(words: torch.Tensor) -> Loss:
-    """What an exchange has lost, if anything; synchronises."""
+    """The failure of an exchange, if there is one; synchronises."""
     decided = int(words[DECIDED.value])
     if decided >= 0:
         return Loss()

@@ -17,7 +17,7 @@ _MANY = 3
 """Tiles of one row and 1024 columns for each CTA; if there are more, tiles have several rows."""
 _ROWS = (4, 8, 16)
 _TILE_COST = 6
-"""What a tile costs beside its rows, in rows: its loads wait for those of the tile before."""
+"""Fixed cost of a tile, in rows: its loads wait for those of the tile before."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Work:
-    """What a kernel divides into tiles.
+    """Work that a kernel divides into tiles.
 
     Args:
         bound: slots of a rank. hidden_size: columns of a slot.

@@ -1,4 +1,4 @@
-"""What the converter makes of a checkpoint's model, asked before anything is written."""
+"""Whether `convert` will take a checkpoint's model, checked before anything is written."""
 
 from __future__ import annotations
 

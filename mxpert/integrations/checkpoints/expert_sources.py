@@ -81,7 +81,7 @@ OrderOf = Callable[[], GateUpOrder | None]
 
 
 @dataclass(frozen=True)
-class ExpertLayer:
+class ExpertSource:
     """The experts of one layer of an unquantised checkpoint.
 
     Args:
@@ -139,9 +139,9 @@ class ExpertLayer:
         return torch.stack((gate, up), dim=1).flatten(0, 1)
 
 
-def find_expert_layers(
+def find_expert_sources(
     reader: CheckpointReader, config: dict[str, Any], order_of: OrderOf = lambda: None
-) -> list[ExpertLayer]:
+) -> list[ExpertSource]:
     """Find and check the experts of every MoE layer; reads headers only.
 
     Args:
@@ -150,7 +150,7 @@ def find_expert_layers(
         order_of: gives the gate/up order of stacked experts of a model that STACKED_ORDERS lacks.
 
     Returns:
-        One ExpertLayer per experts module, in the order of their paths.
+        One ExpertSource per experts module, in the order of their paths.
 
     Raises:
         ValueError: no experts, quantised weights, missing experts or parts, shapes that do not fit
@@ -192,7 +192,7 @@ def find_expert_layers(
 
 def _per_expert(
     reader: CheckpointReader, config: dict[str, Any], prefix: str, tails: list[str]
-) -> ExpertLayer:
+) -> ExpertSource:
     op = reader.op
     parts: dict[tuple[int, str], str] = {}
     for tail in tails:
@@ -237,7 +237,7 @@ def _per_expert(
             name, dtypes=SOURCE_DTYPES, shape=shape, remedy=f"{gate.name} is {list(gate.shape)}"
         ).nbytes
     _check_hidden(reader, config, hidden, gate)
-    return ExpertLayer(
+    return ExpertSource(
         prefix,
         experts,
         hidden,
@@ -257,7 +257,7 @@ def _stacked(
     prefix: str,
     names: dict[str, str],
     order_of: OrderOf,
-) -> ExpertLayer:
+) -> ExpertSource:
     op, need = reader.op, Checks(reader.op)
     biases = tuple(names[f"{p}_bias"] for p in PROJECTIONS if f"{p}_bias" in names)
     known = {*PROJECTIONS, *(f"{p}_bias" for p in PROJECTIONS)}
@@ -286,7 +286,7 @@ def _stacked(
         shape = experts, 2 * intermediate if "gate_up_proj" in bias else hidden
         remedy = "one bias per row of the projection"
         reader.require(bias, dtypes=SOURCE_DTYPES, shape=shape, remedy=remedy)
-    return ExpertLayer(
+    return ExpertSource(
         prefix,
         experts,
         hidden,

@@ -20,7 +20,7 @@ from ...moe.published import BLOCK_BYTES
 from ...moe.weights import GateUpOrder, interleaved_rows
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import choose_modules, layer_number, match_modules, module_order
-from .expert_sources import ExpertLayer, find_expert_layers
+from .expert_sources import ExpertSource, find_expert_sources
 from .load import stored_gate_up_order
 from .plan import CHUNK_ELEMENTS
 from .safetensors_files import CONFIG_FILE, CheckpointReader
@@ -228,7 +228,7 @@ class _Comparison:
     """
 
     reader: CheckpointReader
-    layers: dict[str, ExpertLayer]
+    layers: dict[str, ExpertSource]
     order: GateUpOrder
 
     @classmethod
@@ -240,7 +240,7 @@ class _Comparison:
     ) -> _Comparison:
         order = stored_gate_up_order(quantized.config(), quantized.directory / CONFIG_FILE, OP)
         reader = CheckpointReader(source, OP)
-        found = {layer.prefix: layer for layer in find_expert_layers(reader, reader.config())}
+        found = {layer.prefix: layer for layer in find_expert_sources(reader, reader.config())}
         matched = match_modules(sorted({module for module, _ in shapes}), list(found))
         layers = {module: found[prefix] for module, prefix in matched.items()}
         for (module, projection), shape in shapes.items():

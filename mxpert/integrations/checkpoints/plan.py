@@ -17,7 +17,7 @@ from ...moe.published import BLOCK_BYTES
 from ...moe.weights_state import PROJECTIONS
 from ..models.experts import FoundExperts
 from .convertible import converter_experts, stacked_order
-from .expert_sources import ExpertLayer, find_expert_layers
+from .expert_sources import ExpertSource, find_expert_sources
 from .safetensors_files import CheckpointReader
 
 OP = "quantize_checkpoint"
@@ -34,7 +34,7 @@ class OutputShard:
     """One file of the destination: the experts of `layer`, or the unchanged tensors `copied`."""
 
     name: str
-    layer: ExpertLayer | None
+    layer: ExpertSource | None
     copied: tuple[str, ...]
     source_bytes: int
 
@@ -113,24 +113,24 @@ def plan_quantization(
     return QuantizePlan(reader, destination, config, scale_rule, _device(device), shards)
 
 
-def _loadable_layers(reader: CheckpointReader, config: dict[str, Any]) -> list[ExpertLayer]:
+def _loadable_layers(reader: CheckpointReader, config: dict[str, Any]) -> list[ExpertSource]:
     """The experts of a checkpoint by name, if the converter can load the result.
 
     Raises:
-        ValueError, UnsupportedError: as `find_expert_layers` and `converter_experts`.
+        ValueError, UnsupportedError: as `find_expert_sources` and `converter_experts`.
     """
 
     @functools.cache
     def converter() -> list[FoundExperts]:
         return converter_experts(reader.directory, config, OP)
 
-    layers = find_expert_layers(reader, config, lambda: stacked_order(converter()))
+    layers = find_expert_sources(reader, config, lambda: stacked_order(converter()))
     converter()  # raises for a model that nothing could load
     return layers
 
 
 def quantize_expert(
-    plan: QuantizePlan, layer: ExpertLayer, projection: str, expert: int
+    plan: QuantizePlan, layer: ExpertSource, projection: str, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor, float, float]:
     """Read and quantise one expert's projection.
 

@@ -31,7 +31,7 @@ from ..models.saved_config import (
     implementation_entry,
     quantization_config,
 )
-from .expert_sources import ExpertLayer, source_directory_files
+from .expert_sources import ExpertSource, source_directory_files
 from .plan import OP, OutputShard, QuantizePlan, plan_quantization, quantize_expert
 from .safetensors_files import (
     CONFIG_FILE,
@@ -192,7 +192,7 @@ def _advance(
 
 
 def _quantize_layer(
-    plan: QuantizePlan, layer: ExpertLayer, advance: Callable[[int, str], None]
+    plan: QuantizePlan, layer: ExpertSource, advance: Callable[[int, str], None]
 ) -> tuple[dict[str, torch.Tensor], list[ProjectionReport]]:
     tensors: dict[str, torch.Tensor] = {}
     reports = []

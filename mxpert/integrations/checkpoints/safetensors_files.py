@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from ...core.files import exists, is_file, parse_json, short, what_is_at, write_atomically
+from ...core.files import exists, is_file, kind_of_file, parse_json, short, write_atomically
 from ...errors import Checks, message, require
 from .hub import local_checkpoint
 
@@ -108,7 +108,7 @@ class CheckpointReader:
                 self.op,
                 str(path),
                 need="an existing safetensors file",
-                got=what_is_at(path),
+                got=kind_of_file(path),
                 remedy="download the missing shard",
             )
             with self._damage(path):
@@ -215,7 +215,7 @@ class CheckpointReader:
 
 def read_json(path: Path, op: str) -> dict[str, Any]:
     """Parse a JSON object; a ValueError of the library's form if it is missing or malformed."""
-    require(is_file(path), op, str(path), need="an existing JSON file", got=what_is_at(path))
+    require(is_file(path), op, str(path), need="an existing JSON file", got=kind_of_file(path))
     try:
         parsed = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:  # not UTF-8, or no JSON

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...moe.weights_state import PROJECTIONS
-from .expert_sources import ExpertLayer
+from .expert_sources import ExpertSource
 from .plan import OutputShard, QuantizePlan, quantize_expert
 from .safetensors_files import CheckpointReader, sha256_of
 
@@ -52,7 +52,9 @@ def _verify_shard(plan: QuantizePlan, shard: OutputShard, written: CheckpointRea
     ]
 
 
-def _verify_experts(plan: QuantizePlan, layer: ExpertLayer, written: CheckpointReader) -> list[str]:
+def _verify_experts(
+    plan: QuantizePlan, layer: ExpertSource, written: CheckpointReader
+) -> list[str]:
     failures = []
     sample = sorted({0, layer.num_experts // 2, layer.num_experts - 1})
     for projection in PROJECTIONS:

@@ -21,7 +21,7 @@ from .experts import FoundExperts, check_loaded, find_experts, is_experts, stays
 from .implementations import IMPLEMENTATIONS
 from .saved_config import configured_models, mark_quantized, unmark_quantized
 
-_Layer = TypeVar("_Layer")
+_T = TypeVar("_T")
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
@@ -126,7 +126,7 @@ def _convert_layers(
         found = _dense_experts(model, activation_format, None, ranks)
         done = [module.source for module in converted]
         try:
-            for dense in shown(found, progress=progress):
+            for dense in with_progress(found, progress=progress):
                 _convert_layer(dense, activation_format, scale_rule, device, ranks)
                 done.append(dense)
         finally:  # where memory ends in between, the model can be saved, and converted to its end
@@ -135,7 +135,7 @@ def _convert_layers(
         module.activation_format = activation_format
 
 
-def shown(layers: Sequence[_Layer], *, progress: bool) -> Iterable[_Layer]:
+def with_progress(layers: Sequence[_T], *, progress: bool) -> Iterable[_T]:
     """The layers, with a progress bar on standard error if it is wanted."""
     if not progress:
         return layers

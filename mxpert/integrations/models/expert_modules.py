@@ -91,7 +91,7 @@ class MXExperts(PreparedExperts):
 
     @property
     def source(self) -> FoundExperts:
-        """What this module replaced, and where."""
+        """The module that this one replaced, and its place."""
         return self._source
 
 

@@ -35,7 +35,7 @@ class Mxfp4Config(transformers.Mxfp4Config):
         self._loading = loading
 
     def get_loading_attributes(self) -> dict[str, Any]:
-        """What Transformers sets on the config of the checkpoint that it loads."""
+        """Settings that Transformers writes into the config of the checkpoint that it loads."""
         attributes: dict[str, Any] = super().get_loading_attributes()
         return attributes | (self._loading or {})
 

@@ -1,4 +1,4 @@
-"""What a converted model's config says, so that its checkpoint can be read again."""
+"""The config of a converted model, with which its checkpoint loads again."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _write_config(holder: PreTrainedModel, scale_rule: ScaleRule | None) -> None
 
 
 def implementation_entry(model_type: object) -> dict[str, str]:
-    """What a config.json says beside its quantisation: the experts implementation that reads it.
+    """The part of a config.json beside its quantisation: the experts implementation.
 
     With mxpert imported the folder then loads without the option; without mxpert Transformers says
     that it does not know "mxpert". It reads gpt-oss's own checkpoints by itself.

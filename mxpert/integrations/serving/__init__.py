@@ -1,1 +1,1 @@
-"""What the plugins for vLLM and SGLang share: layers, their weights, warm-up, version ranges."""
+"""Shared by the plugins for vLLM and SGLang: layers, their weights, warm-up, version ranges."""

@@ -20,7 +20,7 @@ _warm: set[tuple[object, ...]] = set()
 
 
 @dataclass
-class Layer:
+class ServedLayer:
     """What one layer's experts compute with; `weights` are the layer's parameters."""
 
     weights: MoEWeights
@@ -69,7 +69,7 @@ def warn_of_unfolded(weights: MoEWeights, prefix: str, logger: logging.Logger) -
 
 
 def warm_up_layer(
-    layer: Layer,
+    layer: ServedLayer,
     max_tokens: int,
     *,
     top_k: int,
@@ -82,7 +82,7 @@ def warm_up_layer(
     """Compile what a server will launch for this layer, once for all layers that share kernels.
 
     Args:
-        layer, top_k, expert_map, on_input, topk_ids_dtype: as in the calls of `Layer.run`.
+        layer, top_k, expert_map, on_input, topk_ids_dtype: as in the calls of `ServedLayer.run`.
         max_tokens: the largest number of tokens of a call. logger: for progress and the backend.
         router_logits_dtype: of the logits that `route_topk` gets; None if the engine routes.
     """

@@ -21,7 +21,7 @@ from ...moe.weights import MoEWeights
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank holds of a layer.
+    """The part of a layer that a rank holds.
 
     Args:
         weights: the prepared ones. experts: their global ids.

@@ -28,7 +28,7 @@ import mxpert
 from ...errors import UnsupportedError, message
 from ...formats.names import SHORT_NAMES, ActivationFormat, parse_activation_format
 from ...formats.spec import MX_BLOCK_SIZE
-from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
+from ..serving.layer import ServedLayer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import columns_of_rank, prepare_layer
 from ..serving.loads import FROM_CHECKPOINTS, Loads
 from ..serving.reload import model_of
@@ -51,9 +51,9 @@ _DEFAULT_TOKENS = 8192
 
 @dataclass
 class MxpertQuantInfo(MoeQuantInfo):
-    """What the runner computes with."""
+    """Weights and options for the runner."""
 
-    layer: Layer
+    layer: ServedLayer
 
 
 class MxpertRunnerCore(DispatchMoeRunnerCore):
@@ -195,7 +195,7 @@ class ServedMethod(FusedMoEMethodBase):
             parameter.weight_loader = self._opens(layer, name)
         if self.info is not None:
             return
-        prepared = Layer(weights, activation, self.activation_format)
+        prepared = ServedLayer(weights, activation, self.activation_format)
         self.info = MxpertQuantInfo(prepared)
         warn_of_unfolded(weights, self.prefix, logger)
         warm_up_layer(
@@ -215,7 +215,7 @@ class ServedMethod(FusedMoEMethodBase):
         self.loads.require_all(OP, self.prefix, names, _experts(layer, config))
 
     def share(self, layer: FusedMoE) -> Share:
-        """What this rank holds of the layer."""
+        """The part of the layer that this rank holds."""
         assert self.info is not None  # for the type checker: it is loaded
         weights, rank = self.info.layer.weights, getattr(layer, "moe_tp_rank", 0)
         experts, first = _experts(layer, self.runner.config), rank * weights.intermediate_size

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 TARGET = "sglang.srt.server_args.ServerArgs.check_server_args"
-"""What SGLang calls once its options are resolved, before it starts a process."""
+"""Called by SGLang once its options are resolved, before it starts a process."""
 
 
 def require_supported() -> None:

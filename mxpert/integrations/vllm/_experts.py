@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 from ...routing.op import route_topk
-from ..serving.layer import Layer
+from ..serving.layer import ServedLayer
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,9 +27,9 @@ SOFTMAX_OVER_CHOSEN = (RoutingMethodType.Renormalize, RoutingMethodType.Renormal
 
 
 class _Common:
-    """What vLLM asks both interfaces. `layer` is set once the weights are prepared."""
+    """Answers to vLLM that both interfaces share. `layer` is set once the weights are prepared."""
 
-    layer: Layer
+    layer: ServedLayer
 
     @property
     def expects_unquantized_inputs(self) -> bool:

@@ -20,7 +20,7 @@ import mxpert
 from ...errors import UnsupportedError, message
 from ...formats.names import SHORT_NAMES, ActivationFormat, parse_activation_format
 from ...formats.spec import MX_BLOCK_SIZE
-from ..serving.layer import Layer, warm_up_layer, warn_of_unfolded
+from ..serving.layer import ServedLayer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import columns_of_rank, prepare_layer
 from ..serving.loads import FROM_CHECKPOINTS, Loads
 from ..serving.reload import model_of
@@ -150,7 +150,7 @@ class ServedMethod(FusedMoEMethodBase):
         return found
 
     def share(self, layer: torch.nn.Module) -> Share:
-        """What this rank holds of the layer."""
+        """The part of the layer that this rank holds."""
         weights = self.moe_kernel.fused_experts.layer.weights
         padded, rank = weights.intermediate_size, self.moe.moe_parallel_config.tp_rank
         columns = padded if self.columns is None else self.columns
@@ -179,7 +179,7 @@ class ServedMethod(FusedMoEMethodBase):
         weights = prepare(None)
         self.loads.clear()
         self.model.add(weights)
-        experts.layer = Layer(weights, activation, self.activation_format)
+        experts.layer = ServedLayer(weights, activation, self.activation_format)
         prepare_finalize = maybe_make_prepare_finalize(
             moe=self.moe,
             quant_config=self.moe_quant_config,
@@ -196,7 +196,7 @@ class ServedMethod(FusedMoEMethodBase):
         )
         self._warm_up(layer, experts.layer)
 
-    def _warm_up(self, layer: torch.nn.Module, prepared: Layer) -> None:
+    def _warm_up(self, layer: torch.nn.Module, prepared: ServedLayer) -> None:
         ids_dtype = None if self.is_monolithic else self.topk_indices_dtype
         warm_up_layer(
             prepared,

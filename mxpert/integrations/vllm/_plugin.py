@@ -48,7 +48,7 @@ def serve(wanted: bool) -> None:
 
 
 class Lazy:
-    """What the stand-ins have in common. replaced: the config that another plugin registered."""
+    """Base of the stand-ins. replaced: the config that another plugin registered."""
 
     replaced: type | None = None
 

@@ -40,7 +40,7 @@ _CHUNK_BYTES = 16
 
 
 class Gemm(NamedTuple):
-    """What a GEMM's launch needs beside problem and config.
+    """Arguments of a GEMM's launch beside problem and config.
 
     Args:
         op: the stage.
@@ -63,7 +63,7 @@ class Gemm(NamedTuple):
 
 
 class _Stage(Stage[Cdna4GemmConfig]):
-    """What both stages have: supported problems, choice of tiles, the GEMM."""
+    """Base of both stages: supported problems, choice of tiles, the GEMM."""
 
     backend = "cdna4"
 

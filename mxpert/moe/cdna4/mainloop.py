@@ -32,7 +32,7 @@ UNIT_WORDS = gl.constexpr(64)
 
 @aggregate
 class Shape:
-    """What is fixed when the kernel is compiled.
+    """Constants of the compiled kernel.
 
     FORMAT: of the activations, "bf16", "e4m3" or "e2m1". ROWS: activation rows of a tile. SLICES,
     WAVES: see `lib.fragments`. DEPTH: steps of weights in flight. ITERATIONS: iterations that a

@@ -50,7 +50,7 @@ async_copy = gl.amd.cdna4.async_copy
 
 @aggregate
 class Variant:
-    """What selects the code: rows of a tile, element format of the sorted rows."""
+    """Constants that select the code: rows of a tile, element format of the sorted rows."""
 
     BLOCK_M: gl.constexpr
     FORMAT: gl.constexpr

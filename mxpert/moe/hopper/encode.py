@@ -33,11 +33,11 @@ from ...routing.plan import RoutingPlan
 
 # ---- Layout, loads and stores of rows in steps of `chunks` * 128 values.
 #
-# A step is a tensor [chunk, q h, t, j]. In the source the order is (t, q h, j), in storage
-# (q h, t, j): K is permuted as in the weights (see `layout.py`). A thread has 16 stored
-# bytes,
-# which it gathers by four loads. A step of bfloat16 is a tensor, a step of MX codes a
-# `CodedStep`.
+# A step holds `chunks` units of 128 values: a tensor [chunk, q h, t, j] of bfloat16, or a
+# `CodedStep` of MX codes. In a unit, t is the MX block (0..3), q h the word of four values inside
+# the block (0..7), j the value inside the word. The source has K in the order (t, q h, j), storage
+# in (q h, t, j), the permutation of the weights (`layout.py`). A thread stores 16 bytes (t, j) and
+# gathers them by four loads.
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def _load_codes(x, x_scale, source, block, mask, PACKED: gl.constexpr):
 def load_step(x, x_scale, step, depth, FORMAT: gl.constexpr, STEPS: gl.constexpr):
     """Load one step of the row at `x`: bfloat16 values or a CodedStep; 0 past `depth`.
 
-    FORMAT: a `RowFormat` (see `encode_codes`).
+    FORMAT: a `RowFormat` (see `encode_step`).
     """
     source, block, _target = step_offsets(step, STEPS)
     mask = block * 32 < depth
@@ -489,7 +489,7 @@ def _moe_encode_rows_kernel(
     FORMAT: gl.constexpr,
     STEPS: gl.constexpr,
 ):
-    """Encode rows x, bfloat16 or MX codes with x_scale, to e4m3 rows (see `encode_codes`).
+    """Encode rows x, bfloat16 or MX codes with x_scale, to e4m3 rows (see `encode_step`).
 
     slots > 0: a program encodes one token and stores it for `slots` of its top_k slots. slots = 0:
     x is sorted; a program encodes the rows of `rows` of the num_slots slots, and prefetches the

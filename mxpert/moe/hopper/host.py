@@ -366,7 +366,7 @@ def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) 
     )
 
 
-class _Layer(TwoStageLayer):
+class _FusedMoE(TwoStageLayer):
     """FUSED_MOE: the stages of a layer share its tile lists."""
 
     def stages(
@@ -385,4 +385,4 @@ class _Layer(TwoStageLayer):
 
 GATE_UP = _GateUp()
 DOWN = _Down()
-FUSED_MOE = _Layer(GATE_UP, DOWN, heuristics)
+FUSED_MOE = _FusedMoE(GATE_UP, DOWN, heuristics)

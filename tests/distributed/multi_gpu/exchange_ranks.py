@@ -1,4 +1,4 @@
-"""What the processes of test_symmetric_gpu.py do; each function runs on all ranks.
+"""What the processes of test_symmetric_multi_gpu.py do; each function runs on all ranks.
 
 Ranks share GPUs if there are more ranks than GPUs.
 """

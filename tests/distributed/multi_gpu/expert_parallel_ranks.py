@@ -1,4 +1,4 @@
-"""What the processes of test_expert_parallel_gpu.py do; each function runs on all ranks.
+"""What the processes of test_expert_parallel_multi_gpu.py do; each function runs on all ranks.
 
 Ranks that share one GPU have SYMMETRIC alone: NCCL takes one rank a GPU.
 

@@ -1,4 +1,4 @@
-"""What the processes of test_training_gpu.py do: tests/distributed's scenarios over NCCL."""
+"""What the processes of test_training_multi_gpu.py do: tests/distributed's scenarios over NCCL."""
 
 from __future__ import annotations
 

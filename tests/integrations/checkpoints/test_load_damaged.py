@@ -1,4 +1,4 @@
-"""Damaged checkpoints are one-line errors of the library's form, never a hang (§2.10)."""
+"""Damaged checkpoints are one-line errors of the library's form, never a hang."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_bfloat16_models(family, sequence) -> None:
 def test_narrow_activations_are_those_of_fused_moe(
     family, activation_format, taught, sequence
 ) -> None:
-    """Its accuracy is tested where it lives (tests/reference); here, that it is what runs."""
+    """Its accuracy is tested where it lives (tests/moe); here, that it is what runs."""
     oracle, model = taught[family]
     narrow = convert(copy.deepcopy(model), activation_format)
     for experts, (arguments, _) in zip(mx_experts(narrow), capture(oracle, sequence), strict=True):

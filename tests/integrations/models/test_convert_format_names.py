@@ -1,4 +1,4 @@
-"""One vocabulary (§3): a16w4 and bf16, a8w4 and mxfp8, a4w4 and mxfp4 name the same formats."""
+"""One vocabulary: a16w4 and bf16, a8w4 and mxfp8, a4w4 and mxfp4 name the same formats."""
 
 from __future__ import annotations
 

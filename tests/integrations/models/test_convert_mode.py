@@ -1,4 +1,4 @@
-"""train → `eval()` → `convert` gives experts in evaluation mode (§2.4)."""
+"""train → `eval()` → `convert` gives experts in evaluation mode."""
 
 from __future__ import annotations
 

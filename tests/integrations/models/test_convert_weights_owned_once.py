@@ -1,4 +1,4 @@
-"""`convert(model, recipe=…)` leaves one owner of the experts' weights (§2.3).
+"""`convert(model, recipe=…)` leaves one owner of the experts' weights.
 
 Run as a script, this file is one rank of the FSDP2 test.
 """

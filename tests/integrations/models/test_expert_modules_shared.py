@@ -1,4 +1,4 @@
-"""An experts module that several layers share is converted once and stays shared (§2.9)."""
+"""An experts module that several layers share is converted once and stays shared."""
 
 from __future__ import annotations
 

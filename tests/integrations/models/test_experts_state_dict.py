@@ -1,4 +1,4 @@
-"""Loading experts of another size is torch's size-mismatch error (§2.5)."""
+"""Loading experts of another size is torch's size-mismatch error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MXFP4 checkpoints load in any float dtype, renamed routers included (§2.6)."""
+"""MXFP4 checkpoints load in any float dtype, renamed routers included."""
 
 from __future__ import annotations
 

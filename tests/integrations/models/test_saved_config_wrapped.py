@@ -1,4 +1,4 @@
-"""`convert(wrapper)` marks the Transformers model inside, so that it loads again (§2.8)."""
+"""`convert(wrapper)` marks the Transformers model inside, so that it loads again."""
 
 from __future__ import annotations
 

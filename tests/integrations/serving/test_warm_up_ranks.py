@@ -1,6 +1,6 @@
 """mxpert.warm_up(expert_parallel=): every binary of the layer, compiled without the other ranks.
 
-How ranks meet in it is in tests/distributed/modules; here one rank stands for each of them.
+How ranks meet in it is in tests/distributed; here one rank stands for each of them.
 """
 
 from __future__ import annotations
