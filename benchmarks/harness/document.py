@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.faults import describe
+from benchmarks.harness.faults import describe
 from mxpert.cli.report import write_json
 from mxpert.errors import message
 
@@ -97,7 +97,7 @@ class Schema:
         try:
             document: Row = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, json.JSONDecodeError) as error:
-            need = f"the JSON of {self.script}.py"
+            need = f"the JSON of benchmarks.{self.script}"
             raise ValueError(message(str(path), "file", need, error)) from error
         self.validate(document, str(path))
         return document

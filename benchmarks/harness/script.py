@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from harness import ROOT
-from harness.document import Row
+from benchmarks import ROOT
+from benchmarks.harness.document import Row
 from mxpert.cli.report import environment
 from mxpert.errors import message
 
@@ -143,7 +143,8 @@ def restart(options: argparse.Namespace, *limits: str) -> None:
         rest += [f"{option}={max(0.0, value - seconds):.0f}"] if math.isfinite(value) else []
     rest += [] if options.resume else ["--resume"]
     print("the CUDA context is lost; going on in a new process", flush=True)
-    os.execv(sys.executable, [sys.executable, sys.argv[0], *rest])
+    command = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]  # -m and this module
+    os.execv(sys.executable, [sys.executable, *command, *rest])
 
 
 def machine(options: argparse.Namespace, *names: str, **more: Any) -> Row:

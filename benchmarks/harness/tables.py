@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.document import Row, Schema
-from harness.script import bare_parser
+from benchmarks.harness.document import Row, Schema
+from benchmarks.harness.script import bare_parser
 from mxpert.cli.plots import INK, figure, legend_outside, save
 from mxpert.cli.report import PLOT_HINT
 
@@ -133,56 +134,58 @@ def draw_cublas(axes: Any, limits: Mapping[str, float]) -> None:
     axes.axhline(limits["fp8_tflops"], color=INK, linestyle="--", label="cuBLAS fp8")
 
 
-def render(
-    arguments: Sequence[str] | None,
-    description: str | None,
-    schema: Schema,
-    full: Callable[[Row], str],
-    plots: Mapping[str, Callable[[Row, Path], None]],
-    *,
-    summary: Callable[[Row], str] | None = None,
-    fill: Callable[[Row, Path], None] | None = None,
-) -> int:
-    """The command line of a render script: Markdown, a summary if there is one, and plots.
+@dataclass(frozen=True)
+class Report:
+    """What a script's JSON becomes, and the command line that writes it.
 
     Args:
-        arguments: None for those of the process. description: for --help.
-        full, summary: what the document becomes; without `summary` all of it is printed.
+        description: for --help. schema: the JSON's.
+        full, summary: Markdown of a document; without `summary` all of it is printed.
         plots: file name → what draws it; an empty name takes the JSON's.
         fill: replaces the measured blocks of a file.
-
-    Returns:
-        The exit code: 2 if the file is not the schema's.
     """
-    parser = bare_parser(description)
-    parser.add_argument("json_file", type=Path)
-    parser.add_argument("--folder", type=Path, help="write there (default: beside the JSON)")
-    if fill is not None:
-        text = "replace the measured blocks of this file; may be repeated"
-        parser.add_argument("--page", type=Path, action="append", default=[], help=text)
-    options = parser.parse_args(arguments)
-    try:
-        document = schema.load(options.json_file)
-        if fill is not None:
-            for path in options.page:
-                fill(document, path)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    folder, stem = options.folder or options.json_file.parent, options.json_file.stem
-    folder.mkdir(parents=True, exist_ok=True)
-    texts = {f"{stem}.md": full(document)}
-    if summary is not None:
-        texts[f"{stem}-summary.md"] = summary(document)
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    written = list(texts)
-    try:
-        for name, plot_one in plots.items():
-            written.append(f"{name or stem}.png")
-            plot_one(document, folder / written[-1])
-    except ImportError:
-        print(PLOT_HINT, file=sys.stderr)
-    print(text)  # the last: the shortest
-    print(f"wrote {', '.join(written)} in {folder}")
-    return 0
+
+    description: str | None
+    schema: Schema
+    full: Callable[[Row], str]
+    plots: Mapping[str, Callable[[Row, Path], None]]
+    summary: Callable[[Row], str] | None = None
+    fill: Callable[[Row, Path], None] | None = None
+
+    def write(self, document: Row, folder: Path, stem: str) -> str:
+        """Write every file; the summary, or all of it, and what was written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = {f"{stem}.md": self.full(document)}
+        if self.summary is not None:
+            texts[f"{stem}-summary.md"] = self.summary(document)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        written = list(texts)
+        try:
+            for name, plot in self.plots.items():
+                written.append(f"{name or stem}.png")
+                plot(document, folder / written[-1])
+        except ImportError:
+            print(PLOT_HINT, file=sys.stderr)
+        return f"{text}\nwrote {', '.join(written)} in {folder}"
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Write what follows from a JSON file; 2 if it is not the schema's."""
+        parser = bare_parser(self.description)
+        parser.add_argument("json_file", type=Path)
+        parser.add_argument("--folder", type=Path, help="write there (default: beside the JSON)")
+        if self.fill is not None:
+            text = "replace the measured blocks of this file; may be repeated"
+            parser.add_argument("--page", type=Path, action="append", default=[], help=text)
+        options = parser.parse_args(arguments)
+        try:
+            document = self.schema.load(options.json_file)
+            if self.fill is not None:
+                for path in options.page:
+                    self.fill(document, path)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 2
+        folder = options.folder or options.json_file.parent
+        print(self.write(document, folder, options.json_file.stem))
+        return 0

@@ -1,12 +1,12 @@
-"""Tables of cliffs.py: efficiencies beside the neighbours', cliffs, first calls, binaries."""
+"""Tables of moe/cliffs.py: efficiencies beside the neighbours', cliffs, first calls, binaries."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from harness.document import Row
-from harness.tables import (
+from benchmarks.harness.document import Row
+from benchmarks.harness.tables import (
     OPEN_ROWS,
     absences,
     bullets,

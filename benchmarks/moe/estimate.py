@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moe.cells import Cell
-from moe.protocol import WARMUP, idle_seconds, num_repeats
-from moe.rows import work_of
+from benchmarks.moe.cells import Cell
+from benchmarks.moe.protocol import WARMUP, idle_seconds, num_repeats
+from benchmarks.moe.rows import work_of
 
 READ_RATE, MULTIPLY_RATE = 4.5e12, 780e12
 ROOF_SHARE = 0.6

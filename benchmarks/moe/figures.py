@@ -7,9 +7,16 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
-from harness.document import Row
-
-from moe.cells import DECODE_TOKENS, FORMATS, GEMM_STAGES, MODELS, PEER_WIDTHS, STAGES, WIDTHS
+from benchmarks.harness.document import Row
+from benchmarks.moe.cells import (
+    DECODE_TOKENS,
+    FORMATS,
+    GEMM_STAGES,
+    MODELS,
+    PEER_WIDTHS,
+    STAGES,
+    WIDTHS,
+)
 
 OURS = "mxpert"
 BOTH_STAGES = "gate_up + down"

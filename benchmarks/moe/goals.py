@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 from typing import Any
 
-from harness.document import Row
-
-from moe.cells import DECODE_TOKENS, GEMM_STAGES, WIDTHS
-from moe.figures import (
+from benchmarks.harness.document import Row
+from benchmarks.moe.cells import DECODE_TOKENS, GEMM_STAGES, WIDTHS
+from benchmarks.moe.figures import (
     BOTH_STAGES,
     Roof,
     cell_name,

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from moe.cells import Cell, Inputs, Model
-from moe.ours import ACTIVATION
-from moe.peers import Call, MoEOps, Variants, aligned_rows, by_stage
+from benchmarks.moe.cells import Cell, Inputs, Model
+from benchmarks.moe.ours import ACTIVATION
+from benchmarks.moe.peers import Call, MoEOps, Variants, aligned_rows, by_stage
 from mxpert.errors import message
 from mxpert.moe.weights import MoEWeights
 
@@ -262,7 +262,7 @@ class Humming:
         return variants
 
     def _calls(self, inputs: Inputs, pair: tuple[Projection, Projection]) -> dict[str, Call]:
-        from moe.glue_kernels import sum_slots
+        from benchmarks.moe.glue_kernels import sum_slots
 
         gate_up, down = pair
         model, tokens = self.model, inputs.x.shape[0]

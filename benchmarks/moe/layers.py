@@ -8,12 +8,11 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from harness import ROOT
-from harness.document import Row
-from harness.tables import conditions, folded, page, paragraphs, pivot
-
-from moe.cells import NAMED, REFERENCE, REFERENCE_TOKENS, TOKENS
-from moe.figures import (
+from benchmarks import ROOT
+from benchmarks.harness.document import Row
+from benchmarks.harness.tables import conditions, folded, page, paragraphs, pivot
+from benchmarks.moe.cells import NAMED, REFERENCE, REFERENCE_TOKENS, TOKENS
+from benchmarks.moe.figures import (
     OURS,
     SpeedUp,
     geometric_means,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import mxpert
-from moe.cells import GEMM_STAGES, Cell, Inputs, Model
+from benchmarks.moe.cells import GEMM_STAGES, Cell, Inputs, Model
 from mxpert.cli.measure import RunWeights, check_gate, float64_reference, intermediate_sizes
 from mxpert.core.registry import Resolution
 from mxpert.core.target import on_device

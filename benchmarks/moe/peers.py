@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import torch
 
 import mxpert
-from moe.cells import PEER_WIDTHS, WIDTHS, Cell, Inputs, Model
-from moe.ours import ACTIVATION
+from benchmarks.moe.cells import PEER_WIDTHS, WIDTHS, Cell, Inputs, Model
+from benchmarks.moe.ours import ACTIVATION
 from mxpert.errors import message
 from mxpert.moe.weights import MoEWeights
 from mxpert.routing.plan import TOKEN_BITS, TOKEN_MASK
@@ -228,7 +228,7 @@ class Marlin(MoEOps):
         return {"": by_stage([self._calls(inputs) for inputs in batches])}
 
     def _calls(self, inputs: Inputs) -> dict[str, Call]:
-        from moe.glue_kernels import sum_slots, swiglu_rows
+        from benchmarks.moe.glue_kernels import sum_slots, swiglu_rows
 
         tokens, block = inputs.x.shape[0], self._block(inputs.x.shape[0])
         x = torch.nn.functional.pad(inputs.x, (0, self.hidden - self.model.H))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from harness.document import Row
-from harness.script import machine
-
-from moe.cells import DECODE_TOKENS
+from benchmarks.harness.document import Row
+from benchmarks.harness.script import machine
+from benchmarks.moe.cells import DECODE_TOKENS
 
 IDLE_SECONDS = 0.05
 DECODE_IDLE_SECONDS = 0.01

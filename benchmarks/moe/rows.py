@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from harness.document import META, NUMBER, OPTIONAL, Row, Schema, Section
-
-from moe.cells import ROUTINGS, STAGES, WIDTHS, Cell, Model
+from benchmarks.harness.document import META, NUMBER, OPTIONAL, Row, Schema, Section
+from benchmarks.moe.cells import ROUTINGS, STAGES, WIDTHS, Cell, Model
 from mxpert.testing.timing import Timing, Work
 
 KEY_COLUMNS = ("model", "T", "routing", "impl", "activation", "stage")
@@ -21,7 +20,7 @@ SECTION = Section(
     KEY_COLUMNS,
     {"stage": STAGES, "activation": WIDTHS, "routing": ROUTINGS},
 )
-SCHEMA = Schema("compare", {"rows": SECTION}, META, optional_meta=("peers", "failures", "left"))
+SCHEMA = Schema("moe.run", {"rows": SECTION}, META, optional_meta=("peers", "failures", "left"))
 Key = tuple[str, int, str, str, str, str]
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from grouped_gemms import rows as grouped_rows
-from grouped_gemms.cells import SHAPES
-from grouped_gemms.ours import Variant
-from moe import cells
-from moe.rows import make_row
-
+from benchmarks.grouped import rows as grouped_rows
+from benchmarks.grouped.cells import SHAPES
+from benchmarks.grouped.ours import Variant
+from benchmarks.moe import cells
+from benchmarks.moe.rows import make_row
 from mxpert.testing.timing import Timing
 
 CEILINGS = {"read_tbs": 4.0, "copy_tbs": 3.5, "bf16_tflops": 700.0, "fp8_tflops": 1300.0}

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
-import at_size
 import pytest
 
 import mxpert
+from benchmarks.moe import at_size
 from mxpert.core.problem import ACTIVATION_FORMATS
+from tests.benchmarks.scripts import dry_run
 
 
 def run(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    names = ["--commit", "abc", "--models", "gpt-oss-20b,padded"]
-    code = at_size.main(["--dry-run", *names, "--output", str(path), *arguments])
-    return code, json.loads(path.read_text("utf-8"))
+    return dry_run(at_size.main, path, "--models", "gpt-oss-20b,padded", *arguments)
 
 
 def test_every_model_format_and_bucket_is_judged(

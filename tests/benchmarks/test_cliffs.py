@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import json
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
-import cliffs
 import pytest
-from comparison_rows import META
-from moe.cells import MODELS, Model
+
+from benchmarks.moe import cliffs
+from benchmarks.moe.cells import MODELS, Model
+from tests.benchmarks.comparison_rows import META
+from tests.benchmarks.scripts import dry_run
 
 SHAPE = "E128-k8-H2048-F384"
 
@@ -29,9 +30,7 @@ def no_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    cell = ["--shapes", SHAPE, "--tokens", "5", "--commit", "abc"]
-    code = cliffs.main(["--dry-run", "--output", str(path), *cell, *arguments])
-    return code, json.loads(path.read_text("utf-8"))
+    return dry_run(cliffs.main, path, "--shapes", SHAPE, "--tokens", "5", *arguments)
 
 
 def test_the_shapes_are_those_of_the_goal() -> None:

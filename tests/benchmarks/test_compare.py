@@ -8,20 +8,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import compare
 import pytest
-import routing
 import torch
-from comparison_rows import row
-from moe import cells, estimate, ours, peers
-from moe.rows import SCHEMA, row_key
 
 import mxpert
+from benchmarks.moe import cells, estimate, ours, peers
+from benchmarks.moe import run as compare
+from benchmarks.moe.rows import SCHEMA, row_key
+from benchmarks.routing import run as routing
 from mxpert.cli.measure import RunWeights
 from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
-from mxpert.testing.timing import time_graph
 from support.launches import H200, without_device
+from tests.benchmarks.comparison_rows import row
+from tests.benchmarks.scripts import dry_run
 
 FUNCTION = 4
 """Where Triton's C launcher takes the kernel; without a device that is its name."""
@@ -77,22 +77,14 @@ def test_inputs_are_the_same_on_every_run(name: str) -> None:
         assert (once[0].logits.argmax(1)[::2] == 0).all()
 
 
-def test_a_variant_that_fails_leaves_the_others_timed() -> None:
-    failures: dict[str, Exception] = {}
-    calls = {"bad": [lambda: 1 / 0], "good": [lambda: None]}
-    found = time_graph(calls, device="cpu", repeats=1, failures=failures)
-    assert set(found) == {"good"}
-    assert isinstance(failures["bad"], ZeroDivisionError)
-
-
-def dry_run(path: Path, *arguments: str) -> dict[str, Any]:
-    cell = ["--models", "dsv3-ep8", "--tokens", "1,16"]
-    compare.main(["--dry-run", *cell, "--output", str(path), *arguments])
-    return SCHEMA.load(path)
+def run(path: Path, *arguments: str) -> dict[str, Any]:
+    _, found = dry_run(compare.main, path, "--models", "dsv3-ep8", "--tokens", "1,16", *arguments)
+    SCHEMA.validate(found)
+    return found
 
 
 def test_a_dry_run_walks_all_cells(tmp_path: Path) -> None:
-    found = dry_run(tmp_path / "x.json", "--routings", "uniform,hot", "--commit", "abc")
+    found = run(tmp_path / "x.json", "--routings", "uniform,hot")
     places = ["dsv3-ep8"], (1, 16), ("uniform", "hot"), ["mxpert"]
     formats, stages = ("bf16", "mxfp8", "fp8_token", "mxfp4"), ("gate_up", "down", "layer")
     found_keys = {row_key(each) for each in found["rows"]}
@@ -110,7 +102,7 @@ def test_a_resumed_run_measures_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.json"
-    first = dry_run(path, "--tokens", "1", "--commit", "abc")
+    first = run(path, "--tokens", "1")
     measured, collect = [], compare.collect
 
     def record(run: Any, cell: Any, *rest: Any) -> Any:
@@ -118,7 +110,7 @@ def test_a_resumed_run_measures_what_is_missing(
         return collect(run, cell, *rest)
 
     monkeypatch.setattr(compare, "collect", record)
-    again = dry_run(path, "--resume", "--commit", "abc")
+    again = run(path, "--resume")
     assert measured == ["dsv3-ep8 T=16 uniform"]
     assert again["rows"][: len(first["rows"])] == first["rows"]
 
@@ -127,7 +119,7 @@ def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     right = mxpert.fused_moe
     monkeypatch.setattr(mxpert, "fused_moe", lambda *args, **kwargs: 1.1 * right(*args, **kwargs))
     monkeypatch.setitem(compare.build_model.__globals__, "Ours", PlainOurs)
-    found = dry_run(tmp_path / "x.json", "--activations", "a16")
+    found = run(tmp_path / "x.json", "--activations", "a16")
     assert found["rows"] == []
     assert all("relative L2" in each["error"] for each in found["meta"]["failures"])
     assert len(found["meta"]["failures"]) == 2 * len(cells.STAGES)
@@ -176,7 +168,7 @@ def fake_peers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_peers")
 def test_peers_fail_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    found = dry_run(tmp_path / "x.json", "--peers", str(tmp_path), "--tokens", "1")
+    found = run(tmp_path / "x.json", "--peers", str(tmp_path), "--tokens", "1")
     theirs = {each["stage"]: each for each in found["rows"] if each["impl"] == "humming"}
     assert set(theirs) == set(cells.STAGES) - {"down"}
     assert theirs["layer"]["rel_l2"] > 0.1
@@ -195,7 +187,7 @@ def test_peers_fail_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_after_the_time_limit_nothing_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = dry_run(tmp_path / "x.json", "--time-limit", "0")
+    found = run(tmp_path / "x.json", "--time-limit", "0")
     assert found["rows"] == []
     assert found["meta"]["left"] == ["dsv3-ep8 T=1 uniform", "dsv3-ep8 T=16 uniform"]
     text = capsys.readouterr().out
@@ -218,10 +210,10 @@ def test_a_whole_comparison_is_estimated_to_fit() -> None:
 
 def test_a_cell_with_a_gap_is_measured_whole(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    first = dry_run(path, "--tokens", "1", "--stages", "down", "--commit", "abc")
+    first = run(path, "--tokens", "1", "--stages", "down")
     gap = [each for each in first["rows"] if each["activation"] != "mxfp8"]
     path.write_text(json.dumps({**first, "rows": gap}))
-    again = dry_run(path, "--tokens", "1", "--stages", "down", "--resume", "--commit", "abc")
+    again = run(path, "--tokens", "1", "--stages", "down", "--resume")
     assert {row_key(each) for each in again["rows"]} == {row_key(each) for each in first["rows"]}
     before, after = ({row_key(each): each["us"] for each in rows} for rows in (gap, again["rows"]))
     assert all(after[key] != us for key, us in before.items())
@@ -246,8 +238,8 @@ def test_a_compiler_that_may_not_run_is_told_at_once(
 def test_routing_times_every_router_and_op(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert routing.main(["--dry-run", "--tokens", "1,5", "--output", str(tmp_path / "r.json")]) == 0
-    found = json.loads((tmp_path / "r.json").read_text())
+    code, found = dry_run(routing.main, tmp_path / "r.json", "--tokens", "1,5")
+    assert code == 0
     assert len(found["device_rows"]) == 4 * 2 * 3
     assert {each["op"] for each in found["host_rows"]} >= {"fused_moe bf16", "fused_moe mxfp8"}
     assert "| both E=384 k=8 |" in capsys.readouterr().out

@@ -7,13 +7,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import expert_parallel
-import expert_parallel_render
 import pytest
-from over_ranks import cells, rows, work
 
+from benchmarks.ranks import cells, rows, work
+from benchmarks.ranks import render as expert_parallel_render
+from benchmarks.ranks import run as expert_parallel
 from mxpert.distributed.planner import LINKS, plan_layer
 from mxpert.testing.ranks import RankFailedError
+from tests.benchmarks.scripts import dry_run
 
 FOUR = [("uniform", "mxfp8"), ("uniform", "bf16"), ("zipf", "mxfp8"), ("zipf", "bf16")]
 WAYS = ("mxpert/gather", "mxpert/all_to_all", rows.COLLECTIVES)
@@ -23,12 +24,10 @@ WAYS = ("mxpert/gather", "mxpert/all_to_all", rows.COLLECTIVES)
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The JSON of one dry run that a time limit of no seconds cuts, and of its resumption."""
     path = tmp_path_factory.mktemp("ranks") / "expert_parallel.json"
-    arguments = ["--dry-run", "--output", str(path), "--commit", "abc"]
-    assert expert_parallel.main([*arguments, "--time-limit", "0"]) == 1, "nothing fits"
-    cut = json.loads(path.read_text())
-    assert not cut["rows"]
+    code, cut = dry_run(expert_parallel.main, path, "--time-limit", "0")
+    assert (code, cut["rows"]) == (1, []), "nothing fits"
     assert len(cut["meta"]["left"]) == 8
-    assert expert_parallel.main([*arguments, "--resume"]) == 0
+    assert dry_run(expert_parallel.main, path, "--resume")[0] == 0
     return path
 
 

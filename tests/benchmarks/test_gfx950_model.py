@@ -6,13 +6,20 @@ import copy
 import re
 from typing import Any
 
-import gfx950_model
 import pytest
-from cycle_model.calibration import calibrate, residuals, tile_loop
-from cycle_model.cells import BACKENDS, cells
-from cycle_model.published import LADDER, SKINNY, TILES
-from cycle_model.tables import SCHEMA, calibration_table, goal_table, markdown, worst_residuals
-from harness import ROOT
+
+from benchmarks import ROOT
+from benchmarks.gfx950 import run as gfx950_model
+from benchmarks.gfx950.calibration import calibrate, residuals, tile_loop
+from benchmarks.gfx950.cells import BACKENDS, cells
+from benchmarks.gfx950.published import LADDER, SKINNY, TILES
+from benchmarks.gfx950.render import (
+    SCHEMA,
+    calibration_table,
+    goal_table,
+    markdown,
+    worst_residuals,
+)
 
 PAGES = [ROOT / "docs/gfx950-model.md", ROOT / "docs/gfx950-modelled.md"]
 """How the model is calibrated, and what it says of our kernels."""
@@ -28,12 +35,7 @@ def test_the_documentation_shows_the_json(document: dict[str, Any]) -> None:
     assert worst_residuals(document["meta"]["residuals"]) in model
     assert calibration_table(document["calibration"]) in model
     assert goal_table(document["rows"]) in modelled
-
-
-def test_the_tables_are_those_of_the_json(document: dict[str, Any]) -> None:
-    text = gfx950_model.OUTPUT.with_suffix(".md").read_text(encoding="utf-8")
-    assert text == markdown(document)
-    assert "modelled, not measured" in text
+    assert "modelled, not measured" in markdown(document)
 
 
 def test_every_published_figure_has_a_row(document: dict[str, Any]) -> None:

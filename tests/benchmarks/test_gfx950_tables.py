@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import triton
-from cycle_model.choice import (
+
+from benchmarks.gfx950.choice import (
     CHIP,
     LoopKey,
     Rate,
@@ -19,9 +20,8 @@ from cycle_model.choice import (
     problem,
     stage_seconds,
 )
-from cycle_model.rates import RATES, Rates
-from gfx950_tables import OUTPUT, TARGET, choices, table_row, worst_residual
-
+from benchmarks.gfx950.choose import OUTPUT, TARGET, choices, table_row, worst_residual
+from benchmarks.gfx950.rates import RATES, Rates
 from mxpert.configs import Cdna4GemmConfig, Cdna4Kernel
 from mxpert.core import tables
 from mxpert.core.problem import Op

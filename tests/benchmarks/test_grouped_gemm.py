@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import grouped_gemm
-import grouped_render
 import pytest
 import torch
-import training_rows
-from comparison_rows import grouped_document as document
-from comparison_rows import grouped_row as row
-from grouped_gemms import cells, ours, peers, quantiser
-from grouped_gemms.cells import SHAPES, Operands, Shape, sample
-from grouped_gemms.rows import SCHEMA
-from harness.timing import time_calls
 
 import mxpert
+from benchmarks.grouped import cells, ours, peers, quantiser, training_rows
+from benchmarks.grouped import render as grouped_render
+from benchmarks.grouped import run as grouped_gemm
+from benchmarks.grouped.cells import SHAPES, Operands, Shape, sample
+from benchmarks.grouped.rows import SCHEMA
+from benchmarks.harness.timing import time_calls
 from mxpert.cli.measure import GateError
+from tests.benchmarks.comparison_rows import grouped_document as document
+from tests.benchmarks.comparison_rows import grouped_row as row
+from tests.benchmarks.scripts import dry_run
 
 CPU = torch.device("cpu")
 TINY = cells.tiny(SHAPES[0])
@@ -263,8 +262,7 @@ def test_claims_are_ratios_within_a_cell() -> None:
 @pytest.fixture
 def dry(tmp_path: Path) -> Path:
     path = tmp_path / "grouped.json"
-    some = ["--shapes", "1,5", "--commit", "abc"]
-    assert grouped_gemm.main(["--dry-run", *some, "--output", str(path)]) == 0
+    assert dry_run(grouped_gemm.main, path, "--shapes", "1,5")[0] == 0
     return path
 
 
@@ -292,10 +290,10 @@ def test_a_wrong_kernel_has_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     right = mxpert.grouped_gemm
     monkeypatch.setattr(mxpert, "grouped_gemm", lambda *args, **rest: 1.1 * right(*args, **rest))
     monkeypatch.setattr(ours.Ours, "explain", lambda self: {})
-    path = tmp_path / "x.json"
-    cell = ["--shapes", "1", "--balances", "balanced", "--modes", "exact"]
-    assert grouped_gemm.main(["--dry-run", *cell, "--output", str(path)]) == 1
-    found = SCHEMA.load(path)
+    cell = ("--shapes", "1", "--balances", "balanced", "--modes", "exact")
+    code, found = dry_run(grouped_gemm.main, tmp_path / "x.json", *cell)
+    assert code == 1
+    SCHEMA.validate(found)
     mine = {(each["op"], each["with_quant"]) for each in found["rows"] if each["impl"] == "mxpert"}
     assert ("forward", False) not in mine
     assert ("wgrad", False) in mine
@@ -305,18 +303,15 @@ def test_a_wrong_kernel_has_no_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_after_the_time_limit_nothing_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "x.json"
-    assert grouped_gemm.main(["--dry-run", "--time-limit", "0", "--output", str(path)]) == 0
-    assert json.loads(path.read_text())["rows"] == []
+    code, found = dry_run(grouped_gemm.main, tmp_path / "x.json", "--time-limit", "0")
+    assert (code, found["rows"]) == (0, [])
     assert "time limit" in capsys.readouterr().out
 
 
 def test_row_passes_are_timed_beside_torch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "rows.json"
-    assert training_rows.main(["--dry-run", "--output", str(path)]) == 0
-    found = json.loads(path.read_text())["rows"]
-    assert len(found) == 2 * 5
-    assert all(each["us"] > 0 < each["torch_us"] for each in found)
+    code, found = dry_run(training_rows.main, tmp_path / "rows.json")
+    assert (code, len(found["rows"])) == (0, 2 * 5)
+    assert all(each["us"] > 0 < each["torch_us"] for each in found["rows"])
     assert "| dsv3 combine backward |" in capsys.readouterr().out

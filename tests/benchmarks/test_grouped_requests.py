@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
-import grouped_requests
 import pytest
 import torch
-from grouped_gemms.cells import BALANCES, SHAPES, Operands, sample, tiny
 
 import mxpert
+from benchmarks.grouped import requests as grouped_requests
+from benchmarks.grouped.cells import BALANCES, SHAPES, Operands, sample, tiny
 from mxpert.cli.measure import GateError
+from tests.benchmarks.scripts import dry_run
 
 
 def test_a_dry_run_measures_every_request(tmp_path: Path) -> None:
-    output = tmp_path / "requests.json"
-    assert grouped_requests.main(["--dry-run", "--shapes", "6", "--output", str(output)]) == 0
-    rows = json.loads(output.read_text())["rows"]
-    assert {(row["request"], row["op"]) for row in rows} == {
+    code, found = dry_run(grouped_requests.main, tmp_path / "requests.json", "--shapes", "6")
+    assert code == 0
+    assert {(row["request"], row["op"]) for row in found["rows"]} == {
         *(
             (name, op)
             for name in ("row", "auto", "auto wide", "exact")

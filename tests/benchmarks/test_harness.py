@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import copy
 import importlib
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from comparison_rows import CEILINGS, META, grouped_document, row
-from grouped_gemms.rows import SCHEMA as GROUPED
-from harness import ROOT
-from harness.document import Document
-from harness.script import Seconds, within
-from harness.tables import absences, page
-from moe.rows import KEY_COLUMNS, SCHEMA, row_key
-from whole_model import rows as whole_model
 
-RESULTS = ROOT / "benchmarks/results/nvidia-h200"
+from benchmarks.grouped.rows import SCHEMA as GROUPED
+from benchmarks.harness.document import Document
+from benchmarks.harness.script import Seconds, within
+from benchmarks.harness.tables import absences, page
+from benchmarks.models import rows as whole_model
+from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA, row_key
+from tests.benchmarks.comparison_rows import CEILINGS, META, grouped_document, row
+
 TIMES = {"ms": 4.0, "ms_spread": 0.1, "moe_ms": 1.0, "step_ms_hooked": 5.0}
 COSINES = {"layer_cosine": 0.99999, "logits_cosine": 0.999}
 MODEL_ROW = whole_model.make_row("mxpert", "a16w4", "decode", "graph", 8, 32, TIMES, COSINES)
 DOCUMENTS = {
-    "compare": (SCHEMA, {"meta": META | {"peers": {}, "failures": []}, "rows": [row()]}),
-    "grouped_gemm": (GROUPED, grouped_document()),
-    "models": (
+    "moe.run": (SCHEMA, {"meta": META | {"peers": {}, "failures": []}, "rows": [row()]}),
+    "grouped.run": (GROUPED, grouped_document()),
+    "models.run": (
         whole_model.SCHEMA,
         {"meta": dict.fromkeys(whole_model.META, ""), "rows": [MODEL_ROW]},
     ),
@@ -40,18 +38,18 @@ SPOILS: dict[str, tuple[Any, str]] = {
     "number-for-a-text": (lambda d: d["rows"][0].update(impl=1), r"rows\[0\]\.impl"),
 }
 OF_ONE: dict[str, tuple[str, Any, str]] = {
-    "text-for-a-time": ("compare", lambda d: d["rows"][0].update(us="1"), r"rows\[0\]\.us"),
-    "zero-time": ("compare", lambda d: d["rows"][0].update(us=0), "more than 0"),
-    "bool-for-a-number": ("compare", lambda d: d["rows"][0].update(T=True), r"rows\[0\]\.T"),
-    "unknown-stage": ("compare", lambda d: d["rows"][0].update(stage="up"), "stage"),
-    "no-quantiser": ("grouped_gemm", lambda d: d.pop("quantiser"), "keys"),
-    "int-for-bool": ("grouped_gemm", lambda d: d["rows"][0].update(with_quant=1), "with_quant"),
-    "bool-for-us": ("grouped_gemm", lambda d: d["rows"][0].update(us=True), r"rows\[0\].us"),
-    "zero-us": ("grouped_gemm", lambda d: d["rows"][0].update(us=0), "more than 0"),
-    "unknown-op": ("grouped_gemm", lambda d: d["rows"][0].update(op="fwd"), "op"),
-    "text-for-a-width": ("grouped_gemm", lambda d: d["quantiser"][0].update(width="1"), "width"),
-    "zero-ms": ("models", lambda d: d["rows"][0].update(ms=0.0), r"rows\[0\]\.ms"),
-    "mode-of-another": ("models", lambda d: d["rows"][0].update(mode="forward"), r"\.mode"),
+    "text-for-a-time": ("moe.run", lambda d: d["rows"][0].update(us="1"), r"rows\[0\]\.us"),
+    "zero-time": ("moe.run", lambda d: d["rows"][0].update(us=0), "more than 0"),
+    "bool-for-a-number": ("moe.run", lambda d: d["rows"][0].update(T=True), r"rows\[0\]\.T"),
+    "unknown-stage": ("moe.run", lambda d: d["rows"][0].update(stage="up"), "stage"),
+    "no-quantiser": ("grouped.run", lambda d: d.pop("quantiser"), "keys"),
+    "int-for-bool": ("grouped.run", lambda d: d["rows"][0].update(with_quant=1), "with_quant"),
+    "bool-for-us": ("grouped.run", lambda d: d["rows"][0].update(us=True), r"rows\[0\].us"),
+    "zero-us": ("grouped.run", lambda d: d["rows"][0].update(us=0), "more than 0"),
+    "unknown-op": ("grouped.run", lambda d: d["rows"][0].update(op="fwd"), "op"),
+    "text-for-a-width": ("grouped.run", lambda d: d["quantiser"][0].update(width="1"), "width"),
+    "zero-ms": ("models.run", lambda d: d["rows"][0].update(ms=0.0), r"rows\[0\]\.ms"),
+    "mode-of-another": ("models.run", lambda d: d["rows"][0].update(mode="forward"), r"\.mode"),
 }
 CASES = [
     *(
@@ -76,7 +74,7 @@ def test_a_spoilt_document_is_refused(name: str, spoil: Any, complaint: str) -> 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "x.json").write_text("{")
-    with pytest.raises(ValueError, match=f"need the JSON of {name}.py"):
+    with pytest.raises(ValueError, match=f"need the JSON of benchmarks.{name}"):
         DOCUMENTS[name][0].load(tmp_path / "x.json")
 
 
@@ -106,7 +104,7 @@ def test_resume_refuses_another_run(tmp_path: Path, name: str) -> None:
 
 def test_what_does_not_fit_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now, left = [0.0], []
-    monkeypatch.setattr("harness.script.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("benchmarks.harness.script.time.monotonic", lambda: now[0])
     for item in within([3.0, 2.0, 4.0, 1.0], 7.5, left):
         now[0] += item
     assert left == [4.0, 1.0]
@@ -114,7 +112,7 @@ def test_what_does_not_fit_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_seconds_are_added_by_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 2.0, 2.0, 5.5])
-    monkeypatch.setattr("harness.script.time.monotonic", lambda: next(times))
+    monkeypatch.setattr("benchmarks.harness.script.time.monotonic", lambda: next(times))
     seconds = Seconds()
     for what in ("a", "b"):
         with seconds.clock(what):
@@ -130,13 +128,13 @@ def test_absences_are_named_or_left_out() -> None:
 
 
 BAD = {
-    "compare": "models=gpt-5 tokens=0 activations=a7 stages= peers=/nonexistent",
-    "grouped_gemm": "shapes=9 shapes= peers=/nonexistent",
-    "grouped_requests": "shapes=9",
-    "cliffs": "shapes=E1 tokens=0 routings=x render=/nonexistent",
-    "hunts": "variants=none processes=0 render=/nonexistent",
-    "at_size": "models=gpt-5 formats=a7 render=/nonexistent",
-    "routing": "tokens=x",
+    "moe.run": "models=gpt-5 tokens=0 activations=a7 stages= peers=/nonexistent",
+    "grouped.run": "shapes=9 shapes= peers=/nonexistent",
+    "grouped.requests": "shapes=9",
+    "moe.cliffs": "shapes=E1 tokens=0 routings=x render=/nonexistent",
+    "hunts.run": "variants=none processes=0 render=/nonexistent",
+    "moe.at_size": "models=gpt-5 formats=a7 render=/nonexistent",
+    "routing.run": "tokens=x",
 }
 
 
@@ -146,7 +144,7 @@ BAD = {
 def test_bad_options_are_refused(
     script: str, option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert importlib.import_module(script).main(["--dry-run", f"--{option}"]) == 2
+    assert importlib.import_module(f"benchmarks.{script}").main(["--dry-run", f"--{option}"]) == 2
     assert "need" in capsys.readouterr().err
 
 
@@ -154,54 +152,12 @@ def test_bad_options_are_refused(
 @pytest.mark.parametrize(
     "script",
     [
-        *("compare", "grouped_gemm", "grouped_requests", "routing", "cliffs", "hunts", "at_size"),
-        *("training_rows", "training_host"),
+        *("moe.run", "moe.cliffs", "moe.at_size", "routing.run", "hunts.run"),
+        *("grouped.run", "grouped.requests", "grouped.training_rows", "grouped.training_host"),
     ],
 )
 def test_without_a_gpu_a_dry_run_is_advised(
     script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert importlib.import_module(script).main([]) == 2
+    assert importlib.import_module(f"benchmarks.{script}").main([]) == 2
     assert "need a GPU, got none; run with --dry-run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("script", ["cliffs", "hunts", "at_size"])
-def test_committed_tables_are_those_of_the_json(tmp_path: Path, script: str) -> None:
-    source = shutil.copy(RESULTS / f"{script}.json", tmp_path)
-    assert importlib.import_module(script).main(["--render", str(source)]) == 0
-    name = f"{script}.md"
-    assert (tmp_path / name).read_text("utf-8") == (RESULTS / name).read_text("utf-8")
-
-
-@pytest.mark.parametrize(
-    "script, stem, names",
-    [
-        ("render", "moe", ["moe.md", "moe-summary.md"]),
-        ("grouped_render", "grouped_gemm", ["grouped_gemm.md", "grouped_gemm-summary.md"]),
-        ("models_render", "models", ["models.md"]),
-        (
-            "expert_parallel_render",
-            "../nvidia-h200-x2/expert_parallel",
-            ["expert_parallel.md", "expert_parallel-summary.md"],
-        ),
-    ],
-)
-def test_committed_pages_are_those_of_the_json(
-    tmp_path: Path, script: str, stem: str, names: list[str]
-) -> None:
-    main, source = importlib.import_module(script).main, RESULTS / f"{stem}.json"
-    assert main([str(source), "--folder", str(tmp_path)]) == 0
-    for name in names:
-        committed = source.parent / name
-        assert (tmp_path / name).read_text("utf-8") == committed.read_text("utf-8")
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.glob("*.png"))
-
-
-@pytest.mark.parametrize(
-    "script", ["render", "grouped_render", "models_render", "expert_parallel_render"]
-)
-def test_render_refuses_what_is_not_its_document(tmp_path: Path, script: str) -> None:
-    (tmp_path / "x.json").write_text('{"rows": []}')
-    main = importlib.import_module(script).main
-    assert main([str(tmp_path / "absent.json")]) == 2
-    assert main([str(tmp_path / "x.json")]) == 2

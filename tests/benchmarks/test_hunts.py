@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import hunt_variants
-import hunts
 import pytest
 
+from benchmarks.hunts import run as hunts
+from benchmarks.hunts import variants as hunt_variants
 from mxpert.core.problem import ACTIVATION_FORMATS
 from support.races import hopper_tiles
+from tests.benchmarks.scripts import dry_run
 
 
 def run(path: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    code = hunts.main(
-        ["--dry-run", "--processes", "1", "--commit", "abc", "--output", str(path), *arguments]
-    )
-    return code, json.loads(path.read_text("utf-8"))
+    return dry_run(hunts.main, path, "--processes", "1", *arguments)
 
 
 def test_every_kernel_variant_is_hunted() -> None:
@@ -95,11 +92,7 @@ def test_what_is_left_is_resumed(tmp_path: Path) -> None:
     assert code == 0
     assert found["rows"][0] == first["rows"][0]
     assert [row["name"] for row in found["rows"]] == ["combine/forward", "combine/backward"]
-    assert run_refused(path, "--resume", "--plant", "1") == 2
-
-
-def run_refused(path: Path, *arguments: str) -> int:
-    return hunts.main(["--dry-run", "--commit", "abc", "--output", str(path), *arguments])
+    assert run(path, "--resume", "--plant", "1")[0] == 2
 
 
 def test_a_variant_that_fails_leaves_the_others(
@@ -116,18 +109,7 @@ def test_a_variant_that_fails_leaves_the_others(
 
 
 def test_several_processes_share_the_variants(tmp_path: Path) -> None:
-    path = tmp_path / "h.json"
-    several = ["--processes", "2", "--variants", "combine/*"]
-    assert hunts.main(["--dry-run", *several, "--output", str(path)]) == 0
-    found = json.loads(path.read_text("utf-8"))
+    code, found = run(tmp_path / "h.json", "--processes", "2", "--variants", "combine/*")
+    assert code == 0
     assert {row["name"] for row in found["rows"]} == {"combine/forward", "combine/backward"}
     assert {row["processes"] for row in found["rows"]} == {2}
-
-
-def test_tables_are_rendered_from_the_json_alone(tmp_path: Path) -> None:
-    path = tmp_path / "h.json"
-    run(path, "--variants", "combine/*")
-    written = path.with_suffix(".md").read_text("utf-8")
-    path.with_suffix(".md").unlink()
-    assert hunts.main(["--render", str(path)]) == 0
-    assert path.with_suffix(".md").read_text("utf-8") == written

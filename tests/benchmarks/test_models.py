@@ -14,14 +14,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-import models
-import models_render
-from harness.document import Document
-from whole_model.peer import TransformersMXFP4
-from whole_model.rows import KEY_COLUMNS, SCHEMA, make_row
-from whole_model.timing import Stopwatch
-
+from benchmarks.harness.document import Document
+from benchmarks.models import render as models_render
+from benchmarks.models import run as models
+from benchmarks.models.peer import TransformersMXFP4
+from benchmarks.models.rows import KEY_COLUMNS, SCHEMA, make_row
+from benchmarks.models.timing import Stopwatch
 from mxpert import GateUpOrder
+from tests.benchmarks.scripts import dry_run
 
 TIMES = {"ms": 4.0, "ms_spread": 0.1, "moe_ms": 1.0, "step_ms_hooked": 5.0}
 COSINES = {"layer_cosine": 0.99999, "logits_cosine": 0.999}
@@ -36,15 +36,15 @@ def _single_threaded() -> Any:
 
 
 @pytest.fixture(scope="module")
-def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The JSON of a dry run."""
     path = tmp_path_factory.mktemp("models") / "models.json"
-    assert models.main(["--dry-run", "--static", "--output", str(path), "--commit", "abc"]) == 0
+    assert dry_run(models.main, path, "--static")[0] == 0
     return path
 
 
-def test_a_dry_run_measures_every_phase(dry_run: Path) -> None:
-    document = json.loads(dry_run.read_text("utf-8"))
+def test_a_dry_run_measures_every_phase(measured: Path) -> None:
+    document = json.loads(measured.read_text("utf-8"))
     SCHEMA.validate(document)
     found = {
         (row["impl"], row["format"], row["phase"], row["mode"], row["batch"])
@@ -62,8 +62,8 @@ def test_a_dry_run_measures_every_phase(dry_run: Path) -> None:
         assert "absent" in document["meta"]["failures"]["transformers mxfp4"]
 
 
-def test_tables_and_plot_come_from_the_json_alone(dry_run: Path, tmp_path: Path) -> None:
-    assert models_render.main([str(dry_run), "--folder", str(tmp_path)]) == 0
+def test_tables_and_plot_come_from_the_json_alone(measured: Path, tmp_path: Path) -> None:
+    assert models_render.main([str(measured), "--folder", str(tmp_path)]) == 0
     text = (tmp_path / "models.md").read_text("utf-8")
     assert "| mxpert a16w4 |" in text
     assert "decode through generate, tokens/s (MoE share) | batch 1 | batch 2 |" in text
@@ -102,15 +102,15 @@ def test_wrong_experts_are_not_timed(tmp_path: Path) -> None:
 
 
 def test_nothing_is_timed_after_the_limit(tmp_path: Path) -> None:
-    path = tmp_path / "models.json"
-    assert models.main(["--dry-run", "--time-limit", "0", "--output", str(path)]) == 1
-    failures = json.loads(path.read_text("utf-8"))["meta"]["failures"]
-    assert failures["mxpert a16w4 decode generate batch 1"].startswith("not measured")
+    code, found = dry_run(models.main, tmp_path / "models.json", "--time-limit", "0")
+    assert code == 1
+    error = found["meta"]["failures"]["mxpert a16w4 decode generate batch 1"]
+    assert error.startswith("not measured")
 
 
 def test_a_stopwatch_counts_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 1.25])
-    monkeypatch.setattr("whole_model.timing.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("benchmarks.models.timing.time.perf_counter", lambda: next(times))
     watch = Stopwatch(torch.device("cpu"))
     watch.mark()
     watch.mark()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import plan_layers
 import pytest
-from harness.script import RESULTS
+
+from benchmarks.harness.script import RESULTS
+from benchmarks.ranks import plan_layers
 
 ROWS = [
     {"E": 128, "k": 4, "T": 1, "us": 2.0},

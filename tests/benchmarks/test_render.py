@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import render
-from comparison_rows import CEILINGS, META, row
-from harness import ROOT
-from harness.document import Document
-from moe import cells, figures, goals, layers
-from moe.rows import KEY_COLUMNS, SCHEMA, row_key
+
+from benchmarks import ROOT
+from benchmarks.harness.document import Document
+from benchmarks.moe import cells, figures, goals, layers, render
+from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA, row_key
+from tests.benchmarks.comparison_rows import CEILINGS, META, row
 
 
 def test_each_of_our_formats_is_compared_with_the_best_peer_of_its_width() -> None:

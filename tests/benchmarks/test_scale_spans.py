@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import scale_spans
 import torch
-from harness import ROOT
+
+from benchmarks import ROOT
+from benchmarks.grouped import scale_spans
 
 DOCUMENT = ROOT / "docs/training-spans.md"
 FREE_DB = 0.2

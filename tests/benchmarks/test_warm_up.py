@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-import warm_up
-from moe import cells, ours
+
+from benchmarks.moe import cells, ours, warm_up
 
 NAMES = ("gpt-oss-20b", "dsv3-ep8")
 
@@ -36,9 +36,9 @@ def test_warming_up_takes_a_process_for_each_format(monkeypatch: pytest.MonkeyPa
     every = cells.ordered_cells(list(cells.MODELS.values()))
     warm_up.start(every, cells.FORMATS)
     counts = "1,4,16,64,128,256", "1024,4096,8192,16384"
-    found = {(command[5], command[7]) for command in commands}
+    found = {(command[6], command[8]) for command in commands}
     assert found == set(itertools.product(counts, cells.FORMATS))
-    assert {command[3] for command in commands} == {",".join(cells.MODELS)}
+    assert {command[4] for command in commands} == {",".join(cells.MODELS)}
 
 
 def test_warming_up_a_peer_takes_a_process_for_each_model(
@@ -48,7 +48,7 @@ def test_warming_up_a_peer_takes_a_process_for_each_model(
     monkeypatch.setattr(warm_up.subprocess, "Popen", lambda command, **_: commands.append(command))
     some = [cells.Cell(cells.MODELS[name], tokens) for tokens in (1, 64) for name in NAMES]
     warm_up.start_peer(some, tmp_path)
-    assert [command[2:] for command in commands] == [
+    assert [command[3:] for command in commands] == [
         ["--models", name, "--tokens", "1,64", "--peers", str(tmp_path)] for name in NAMES
     ]
 

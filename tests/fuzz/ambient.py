@@ -8,15 +8,10 @@ observe ops, …), and runs forward and backward inside of them. The long run:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import random
 import sys
-import time
-import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +21,7 @@ import torch
 from fuzz_target import Target
 from fuzz_targets import TARGETS
 from run import flat
+from seeds import Report, each_seed, long_run, parser
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -92,16 +88,6 @@ STATES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
 WITHOUT_GRADIENT = frozenset({"inference mode", "no grad"})
 MAKES_TENSORS = frozenset({"MoE", "RoutingPlan", "MXGroupedLinear", "MXMoE"})
 """Targets that make tensors in their call, as their callers do, in the default dtype."""
-
-
-@dataclass
-class Report:
-    """What the cases gave. different: of each seed, the function, the states, and what differs."""
-
-    cases: int = 0
-    refused: int = 0
-    states: Counter[str] = field(default_factory=Counter)
-    different: dict[int, str] = field(default_factory=dict)
 
 
 def outcome(target: Target, arguments: dict[str, Any]) -> list[Any] | str:
@@ -171,38 +157,15 @@ def one(targets: list[Target], seed: int, report: Report) -> None:
     problem = differs(
         found[False], found[True], no_gradient=not WITHOUT_GRADIENT.isdisjoint(chosen)
     )
-    report.cases += 1
-    report.refused += isinstance(found[False], str)
-    report.states.update(chosen)
-    if problem:
-        report.different[seed] = f"{target.name} in {chosen}: {problem}"
+    wrong = f"{target.name} in {chosen}: {problem}" if problem else None
+    report.add(seed, chosen, counted=isinstance(found[False], str), wrong=wrong)
 
 
 def run(cases: int, seed: int, targets: list[Target] = TARGETS) -> Report:
-    """Cases of consecutive seeds."""
-    report = Report()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number in range(seed, seed + cases):
-            one(targets, number, report)
-    return report
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    start = time.monotonic()
-    report = run(options.cases, options.seed)
-    for seed, text in list(report.different.items())[:40]:
-        print(f"seed {seed}: {text}")
-    print(
-        f"ambient: {report.cases} cases, {report.refused} of them errors, "
-        f"{len(report.different)} different, {time.monotonic() - start:.0f} s"
-    )
-    sys.exit(bool(report.different))
+    """Cases of consecutive seeds; errors are counted."""
+    return each_seed(lambda number, report: one(targets, number, report), cases, seed)
 
 
 if __name__ == "__main__":
-    main()
+    options = parser(__doc__).parse_args()
+    long_run(lambda: run(options.cases, options.seed), "ambient", "errors")

@@ -8,14 +8,10 @@ of another token's result. The long run: ``python tests/fuzz/special.py --cases 
 
 from __future__ import annotations
 
-import argparse
 import random
 import sys
-import time
-import warnings
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import fuzz_values
 import torch
+from seeds import Report, each_seed, long_run, parser
 from special_case import Case
 from special_cases import CASES, EXACT_OF_ROUTED
 
@@ -41,16 +38,6 @@ FEWER_KERNELS = {
     "activation": SwiGLU(),
 }
 """Choices on a GPU, where each of them compiles other kernels; REDUCE repeats its bits."""
-
-
-@dataclass
-class Report:
-    """What the cases gave. wrong: of each seed, what is wrong."""
-
-    cases: int = 0
-    lost: int = 0
-    by_name: Counter[str] = field(default_factory=Counter)
-    wrong: dict[int, str] = field(default_factory=dict)
 
 
 def specials(dtype: torch.dtype) -> list[float]:
@@ -140,11 +127,8 @@ def one(cases: Sequence[Case], seed: int, device: torch.device, size: int, repor
         same = torch.allclose(before[others], found[0][others], rtol=0, atol=0, equal_nan=True)
         if not same:
             problem = "special values of a row change another row"
-    report.cases += 1
-    report.lost += some
-    report.by_name[case.name] += 1
-    if problem:
-        report.wrong[seed] = f"{case.name} with special {chosen}: {problem}"
+    wrong = f"{case.name} with special {chosen}: {problem}" if problem else None
+    report.add(seed, [case.name], counted=some, wrong=wrong)
 
 
 def run(
@@ -154,33 +138,21 @@ def run(
     size: int = 1,
     functions: Sequence[Case] = CASES,
 ) -> Report:
-    """Cases of consecutive seeds; `size` multiplies the widths."""
-    report, device = Report(), torch.device(device)
+    """Cases of consecutive seeds; `size` multiplies the widths. Lost numbers are counted."""
+    device = torch.device(device)
     functions = [case for case in functions if device.type == "cpu" or case.on_gpu]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for number in range(seed, seed + cases):
-            one(functions, number, device, size, report)
-    return report
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--size", type=int, default=1)
-    options = parser.parse_args()
-    start = time.monotonic()
-    report = run(options.cases, options.seed, options.device, options.size)
-    for seed, text in list(report.wrong.items())[:40]:
-        print(f"seed {seed}: {text}")
-    print(
-        f"special values: {report.cases} cases, {report.lost} of them not finite in float64, "
-        f"{len(report.wrong)} wrong, {time.monotonic() - start:.0f} s"
+    return each_seed(
+        lambda number, report: one(functions, number, device, size, report), cases, seed
     )
-    sys.exit(bool(report.wrong))
 
 
 if __name__ == "__main__":
-    main()
+    command = parser(__doc__)
+    command.add_argument("--device", default="cpu")
+    command.add_argument("--size", type=int, default=1)
+    given = command.parse_args()
+    long_run(
+        lambda: run(given.cases, given.seed, given.device, given.size),
+        "special values",
+        "not finite in float64",
+    )

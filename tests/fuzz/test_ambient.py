@@ -20,12 +20,12 @@ CASES = 1200
 
 def test_no_state_changes_a_bit() -> None:
     report = ambient.run(CASES, seed=0)
-    assert not report.different, "\n".join(map(str, report.different.items()))
-    assert set(report.states) == set(ambient.STATES)
-    assert report.refused < CASES // 4
+    assert not report.wrong, "\n".join(map(str, report.wrong.items()))
+    assert set(report.names) == set(ambient.STATES)
+    assert report.counted < CASES // 4
 
 
 def test_autocast_inside_of_the_kernels_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "isolated", lambda _: contextlib.nullcontext())
     report = ambient.run(CASES // 2, seed=0)
-    assert any("autocast" in text for text in report.different.values())
+    assert any("autocast" in text for text in report.wrong.values())

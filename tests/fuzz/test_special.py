@@ -23,8 +23,8 @@ CASES = 1000
 def test_special_values_never_become_finite() -> None:
     report = special.run(CASES, seed=0)
     assert not report.wrong, "\n".join(map(str, report.wrong.items()))
-    assert set(report.by_name) == {case.name for case in special.CASES}
-    assert CASES // 5 < report.lost < CASES // 2
+    assert set(report.names) == {case.name for case in special.CASES}
+    assert CASES // 5 < report.counted < CASES // 2
 
 
 def test_a_finite_scale_of_infinity_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

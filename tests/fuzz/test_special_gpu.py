@@ -25,7 +25,7 @@ def test_special_values_never_become_finite(size: int, device: torch.device) -> 
     """2,500 cases each; widths from 32 and from 128 on."""
     with nan_filled_scratch():
         report = special.run(2500, seed=10_000 * size, device=device, size=size)
-    print(f"special values: {report.cases} cases, {report.lost} of them not finite in float64")
+    print(f"special values: {report.cases} cases, {report.counted} of them not finite in float64")
     assert not report.wrong, "\n".join(map(str, report.wrong.items()))
-    assert set(report.by_name) == {case.name for case in special.CASES if case.on_gpu}
-    assert report.lost > 500
+    assert set(report.names) == {case.name for case in special.CASES if case.on_gpu}
+    assert report.counted > 500

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import triton
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks")]
-
-from cycle_model.cells import BACKENDS, cells, run_cell  # noqa: E402
-from cycle_model.tables import SCHEMA  # noqa: E402
-from gfx950_model import OUTPUT  # noqa: E402
+from benchmarks.gfx950.cells import BACKENDS, cells, run_cell
+from benchmarks.gfx950.render import SCHEMA
+from benchmarks.gfx950.run import OUTPUT
 
 GROWTH = 1.03
 """Modelled cycles may grow by 3 %."""
@@ -53,7 +47,7 @@ def test_modelled_cycles_do_not_grow(backend: str, name: str) -> None:
     found = run_cell(CELLS[name], backend, (recorded["depth"],))
     assert growth(recorded, found) <= GROWTH, (
         f"{backend}, {name}: {found['cycles']} cycles, {rate(found)} instead of {rate(recorded)}, "
-        f"limit {found['limit']}; if it must be, record it: python benchmarks/gfx950_model.py"
+        f"limit {found['limit']}; if it must be, record it: python -m benchmarks.gfx950.run"
     )
 
 

@@ -19,11 +19,12 @@ from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
 from mxpert.routing.plan import padded_capacity
 from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
-from support.hopper_launches import H200, Launch, empty
+from support.hopper_launches import H200, Launch
 from support.inputs import INPUTS
 from support.kernels import kernels_of
 from support.launches import recorded_launches
 from support.sass import register_operands, reused_barriers
+from support.without_data import empty
 
 KERNEL_OF = kernels_of("hopper")
 BLOCK, SPAN128, ROW, AUTO = ScaleSpan.BLOCK, ScaleSpan.SPAN128, ScaleSpan.ROW, ScaleSpan.AUTO

@@ -15,6 +15,7 @@ from mxpert.quantize.dual_triton import QUANTIZE_DUAL
 from mxpert.quantize.inputs import DualInputs
 from mxpert.routing.plan import padded_capacity
 from support.devices import DEVICES
+from support.without_data import empty
 
 FORMATS = {
     "bf16": ("bf16", "bf16"),
@@ -32,10 +33,6 @@ GEMMS = {
     "hybrid-nt": ("hybrid", True, 8192),
 }
 """Cases of `launch_gemm` by name: formats, trans_b, rows."""
-
-
-def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    return torch.empty(size, dtype=dtype, device="meta")
 
 
 def operand(fmt: str, *size: int, axis: int = -1) -> torch.Tensor | MXTensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from mxpert.core.problem import GroupScore, Scoring, TopKOptions
-from mxpert.errors import Checks, require
-from mxpert.routing.plan import TOKEN_BITS, TOKEN_MASK, RoutingPlan, check_plan_shapes
+from mxpert.errors import require
+from mxpert.routing.plan import TOKEN_BITS, RoutingPlan, check_plan_shapes
 
 CONTRACT_EXPERTS = (
     (256, 8),
@@ -40,24 +40,28 @@ def validate_routing_plan(
     expert_map: torch.Tensor | None = None,
     num_local_tokens: int | None = None,
 ) -> None:
-    """Check every invariant of a plan against the routing that it was made from.
-
-    Only one plan satisfies all invariants, so this is a bit-exact test. It copies the plan to the
-    CPU.
+    """Compare a plan bit for bit with the one that the routing asks for; copies it to the CPU.
 
     Args:
         plan: the plan. topk_weights, topk_ids, num_experts, expert_map, num_local_tokens: the
             arguments that make_routing_plan received (num_local_tokens as an int).
 
     Raises:
-        ValueError: an invariant does not hold; the message names the first.
+        ValueError: a tensor differs; the message names its first wrong element.
     """
     check_plan_shapes(plan, "validate_routing_plan")
     tokens = plan.num_tokens if num_local_tokens is None else num_local_tokens
     tokens = min(max(tokens, 0), plan.num_tokens)
     expert = _expected_experts(plan, topk_ids.cpu().long(), num_experts, expert_map, tokens)
-    used = _check_blocks(plan, expert, tokens)
-    _check_rows(plan, expert, topk_weights.cpu(), used)
+    for name, want in _expected_plan(plan, expert, topk_weights.cpu(), tokens).items():
+        have = getattr(plan, name).cpu().flatten()
+        if have.dtype == torch.float32:  # bit for bit
+            have, want = have.view(torch.int32), want.view(torch.int32)
+        wrong = (have != want).nonzero()
+        if wrong.numel():
+            place = int(wrong[0])
+            argument, need, got = f"plan.{name}[{place}] (flat)", int(want[place]), int(have[place])
+            require(False, "validate_routing_plan", argument, need=need, got=got)
 
 
 def _expected_experts(
@@ -67,83 +71,38 @@ def _expected_experts(
     expert_map: torch.Tensor | None,
     tokens: int,
 ) -> torch.Tensor:
-    """Local expert of each (token, slot), int64 [T, top_k]; −1 for dropped slots."""
+    """Local expert of each (token, slot), int64 [T · top_k]; −1 for dropped slots."""
     known = (ids >= 0) & (ids < num_experts)
     local = ids if expert_map is None else expert_map.cpu().long()[torch.where(known, ids, 0)]
     known &= (local >= 0) & (local < plan.num_experts)
     known &= (torch.arange(plan.num_tokens) < tokens)[:, None]
-    return torch.where(known, local, -1)
+    return torch.where(known, local, -1).flatten()
 
 
-def _require_equal(name: str, have: torch.Tensor, want: torch.Tensor) -> None:
-    """Raise if two int tensors differ; the message gives the first differing element."""
-    wrong = (have != want).flatten().nonzero()
-    if wrong.numel():
-        place = int(wrong[0])
-        require(
-            False,
-            "validate_routing_plan",
-            f"plan.{name}[{place}] (flat)",
-            need=int(want.flatten()[place]),
-            got=int(have.flatten()[place]),
-        )
-
-
-def _check_blocks(plan: RoutingPlan, expert: torch.Tensor, tokens: int) -> int:
-    """Check num_valid and block_expert_ids; return the number of padded rows in use."""
-    unit = plan.routing_block_m
+def _expected_plan(
+    plan: RoutingPlan, expert: torch.Tensor, weights: torch.Tensor, tokens: int
+) -> dict[str, torch.Tensor]:
+    """The flat tensors of the one plan that is right: rows ascend in (expert, token, slot), and
+    each expert's rows are padded to a multiple of `routing_block_m`."""
+    unit, top_k = plan.routing_block_m, plan.top_k
     counts = torch.bincount(expert[expert >= 0], minlength=plan.num_experts)
     blocks = (counts + unit - 1) // unit
     used = int(blocks.sum())
-    _require_equal("num_valid", plan.num_valid.cpu(), torch.tensor([used * unit, tokens]))
-    want = torch.full((plan.capacity // unit,), -1)
-    want[:used] = torch.arange(plan.num_experts).repeat_interleave(blocks)
-    _require_equal("block_expert_ids", plan.block_expert_ids.cpu(), want)
-    return used * unit
-
-
-def _check_rows(plan: RoutingPlan, expert: torch.Tensor, weights: torch.Tensor, used: int) -> None:
-    """Check sorted_token_ids, sorted_weights and slot_rows."""
-    need, argument, top_k = Checks("validate_routing_plan"), "plan.sorted_token_ids", plan.top_k
-    codes, slot_rows = plan.sorted_token_ids.cpu().long(), plan.slot_rows.cpu().long()
-    slot, token = codes >> TOKEN_BITS, codes & TOKEN_MASK
-    padding = slot == top_k
-    _require_equal(
-        "sorted_token_ids",
-        codes[padding],
-        torch.full_like(codes[padding], top_k << TOKEN_BITS | plan.num_tokens),
-    )
-    rows = (~padding).nonzero().flatten()
-    behind = bool((rows < used).all())
-    need(behind, argument, f"padding from row {used} on", rows.tolist()[-1:])
-
-    token, slot = token[rows], slot[rows]
-    inside = bool(((slot >= 0) & (slot < top_k) & (token < plan.num_tokens)).all())
-    need(inside, argument, "slots and tokens of the batch", "a code outside it")
-    source = token * top_k + slot
-    block_expert = plan.block_expert_ids.cpu().long()[rows // plan.routing_block_m]
-    _require_equal("block_expert_ids by row", block_expert, expert.flatten()[source])
-    # Rows ascend strictly in (expert, token, slot), and no routed row is missing.
-    order = block_expert * (plan.num_tokens * top_k) + source
-    ascending, got = bool((order[1:] > order[:-1]).all()), "rows out of order or twice"
-    need(ascending, argument, "rows ascending in expert, token, slot", got)
-    kept = int((expert >= 0).sum())
-    need(rows.numel() == kept, argument, f"{kept} routed rows", rows.numel())
-    # Padding comes after all rows of an expert: rows of one expert are contiguous.
-    same = block_expert[1:] == block_expert[:-1]
-    adjacent = bool((rows[1:] - rows[:-1])[same].eq(1).all())
-    need(adjacent, argument, "padding behind an expert's rows", "padding between them")
-
-    want_slot_rows = torch.full((plan.num_tokens * top_k,), -1)
-    want_slot_rows[source] = rows
-    _require_equal("slot_rows", slot_rows.flatten(), want_slot_rows)
-    want_weights = torch.zeros(plan.capacity)
-    want_weights[rows] = weights.flatten()[source]
-    _require_equal(
-        "sorted_weights (bits)",
-        plan.sorted_weights.cpu().view(torch.int32),
-        want_weights.view(torch.int32),
-    )
+    source = expert.argsort(stable=True)[int((expert < 0).sum()) :]  # token · top_k + slot
+    padding = blocks * unit - counts
+    rows = torch.arange(len(source)) + (padding.cumsum(0) - padding)[expert[source]]
+    found = {
+        "num_valid": torch.tensor([used * unit, tokens]),
+        "block_expert_ids": torch.full((plan.capacity // unit,), -1),
+        "sorted_token_ids": torch.full((plan.capacity,), top_k << TOKEN_BITS | plan.num_tokens),
+        "sorted_weights": torch.zeros(plan.capacity),
+        "slot_rows": torch.full((plan.num_tokens * top_k,), -1),
+    }
+    found["block_expert_ids"][:used] = torch.arange(plan.num_experts).repeat_interleave(blocks)
+    found["sorted_token_ids"][rows] = source % top_k << TOKEN_BITS | source // top_k
+    found["sorted_weights"][rows] = weights.flatten()[source]
+    found["slot_rows"][source] = rows
+    return found
 
 
 def topk_decision_gap(

@@ -7,9 +7,9 @@ A row travels once to each rank that owns one of its token's experts. Dispatch s
 (33 H / 32 bytes) or bf16 rows (2 H), combine sends bf16 partial sums. Nothing overlaps.
 
 Local layers were measured on one NVIDIA H200 (`measured_layers.json`, written by
-benchmarks/plan_layers.py). A layer's time is a fixed part and one part for each expert that is hit:
-the roof of the expert (reading its weights, or multiplying its rows), times a measured slowdown
-that depends on its rows.
+benchmarks/ranks/plan_layers.py). A layer's time is a fixed part and one part for each expert that
+is hit: the roof of the expert (reading its weights, or multiplying its rows), times a measured
+slowdown that depends on its rows.
 """
 
 from __future__ import annotations

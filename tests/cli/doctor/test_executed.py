@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import gfx950emu
 from mxpert.cli import main
 from mxpert.cli.doctor import command, executed
-from mxpert.cli.executed import Case, _execute_case, cases, execute
+from mxpert.cli.doctor.executed import Case, _execute_case, cases, execute
 from mxpert.testing import gfx950
 
 runner = CliRunner()

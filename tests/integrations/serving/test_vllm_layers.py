@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -66,15 +68,40 @@ def workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     workspace.init_workspace_manager(torch.device("cpu"))
 
 
+def config_of(kind: str, **changes: Any) -> Any:
+    return moe_config(activation=ACTIVATIONS[kind], has_bias=kind == "gpt_oss", **changes)
+
+
+def half_of(total: int, kind: str, rank: int, **changes: Any) -> Any:
+    """The config of one of two tensor-parallel ranks: 96 columns are 64 and 32 of them."""
+    moe = config_of(
+        kind,
+        intermediate_size=total,
+        intermediate_size_per_partition=total // 2,
+        parallel=dict(tp_size=2, tp_rank=rank),
+        **changes,
+    )
+    if kind != "gpt_oss" and not hasattr(moe, "tp_shard_with_padding"):
+        pytest.skip("this vLLM cuts inside of a block; refused there")
+    return moe
+
+
+def order_of(kind: str) -> mxpert.GateUpOrder:
+    gpt_oss = kind == "gpt_oss"
+    return mxpert.GateUpOrder.INTERLEAVED if gpt_oss else mxpert.GateUpOrder.CONCATENATED
+
+
+def checkpoint_of(kind: str, **changes: Any) -> Checkpoint:
+    return Checkpoint.random(order_of(kind), biased=kind == "gpt_oss", **changes)
+
+
 def built(
     kind: str, activation_format: str = "a16w4", **changes: Any
 ) -> tuple[Any, torch.nn.Module, Checkpoint]:
     """A loaded layer: its method, the layer, its checkpoint."""
-    gpt_oss = kind == "gpt_oss"
-    order = mxpert.GateUpOrder.INTERLEAVED if gpt_oss else mxpert.GateUpOrder.CONCATENATED
-    moe = moe_config(activation=ACTIVATIONS[kind], has_bias=gpt_oss, **changes)
+    moe = config_of(kind, **changes)
     method, layer = make_method(METHODS[kind], moe, activation_format), make_layer(moe)
-    checkpoint = Checkpoint.random(order, biased=gpt_oss, experts=moe.num_local_experts)
+    checkpoint = checkpoint_of(kind, experts=moe.num_local_experts)
     load(method, layer, checkpoint)
     return method, layer, checkpoint
 
@@ -231,12 +258,7 @@ def test_sizes_of_a_rank_are_padded_with_zero_blocks(kind: str) -> None:
     """48 columns a rank become 64: the layer computes what the 48 compute."""
     share = 48
     gpt_oss = kind == "gpt_oss"
-    moe = moe_config(
-        intermediate_size=share,
-        intermediate_size_per_partition=share,
-        activation=ACTIVATIONS[kind],
-        has_bias=gpt_oss,
-    )
+    moe = config_of(kind, intermediate_size=share, intermediate_size_per_partition=share)
     method, layer = make_method(METHODS[kind], moe), make_layer(moe)
     plain = moe_config(intermediate_size=share, intermediate_size_per_partition=share)
     if not hasattr(plain, "tp_shard_with_padding"):  # gpt-oss's method for another model
@@ -252,8 +274,7 @@ def test_sizes_of_a_rank_are_padded_with_zero_blocks(kind: str) -> None:
         INTERMEDIATE,
     )
     assert gpt_oss or moe.tp_shard_with_padding
-    order = mxpert.GateUpOrder.INTERLEAVED if gpt_oss else mxpert.GateUpOrder.CONCATENATED
-    checkpoint = Checkpoint.random(order, biased=gpt_oss)
+    checkpoint = checkpoint_of(kind)
     full = checkpoint.weights
     gate_up = torch.zeros(2 * INTERMEDIATE, dtype=torch.bool)
     gate_up[: 2 * share] = True
@@ -278,12 +299,7 @@ def test_sizes_of_a_rank_are_padded_with_zero_blocks(kind: str) -> None:
 def test_vllms_loader_cuts_between_blocks(rank: int) -> None:
     """96 columns on two ranks: 64 on the first, 32 and a zero block on the second."""
     total, padded = 96, 64
-    parallel = dict(tp_size=2, tp_rank=rank)
-    moe = moe_config(
-        intermediate_size=total, intermediate_size_per_partition=total // 2, parallel=parallel
-    )
-    if not hasattr(moe, "tp_shard_with_padding"):
-        pytest.skip("this vLLM cuts inside of a block; refused there")
+    moe = half_of(total, "mxfp4", rank)
     method, layer = make_method(METHODS["mxfp4"], moe), routed_experts(moe)
     sizes = method.maybe_roundup_sizes(
         HIDDEN, moe.intermediate_size_per_partition, torch.bfloat16, moe.moe_parallel_config
@@ -330,11 +346,7 @@ def test_nothing_is_held_twice(kind: str) -> None:
         return prepare_layer(layer, *rest, **options)
 
     prepare_layer = served.prepare_layer
-    with (
-        mock.patch.object(mxpert.MoEWeights, "prepare", for_hopper),
-        mock.patch.object(served, "prepare_layer", watched),
-        mock.patch.object(served.ServedMethod, "_warm_up"),
-    ):
+    with for_hopper(), mock.patch.object(served, "prepare_layer", watched):
         method, layer, _ = built(kind)
     assert len(before) == (6 if kind == "gpt_oss" else 4)
     assert all(storage.expired() for storage in before)
@@ -353,8 +365,18 @@ def test_nothing_is_held_twice(kind: str) -> None:
     assert not hasattr(layer, "w13_weight_packed")
 
 
-def for_hopper(weights: mxpert.MoEWeights, **options: Any) -> mxpert.MoEWeights:
-    return PREPARE(weights, **{**options, "layout": Layout.HOPPER_FRAGMENT})
+@contextmanager
+def for_hopper() -> Iterator[None]:
+    """Layers are prepared as on a Hopper GPU; nothing is compiled."""
+
+    def prepare(weights: mxpert.MoEWeights, **options: Any) -> mxpert.MoEWeights:
+        return PREPARE(weights, **{**options, "layout": Layout.HOPPER_FRAGMENT})
+
+    with (
+        mock.patch.object(mxpert.MoEWeights, "prepare", prepare),
+        mock.patch.object(served.ServedMethod, "_warm_up"),
+    ):
+        yield
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -362,7 +384,7 @@ def test_a_model_is_prepared_within_one_more_layer(kind: str) -> None:
     """Peak memory while a loaded model of eight layers is prepared for another layout."""
     size, layers = 256, 8
     sizes = dict(hidden_dim=size, intermediate_size_per_partition=size, intermediate_size=size)
-    moe = moe_config(activation=ACTIVATIONS[kind], has_bias=kind == "gpt_oss", **sizes)
+    moe = config_of(kind, **sizes)
     matrices = 3 * EXPERTS * size * size  # of a layer
     layer_bytes = matrices // 2 + matrices // 32
 
@@ -379,10 +401,7 @@ def test_a_model_is_prepared_within_one_more_layer(kind: str) -> None:
             method.process_weights_after_loading(layer)
             assert method.moe_kernel.fused_experts.layer.weights.layout is Layout.HOPPER_FRAGMENT
 
-    with (
-        mock.patch.object(mxpert.MoEWeights, "prepare", for_hopper),
-        mock.patch.object(served.ServedMethod, "_warm_up"),
-    ):
+    with for_hopper():
         peak = peak_bytes(loaded, prepare)
         with mock.patch.object(layer_weights, "_install"):  # planted: nothing replaces the loaded
             planted = peak_bytes(loaded, prepare)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +13,15 @@ from mxpert.integrations.serving import layer_weights
 from mxpert.integrations.serving.requantize import requantize_layer_, served_layers
 from mxpert.integrations.vllm import _method as served
 from tests.integrations.serving.test_vllm_layers import (
-    ACTIVATIONS,
     METHODS,
     ROUTED,
     built,
+    checkpoint_of,
+    config_of,
     expected,
     for_hopper,
+    half_of,
+    order_of,
     wide,
     workspaces,
 )
@@ -51,17 +53,20 @@ def test_reload_keeps_the_tensors(kind: str) -> None:
     assert torch.equal(call(method, layer, x, *routing), expected(kind, first, x, routing))
     held = dict(layer.named_parameters())
     addresses = {name: parameter.data_ptr() for name, parameter in held.items()}
-    order = first.weights.gate_up_order
-    assert order is not None
-    second = Checkpoint.random(order, biased=kind == "gpt_oss", seed=9)
-    for name in list(held):  # vLLM puts fresh parameters in place and loads into them
-        delattr(layer, name)
-    load(method, layer, second)
+    second = checkpoint_of(kind, seed=9)
+    reload(method, layer, second)
     for name, parameter in held.items():  # then it copies the result into what it kept
         parameter.data.copy_(getattr(layer, name))
         setattr(layer, name, parameter)
     assert torch.equal(call(method, layer, x, *routing), expected(kind, second, x, routing))
     assert {name: p.data_ptr() for name, p in layer.named_parameters()} == addresses
+
+
+def reload(method: Any, layer: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """vLLM puts fresh parameters in place and loads into them."""
+    for name in dict(layer.named_parameters()):
+        delattr(layer, name)
+    load(method, layer, checkpoint)
 
 
 def materialised(layer: torch.nn.Module, held: dict[str, torch.nn.Parameter], fill: int) -> None:
@@ -79,27 +84,16 @@ def materialised(layer: torch.nn.Module, held: dict[str, torch.nn.Parameter], fi
 @pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
 def test_reload_clears_the_padding_of_each_rank(kind: str, rank: int) -> None:
     """TP2 of 96 columns: 64 on rank 0, 32 and 32 of padding on rank 1, which is NaN before."""
-    gpt_oss, total, share = kind == "gpt_oss", 96, 48
-    moe = moe_config(
-        intermediate_size=total,
-        intermediate_size_per_partition=share,
-        activation=ACTIVATIONS[kind],
-        has_bias=gpt_oss,
-        parallel=dict(tp_size=2, tp_rank=rank),
-        routing_method=ROUTED,
-    )
-    if not gpt_oss and not hasattr(moe, "tp_shard_with_padding"):
-        pytest.skip("this vLLM cuts inside of a block; refused there")
+    moe = half_of(96, kind, rank, routing_method=ROUTED)
     method, layer = make_method(METHODS[kind], moe), make_layer(moe)
     create_weights(method, layer)
     created = dict(layer.named_parameters())
     mine = 64 if rank == 0 else 32
-    order = mxpert.GateUpOrder.INTERLEAVED if gpt_oss else mxpert.GateUpOrder.CONCATENATED
     for seed in (0, 9):
         materialised(layer, created, 0xFF)
-        checkpoint = Checkpoint.random(order, biased=gpt_oss, seed=seed)
+        checkpoint = checkpoint_of(kind, seed=seed)
         layer_weights.clear_padding(checkpoint.weights, mine)
-        filled(layer, checkpoint, order, mine)
+        filled(layer, checkpoint, order_of(kind), mine)
         method.process_weights_after_loading(layer)
         x, logits = tokens()
         routing = mxpert.route_topk(logits, TOP_K)
@@ -147,7 +141,7 @@ def loaded_through(layer: torch.nn.Module, without: set[tuple[str, int, str]]) -
 
 @pytest.mark.parametrize("kind", ["mxfp4", "compressed-tensors", "quark"])
 def test_tensors_that_a_checkpoint_lacks_are_named(kind: str) -> None:
-    moe = moe_config(activation=ACTIVATIONS[kind])
+    moe = config_of(kind)
     whole = {(each, e, s) for each in ("w2_weight",) for e in range(EXPERTS) for s in ("w2",)}
     for without, said in (
         ({("w13_weight", 3, "w3")}, r"w13_weight(_packed)?\[3\] \(w3\)"),
@@ -179,7 +173,7 @@ def test_a_checkpoint_without_a_layer_is_refused() -> None:
 
 
 def test_one_tensor_of_all_experts_is_enough() -> None:
-    moe = moe_config(activation=ACTIVATIONS["gpt_oss"], has_bias=True)
+    moe = config_of("gpt_oss")
     method, layer = make_method(METHODS["gpt_oss"], moe), make_layer(moe)
     create_weights(method, layer)
     present = dict(layer.named_parameters())
@@ -195,8 +189,7 @@ def test_one_tensor_of_all_experts_is_enough() -> None:
 def test_a_refused_reload_leaves_no_plausible_result() -> None:
     """Two layers of one model: the second is refused, and neither computes numbers afterwards."""
     order, options = mxpert.GateUpOrder.CONCATENATED, vllm_config(None)
-    for_layout = mock.patch.object(mxpert.MoEWeights, "prepare", for_hopper)
-    with for_layout, mock.patch.object(served.ServedMethod, "_warm_up"):
+    with for_hopper():
         moe = moe_config(routing_method=ROUTED)
         kind = served.served_method(METHODS["mxfp4"])
         methods = [kind(moe, "a16w4", f"layers.{i}", options) for i in range(2)]
@@ -213,35 +206,25 @@ def test_a_refused_reload_leaves_no_plausible_result() -> None:
         def result(method: Any) -> torch.Tensor:
             return layer_of(method.moe_kernel.fused_experts.layer.weights.unprepare())
 
-        def reload(index: int, checkpoint: Checkpoint) -> None:
-            for name in [name for name, _ in layers[index].named_parameters()]:
-                delattr(layers[index], name)
-            load(methods[index], layers[index], checkpoint)
-
         before = result(other)
-        reload(0, Checkpoint.random(order, seed=9))
+        reload(methods[0], layers[0], Checkpoint.random(order, seed=9))
         with pytest.raises(ValueError, match="reloaded weights"):
-            reload(1, wide(order))
+            reload(methods[1], layers[1], wide(order))
         for method in methods:
             assert not result(method).isfinite().any()
         assert torch.equal(result(other), before)  # another model
         good = Checkpoint.random(order, seed=9)
-        for index, method in enumerate(methods):  # a whole reload makes it well
-            reload(index, good)
+        for method, layer in zip(methods, layers, strict=True):  # a whole reload makes it well
+            reload(method, layer, good)
             assert torch.equal(result(method), layer_of(good.weights))
 
 
 def test_reloaded_weights_that_do_not_fold_are_refused() -> None:
     order = mxpert.GateUpOrder.CONCATENATED
-    with (
-        mock.patch.object(mxpert.MoEWeights, "prepare", for_hopper),
-        mock.patch.object(served.ServedMethod, "_warm_up"),
-    ):
+    with for_hopper():
         method, layer, _ = built("mxfp4")
-        for name in [name for name, _ in layer.named_parameters()]:
-            delattr(layer, name)
         with pytest.raises(ValueError, match=r"reloaded weights.*restart the server") as error:
-            load(method, layer, wide(order))
+            reload(method, layer, wide(order))
     assert "\n" not in str(error.value)
 
 
@@ -249,23 +232,12 @@ def test_reloaded_weights_that_do_not_fold_are_refused() -> None:
 @pytest.mark.parametrize("kind", ["gpt_oss", "mxfp4"])
 def test_a_trainers_experts_are_quantised_in_place(kind: str, rank: int) -> None:
     """TP2 of 96 columns and experts 1, 4 and 6: what a checkpoint of these experts would give."""
-    gpt_oss, total, share = kind == "gpt_oss", 96, 48
-    moe = moe_config(
-        intermediate_size=total,
-        intermediate_size_per_partition=share,
-        activation=ACTIVATIONS[kind],
-        has_bias=gpt_oss,
-        parallel=dict(tp_size=2, tp_rank=rank),
-        routing_method=ROUTED,
-        num_local_experts=3,
-    )
-    if not gpt_oss and not hasattr(moe, "tp_shard_with_padding"):
-        pytest.skip("this vLLM cuts inside of a block; refused there")
-    order = mxpert.GateUpOrder.INTERLEAVED if gpt_oss else mxpert.GateUpOrder.CONCATENATED
+    gpt_oss, total = kind == "gpt_oss", 96
+    moe = half_of(total, kind, rank, routing_method=ROUTED, num_local_experts=3)
     method, layer = make_method(METHODS[kind], moe), make_layer(moe)
     layer.expert_map = torch.full((EXPERTS,), -1, dtype=torch.int32)
     layer.expert_map[[1, 4, 6]] = torch.arange(3, dtype=torch.int32)
-    load(method, layer, Checkpoint.random(order, biased=gpt_oss, experts=3))
+    load(method, layer, checkpoint_of(kind, experts=3))
     layer.quant_method = method
     model = torch.nn.Sequential(torch.nn.Linear(1, 1), layer)
     assert served_layers(model) == {"1": layer}

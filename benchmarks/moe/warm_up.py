@@ -1,0 +1,151 @@
+"""Compile the kernels that cells will launch, in processes of their own.
+
+    python -m benchmarks.moe.warm_up --models gpt-oss-120b --tokens 1,16 --activation mxfp8
+    python -m benchmarks.moe.warm_up --models gpt-oss-120b --tokens 1,16 --peers DIR
+
+Triton compiles in one thread; several processes fill its cache at once. Ours use no GPU, while a
+comparison measures the ceilings and a peer's compiler runs; weights are never written, so that they
+take no memory. With --peers, those of triton_kernels, which are launched on the GPU.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks import ROOT
+from benchmarks.harness.script import bare_parser, parse_list, parse_tokens
+from benchmarks.moe.cells import DECODE_TOKENS, FORMATS, MODELS, Cell, Inputs, Model, random_inputs
+from benchmarks.moe.ours import Ours, random_weights
+from benchmarks.moe.peers import TritonKernels, add_to_path
+from mxpert.cli.measure import RunWeights
+from mxpert.core.target import on_device
+from mxpert.formats import MXFP4, MXTensor
+from mxpert.formats.tensor import Layout
+from mxpert.moe.weights import GateUpOrder, MoEWeights
+from support.launches import H200, without_device
+
+STAGES = ("gate_up", "down", "layer")
+SECONDS = 60.0
+"""How long a comparison waits for these processes."""
+
+
+def unwritten_weights(model: Model) -> MoEWeights:
+    """Weights in the Hopper layout whose codes are whatever memory holds."""
+
+    def projection(rows: int, depth: int) -> MXTensor:
+        units, steps = -(-rows // 64), -(-depth // 128)
+        codes, shifts = (
+            torch.empty(model.E, units, steps, size, dtype=torch.uint8) for size in (4096, 256)
+        )
+        reference = torch.empty(model.E, units * 64, dtype=torch.uint8)
+        return MXTensor(
+            codes, shifts, MXFP4, -1, Layout.HOPPER_FRAGMENT, reference, (model.E, rows, depth)
+        )
+
+    return MoEWeights(
+        projection(2 * model.F, model.H),
+        projection(model.H, model.F),
+        gate_up_order=GateUpOrder.INTERLEAVED,
+    )
+
+
+def compile_cells(cells: Sequence[Cell], activation: str) -> None:
+    """Launch every stage of the cells where launches do nothing."""
+    with without_device(record=False), on_device(H200):
+        for cell in cells:
+            weights = unwritten_weights(cell.model)
+            mine = Ours(cell.model, RunWeights(weights, weights), activation)
+            x = torch.empty(cell.tokens, cell.model.H, dtype=torch.bfloat16)
+            batch = mine._batch(weights, Inputs(x, torch.empty(cell.tokens, cell.model.E)))
+            for stage in STAGES:
+                mine._call(stage, weights, batch)()
+
+
+def compile_peer(cells: Sequence[Cell], device: torch.device) -> None:
+    """Call every stage of triton_kernels; a cell that fails leaves the others, and is the
+    comparison's to report."""
+    for model in dict.fromkeys(cell.model for cell in cells):
+        peer = TritonKernels(model, random_weights(model, device).plain)
+        for cell in (each for each in cells if each.model == model):
+            try:
+                for calls in peer.prepare(cell, random_inputs(cell, device)[:1])[""].values():
+                    calls[0]()
+            except Exception as error:
+                print(f"{cell}: {error}")
+
+
+def start_peer(cells: Sequence[Cell], folder: Path) -> list[subprocess.Popen[str]]:
+    """A process for each model; they use the GPU."""
+    counts: dict[str, list[int]] = {}
+    for cell in cells:
+        counts.setdefault(cell.model.name, []).append(cell.tokens)
+    return [_start([name], found, "--peers", str(folder)) for name, found in counts.items()]
+
+
+def start(cells: Sequence[Cell], formats: Sequence[str]) -> list[subprocess.Popen[str]]:
+    """A process for each format, decode and prefill apart: they share few kernels."""
+    models = list(dict.fromkeys(cell.model.name for cell in cells))
+    counts = sorted({cell.tokens for cell in cells})
+    few = [count for count in counts if count <= DECODE_TOKENS]
+    many = counts[len(few) :]
+    return [
+        _start(models, part, "--activation", activation)
+        for part in (many, few)
+        if part
+        for activation in formats
+    ]
+
+
+def _start(models: Sequence[str], tokens: Sequence[int], *what: str) -> subprocess.Popen[str]:
+    cells = ["--models", ",".join(models), "--tokens", ",".join(map(str, tokens))]
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.moe.warm_up", *cells, *what],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait(processes: Sequence[subprocess.Popen[str]], seconds: float = SECONDS) -> None:
+    """Until they have ended or are late; what they leave undone is compiled when it is needed."""
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        try:
+            _, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            print("warm-up: a process is late", flush=True)
+        else:
+            if process.returncode:
+                print(f"warm-up: {errors[-300:]}", flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compile; 0 if every cell was launched."""
+    parser = bare_parser(__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--tokens", required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--activation", choices=FORMATS, help="our kernels of this format")
+    what.add_argument("--peers", type=Path, help="those of triton_kernels in this directory")
+    options = parser.parse_args(arguments)
+    models = [MODELS[name] for name in parse_list(options.models, list(MODELS), "--models")]
+    cells = [Cell(model, count) for model in models for count in parse_tokens(options.tokens)]
+    if options.peers is None:
+        compile_cells(cells, options.activation)
+    else:
+        add_to_path(options.peers)
+        compile_peer(cells, torch.device("cuda"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""What expert_parallel.py measures: cells, what each rank does, rows."""

@@ -1,0 +1,199 @@
+"""Tables and plot of serving/run.py, from its JSON alone.
+
+    python -m benchmarks.serving.render benchmarks/results/nvidia-h200/serving.json
+
+writes serving.md and serving.png beside the JSON, and prints the tables.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.harness.document import Row
+from benchmarks.harness.tables import (
+    Report,
+    closing,
+    make_panels,
+    page,
+    pivot,
+    row_table,
+    save_figure,
+    where,
+)
+from benchmarks.serving.backends import BACKENDS, IN_TREE
+from benchmarks.serving.rows import SCHEMA
+from mxpert.cli.plots import bar_style, styled
+
+Cells = dict[tuple[str, str], str]
+BARS = {
+    "vllm": 0,
+    "marlin": 2,
+    "mxpert-a16w4": 3,
+    "mxpert-a8w4": 1,
+    "mxpert-fp8_token": 7,
+    "mxpert-a4w4": 8,
+    "mxpert-a16w4-modular": 6,
+}
+"""Colour and hatch of a backend."""
+
+
+def rates(rows: Sequence[Row], model: str, phase: str) -> dict[str, dict[int, list[float]]]:
+    """Backend → concurrency → tokens/s of every round."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in sorted(rows, key=lambda row: (list(BACKENDS).index(row["backend"]), row["round"])):
+        if (row["model"], row["phase"]) == (model, phase):
+            by_size = found.setdefault(row["backend"], {})
+            by_size.setdefault(row["concurrency"], []).append(row["tokens_per_s"])
+    return found
+
+
+def best_in_tree(found: Mapping[str, Mapping[int, list[float]]], size: int) -> float | None:
+    """Median of the fastest of vLLM's own backends; None if none ran."""
+    known = [median(found[name][size]) for name in IN_TREE if size in found.get(name, {})]
+    return max(known, default=None)
+
+
+def rate_table(rows: Sequence[Row], model: str, phase: str) -> str:
+    """Backends down, concurrency across: the median, and its ratio to the best in-tree backend."""
+    found, cells = rates(rows, model, phase), Cells()
+    sizes = sorted({size for by_size in found.values() for size in by_size})
+    for name, by_size in found.items():
+        for size, samples in by_size.items():
+            best, text = best_in_tree(found, size), f"{median(samples):,.0f}"
+            if best is not None and BACKENDS[name].is_ours:
+                text += f" ({median(samples) / best:.2f}×)"
+            cells[name, str(size)] = text
+    title = f"{phase}, tokens/s, by concurrency"
+    return pivot(title, cells, [str(size) for size in sizes]) if cells else ""
+
+
+def share_table(rows: Sequence[Row], model: str) -> str:
+    """The experts' share of a decode step: what is saved by leaving them out."""
+    found, cells = rates(rows, model, "decode"), Cells()
+    without = found.pop("no-experts", {})
+    for name, by_size in found.items():
+        for size in sorted(by_size):
+            if size in without:
+                share = 1 - median(by_size[size]) / median(without[size])
+                cells[name, str(size)] = f"{100 * share:.0f} %"
+    sizes = sorted(without)
+    return pivot("experts' share of a decode step", cells, list(map(str, sizes))) if cells else ""
+
+
+def latency_table(rows: Sequence[Row], model: str) -> str:
+    """Time to the first token and per output token, of the median round."""
+    cells = Cells()
+    for name in BACKENDS:
+        for size in sorted({row["concurrency"] for row in rows}):
+            mine = [
+                row
+                for row in rows
+                if (row["model"], row["phase"]) == (model, "decode")
+                and (row["backend"], row["concurrency"]) == (name, size)
+            ]
+            if mine:
+                first = 1e3 * median(row["first_s"] for row in mine)
+                later = 1e3 * median(row["concurrency"] / row["tokens_per_s"] for row in mine)
+                cells[name, str(size)] = f"{first:.1f} / {later:.2f}"
+    sizes = list(dict.fromkeys(size for _, size in cells))
+    title = "first token / each further one, ms"
+    return pivot(title, cells, sorted(sizes, key=int)) if cells else ""
+
+
+def round_table(rows: Sequence[Row], model: str) -> str:
+    """Every round of every cell."""
+    cells = Cells()
+    for phase in ("decode", "prefill"):
+        for name, by_size in rates(rows, model, phase).items():
+            for size, samples in by_size.items():
+                text = " / ".join(f"{sample:,.0f}" for sample in samples)
+                cells[name, f"{phase} {size}"] = text
+    columns = list(dict.fromkeys(column for _, column in cells))
+    return pivot("all rounds, tokens/s", cells, columns) if cells else ""
+
+
+ENGINE_COLUMNS = {
+    "engine": "{backend}",
+    "vLLM's method": "{moe_method}",
+    "weights, GiB": "{weights_gib:.2f}",
+    "peak, GiB": "{peak_gib:.2f}",
+    "load, s": "{load_s:.0f}",
+    "loading at once": "{together}",
+    "first request, s": "{first_request_s:.2f}",
+    "warm, s": "{warm_request_s:.2f}",
+}
+GATE_COLUMNS = {
+    "backend": "{backend}",
+    "mean Δ log p": "{difference:.4f}",
+    "allowed": "{bound:.4f}",
+    "gate": lambda row: "green" if row["passed"] else "red",
+    "first request, cold, s": "{first_request_s:.2f}",
+    "warm, s": "{warm_request_s:.2f}",
+}
+
+
+def of_model(document: Mapping[str, Any], model: str) -> str:
+    """All tables of one model."""
+    rows = document["rows"]
+    engines, gates = (
+        [row for row in document[name] if row["model"] == model] for name in ("engines", "gates")
+    )
+    return page(
+        f"## {model}",
+        rate_table(rows, model, "decode"),
+        rate_table(rows, model, "prefill"),
+        latency_table(rows, model),
+        share_table(rows, model),
+        row_table(engines, ENGINE_COLUMNS) if engines else "",
+        row_table(gates, GATE_COLUMNS) if gates else "",
+        round_table(rows, model),
+    ).rstrip()
+
+
+def full(document: Mapping[str, Any]) -> str:
+    """Everything: tables of each model, protocol, what was not measured."""
+    meta = document["meta"]
+    models = dict.fromkeys(row["model"] for row in (*document["gates"], *document["rows"]))
+    return page(
+        "# gpt-oss in vLLM",
+        where(meta, ("vllm", "torch", "triton", "driver"))
+        + ". Random weights. In brackets: times the best of vLLM's own backends.",
+        *(of_model(document, model) for model in models),
+        closing(meta),
+    )
+
+
+@styled
+def plot(document: Mapping[str, Any], path: Path) -> None:
+    """A row for each model: decode at each concurrency, then prefill; bars are medians."""
+    rows = document["rows"]
+    models = list(dict.fromkeys(row["model"] for row in rows)) or ["none"]
+    sizes = {
+        phase: sorted({r["concurrency"] for r in rows if r["phase"] == phase})
+        for phase in ("decode", "prefill")
+    }
+    columns = [(phase, size) for phase, all_sizes in sizes.items() for size in all_sizes]
+    shape = len(models), max(1, len(columns))
+    figure, panels = make_panels(*shape, (2.6 * shape[1], 3.0 * shape[0]))
+    for line, model in zip(panels, models, strict=True):
+        for axes, (phase, size) in zip(line, columns, strict=False):
+            found = rates(rows, model, phase)
+            names = [name for name in BARS if size in found.get(name, {})]
+            for place, name in enumerate(names):
+                axes.bar(place, median(found[name][size]), label=name, **bar_style(BARS[name]))
+            axes.set_xticks([])
+            axes.set_title(f"{model}, {phase} {size}", fontsize="small")
+            axes.set_ylabel("tokens/s", fontsize="small")
+    save_figure(figure, [axes for line in panels for axes in line], document, path, columns=4)
+
+
+REPORT = Report(__doc__, SCHEMA, full, {"": plot})
+main = REPORT.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())
