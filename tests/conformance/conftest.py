@@ -1,7 +1,7 @@
-"""Kernel tests in Triton's interpreter, whose numerics are patched before the first test.
+"""One suite for every executor, and tests of the portable kernels.
 
-The caller must set the variable before Triton is imported:
-``TRITON_INTERPRET=1 pytest tests/conformance``.
+Files of `SUITE` run in every process. The others need Triton's interpreter, whose numerics are
+patched before the first test (``TRITON_INTERPRET=1 pytest tests/conformance``), or ``--gfx950``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from support import executors
+
+SUITE = ("test_grouped.py", "test_quantize.py", "test_routing.py")
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if _INTERPRETED:
@@ -19,9 +22,21 @@ if _INTERPRETED:
     install()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that this process would skip."""
+    test = collection_path.name.startswith("test_") and collection_path.name not in SUITE
+    return True if test and not (_INTERPRETED or config.getoption("--gfx950")) else None
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    executors.parametrize(metafunc)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
-            item.add_marker(pytest.mark.interpreted)
-            if not _INTERPRETED and not config.getoption("--gfx950"):
+            anywhere = item.path.name in SUITE
+            if _INTERPRETED or not anywhere:
+                item.add_marker(pytest.mark.interpreted)
+            if not (_INTERPRETED or anywhere or config.getoption("--gfx950")):
                 item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))

@@ -1,4 +1,4 @@
-"""Grouped GEMMs written a second time: float64, torch's own float8 types, one einsum each."""
+"""Grouped GEMMs written a second time: float64, torch's own float8 types, one einsum a group."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ FLOAT8 = {"mxfp8_e4m3": torch.float8_e4m3fn, "mxfp8_e5m2": torch.float8_e5m2}
 
 @dataclass(frozen=True)
 class Groups:
-    """Sizes of the groups of one operand and the rows that belong to none."""
+    """Sizes of the groups of one operand and the rows that belong to none, before and after."""
 
     sizes: tuple[int, ...]
     tail: int = 0
+    first: int = 0
 
     @property
     def starts(self) -> list[int]:
-        return list(accumulate(self.sizes, initial=0))
+        return list(accumulate(self.sizes, initial=self.first))
 
     @property
     def used(self) -> int:
-        return sum(self.sizes)
+        """End of the last group."""
+        return self.starts[-1]
 
     @property
     def rows(self) -> int:
@@ -43,10 +45,6 @@ class Groups:
         self, dtype: torch.dtype = torch.int32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
         return torch.tensor(self.starts, dtype=dtype, device=device)
-
-    def ids(self, device: torch.device) -> torch.Tensor:
-        sizes = torch.tensor(self.sizes, device=device)
-        return torch.arange(len(self.sizes), device=device).repeat_interleave(sizes)
 
 
 GROUPS = {
@@ -70,11 +68,11 @@ def values(tensor: torch.Tensor | MXTensor) -> torch.Tensor:
 def forward(
     a: torch.Tensor | MXTensor, b: torch.Tensor | MXTensor, groups: Groups, *, trans_b: bool = True
 ) -> torch.Tensor:
-    """float64 [M, N], zero in the tail."""
+    """float64 [M, N], zero in the rows of no group."""
     weights = values(b) if trans_b else values(b).mT
-    rows = values(a)[: groups.used]
-    out = torch.einsum("rk,rnk->rn", rows, weights[groups.ids(rows.device)])
-    return torch.nn.functional.pad(out, (0, 0, 0, groups.tail))
+    rows = values(a)[groups.first : groups.used].split(groups.sizes)
+    out = [torch.einsum("rk,nk->rn", *pair) for pair in zip(rows, weights, strict=True)]
+    return torch.nn.functional.pad(torch.cat(out), (0, 0, groups.first, groups.tail))
 
 
 def wgrad(
@@ -82,8 +80,8 @@ def wgrad(
 ) -> torch.Tensor:
     """float64 [G, N, K] from rows [M, ·], or from columnwise copies [·, P]."""
     left, right = (
-        values(x).mT[groups.columns] if isinstance(x, MXTensor) else values(x)[: groups.used]
+        values(x).mT[groups.columns] if isinstance(x, MXTensor) else values(x)[groups.first :]
         for x in (grad, a)
     )
-    member = torch.nn.functional.one_hot(groups.ids(left.device), len(groups.sizes)).double()
-    return torch.einsum("rg,rn,rk->gnk", member, left, right)
+    parts = (x[: sum(groups.sizes)].split(groups.sizes) for x in (left, right))
+    return torch.stack([torch.einsum("rn,rk->nk", *pair) for pair in zip(*parts, strict=True)])

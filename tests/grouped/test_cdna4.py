@@ -1,5 +1,6 @@
-"""The grouped GEMMs of gfx950 on emulated gfx950 code, against the reference in float64.
+"""What is special to gfx950's grouped GEMMs, on emulated code, against the reference in float64.
 
+tests/conformance/test_grouped.py has what every backend must compute.
 Operands are small integers with a power of two for each block, so every sum is exact in float32 and
 results must have the reference's bits. Sizes are no multiples of the tiles, groups are ragged, some
 are empty, and rows outside the groups are NaN.
@@ -107,29 +108,6 @@ def wgrad_operands(case: str, pair: str, n: int, k: int) -> tuple[MXTensor, MXTe
     return copies[0], copies[1], offsets
 
 
-@pytest.mark.parametrize(
-    "case, pair, config, k, dtype, schedule",
-    [
-        pytest.param("ragged", "e4m3", HIGH, 416, torch.int32, "lowest", id="high"),
-        pytest.param("ragged", "hybrid", LOW, 416, torch.int64, "lowest", id="low"),
-        pytest.param("ragged", "hybrid", LOW, 544, torch.int64, "random", id="low-random"),
-        pytest.param("all_in_last", "e4m3", HIGH, 544, torch.int32, "random", id="one-random"),
-        pytest.param("empty", "e4m3", HIGH, 416, torch.int32, "lowest", id="empty"),
-    ],
-)
-def test_gemm_is_exact(
-    case: str, pair: str, config: Any, k: int, dtype: torch.dtype, schedule: Any
-) -> None:
-    """Four steps of the reduction, or five: two pairs and a single one, a quarter full."""
-    n = 304 if config is HIGH else 300  # low tiles write any number of columns
-    a, b, offsets = gemm_operands(case, pair, n, k, dtype)
-    expected = reference(mxpert.grouped_gemm, a, b, offsets)
-    with emulate(schedule=schedule) as emulation, mxpert.override(backend="cdna4", config=config):
-        actual = mxpert.grouped_gemm(a, b, offsets, out_dtype=torch.float32)
-    assert "_grouped_gemm_cdna4_kernel" in emulation.kernels
-    assert_exact(actual, expected.float(), "grouped_gemm", ignore_zero_sign=True)
-
-
 @pytest.mark.parametrize("n", [130, 257])
 def test_matrices_that_end_within_a_word_of_scales(n: int) -> None:
     """Scales of each matrix of b begin at a word of four rows, which its N does not fill."""
@@ -175,29 +153,6 @@ def test_operands_beyond_2_gib(config: Any) -> None:
     assert_exact(actual, expected.float(), "far operands", ignore_zero_sign=True)
 
 
-@pytest.mark.parametrize(
-    "case, pair, config, accumulate, schedule",
-    [
-        pytest.param("ragged", "e4m3", HIGH, False, "lowest", id="high"),
-        pytest.param("ragged", "hybrid", LOW, True, "lowest", id="low"),
-        pytest.param("ragged", "hybrid", LOW, True, "random", id="low-random"),
-        pytest.param("empty", "e4m3", HIGH, False, "random", id="empty"),
-    ],
-)
-def test_wgrad_is_exact(case: str, pair: str, config: Any, accumulate: bool, schedule: Any) -> None:
-    grad, a, offsets = wgrad_operands(case, pair, 288, 320)
-    expected = reference(mxpert.grouped_wgrad, grad, a, offsets)
-    into = integers(*expected.shape, seed=2) if accumulate else None
-    if into is not None:
-        expected += into
-    with emulate(schedule=schedule), mxpert.override(backend="cdna4", config=config):
-        actual = mxpert.grouped_wgrad(
-            grad, a, offsets, out_dtype=torch.float32, accumulate_into=into
-        )
-    assert into is None or actual is into
-    assert_exact(actual, expected.float(), "grouped_wgrad", ignore_zero_sign=True)
-
-
 @pytest.mark.parametrize("wgrad", [False, True], ids=["gemm", "wgrad"])
 def test_workgroups_compute_several_tiles(wgrad: bool) -> None:
     """Eight workgroups; the sum of a tile may not depend on the one before."""
@@ -233,33 +188,6 @@ def test_workgroups_compute_several_tiles(wgrad: bool) -> None:
     assert emulation.last is not None
     assert emulation.last.grid == (8, 1, 1)
     assert_exact(actual, expected.float(), "several tiles", ignore_zero_sign=True)
-
-
-def test_rounds_once() -> None:
-    """Normal values and a bfloat16 result: within the derived tolerance of float64."""
-    offsets = torch.tensor([0, 100, 256])
-    a = mxpert.quantize(torch.randn(256, 416, generator=draw(0)), "mxfp8_e4m3")
-    b = mxpert.quantize(torch.randn(2, 256, 416, generator=draw(1)), "mxfp8_e5m2")
-    expected = reference(mxpert.grouped_gemm, a, b, offsets)
-    with emulate(), mxpert.override(backend="cdna4", config=HIGH):
-        actual = mxpert.grouped_gemm(a, b, offsets)
-    tolerance = stage_tolerance("bf16", torch.bfloat16, 416, numel=actual.numel())
-    assert_close_relative(actual, expected, tolerance, "grouped_gemm")
-
-
-@pytest.mark.parametrize("offsets", [(40, 40, 70, 310), (130, 330), (330, 330)], ids=str)
-@pytest.mark.parametrize("config", [HIGH, LOW], ids=["high", "low"])
-def test_rows_of_no_group_are_zero(offsets: tuple[int, ...], config: Any) -> None:
-    """Rows before the first group as well; neither part is read."""
-    a = mxpert.quantize(scaled(NUM_ROWS, 416), "mxfp8_e4m3")
-    b = mxpert.quantize(scaled(len(offsets) - 1, 304, 416, seed=1), "mxfp8_e4m3")
-    a.scale[: offsets[0]], a.scale[offsets[-1] :] = 255, 255
-    ends = torch.tensor(offsets)
-    expected = reference(mxpert.grouped_gemm, a, b, ends)
-    with emulate(), mxpert.override(backend="cdna4", config=config):
-        actual = mxpert.grouped_gemm(a, b, ends, out_dtype=torch.float32)
-    assert not actual[: offsets[0]].any()
-    assert_exact(actual, expected.float(), "grouped_gemm", ignore_zero_sign=True)
 
 
 def test_nan_stays_in_its_row() -> None:

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.nn.functional import pad
 
 import mxpert
-from mxpert import MXTensor, ScaleRule
+from mxpert import MXTensor
 from mxpert.configs import GemmConfig, MoEConfig
 from mxpert.core import registry
 from mxpert.core.describe import describe
@@ -24,7 +23,6 @@ from tests.grouped.oracle import GROUPS, Groups
 
 FORMATS = ("mxfp8_e4m3", "mxfp8_e5m2")
 K, N = 96, 64
-TAIL = torch.nan  # rows of no group must not show
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -32,28 +30,6 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 # --- quantize_dual ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rule", ScaleRule, ids=lambda rule: rule.value)
-def test_groups_equal_quantize_of_each_padded_group(groups, name, rule):
-    x = normal(groups.rows, K)
-    x[groups.used :] = TAIL
-    row, col = mxpert.quantize_dual(x, name, group_offsets=groups.offsets(), scale_rule=rule)
-    clean = x.clone()
-    clean[groups.used :] = 0
-    assert_exact(row, mxpert.quantize(clean, name, scale_rule=rule), "row")
-    wanted = torch.zeros(K, 0, dtype=torch.uint8), torch.zeros(K, 0, dtype=torch.uint8)
-    for start, size in zip(groups.starts, groups.sizes, strict=False):
-        part = pad(x[start : start + size].T, (0, -size % 32))
-        part = mxpert.quantize(part.contiguous(), name, scale_rule=rule)
-        wanted = torch.cat([wanted[0], part.qdata], 1), torch.cat([wanted[1], part.scale], 1)
-    capacity = mxpert.padded_capacity(groups.rows, len(groups.sizes))
-    assert col.shape == (K, capacity)
-    used = wanted[0].shape[1]
-    assert_exact(col.qdata, pad(wanted[0], (0, capacity - used)), "col codes")
-    assert_exact(col.scale, pad(wanted[1], (0, (capacity - used) // 32), value=127), "col scales")
 
 
 @pytest.mark.parametrize(

@@ -185,9 +185,9 @@ def rows_of_no_group() -> None:
 def uninitialised(patch: pytest.MonkeyPatch) -> None:
     sound = grouped.GROUPED_GEMM.launch
 
-    def launch(*positional: Any, **inputs: Any) -> torch.Tensor:
-        out = sound(*positional, **inputs)
-        out[: int(inputs["group_offsets"][0])] = torch.nan
+    def launch(problem: Any, config: Any, inputs: Any) -> torch.Tensor:
+        out = sound(problem, config, inputs)
+        out[: int(inputs.group_offsets[0])] = torch.nan
         return out
 
     patch.setattr(grouped.GROUPED_GEMM, "launch", launch, raising=False)

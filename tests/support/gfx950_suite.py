@@ -8,6 +8,8 @@ The tests of tests/conformance are taken as they are. Each case gets a schedule 
   schedule falls together with a parameter,
 * of more than `MOST_CASES` cases that many are taken, evenly spaced.
 
+Each executor of a test (a backend on gfx950) counts as a function of its own.
+
 ``--gfx950-all`` runs every case in both schedules. At the end the plugin prints what was executed,
 and fails the session if a kernel of the package ran in one schedule only.
 """
@@ -77,7 +79,8 @@ def select(items: Iterable[pytest.Function]) -> tuple[list[pytest.Item], list[py
     for item in items:
         indices = {**item.callspec.indices}
         del indices["schedule"]
-        cases = functions.setdefault((item.path, item.cls, item.originalname), {})
+        executor = item.callspec.params.get("executor")
+        cases = functions.setdefault((item.path, item.cls, item.originalname, executor), {})
         cases.setdefault(tuple(indices.items()), []).append(item)
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
