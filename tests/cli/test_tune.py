@@ -18,6 +18,7 @@ from mxpert.core import tables
 from mxpert.core.problem import GemmConfig, MoEConfig, MoEProblem, Op
 from mxpert.core.registry import override
 from mxpert.formats.tensor import Layout
+from mxpert.moe.inputs import FusedMoEInputs
 from mxpert.moe.op import fused_moe
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.testing.timing import Timing
@@ -195,23 +196,14 @@ class FakeKernel:
         return FIRST
 
     def launch(
-        self,
-        problem: MoEProblem,
-        config: MoEConfig,
-        *,
-        x: torch.Tensor,
-        weights: object,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        expert_map: None,
-        num_local_tokens: None,
+        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs
     ) -> torch.Tensor:
         with override(backend="reference"):
             result = fused_moe(
-                x,
-                weights,
-                topk_weights,
-                topk_ids,
+                inputs.x,
+                inputs.weights,
+                inputs.topk_weights,
+                inputs.topk_ids,
                 activation=problem.options.activation,
                 activation_format=problem.options.activation_format,
             )
@@ -436,21 +428,8 @@ def test_a_machine_without_gpu_is_told_so() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_dry_run_lists_cells_of_any_target(target: str) -> None:
     pytest.importorskip("triton")
-    outcome = runner.invoke(
-        app,
-        [
-            "tune",
-            "--dry-run",
-            "--target",
-            target,
-            "--tokens",
-            "1,64",
-            "--shape",
-            "8,2,256,512",
-            "--json",
-            "-",
-        ],
-    )
+    cells = ["--tokens", "1,64", "--shape", "8,2,256,512", "--json", "-"]
+    outcome = runner.invoke(app, ["tune", "--dry-run", "--target", target, *cells])
     assert outcome.exit_code == 0, outcome.output
     document = json.loads(outcome.stdout)
     assert document["target"] == vars(TARGETS[target])

@@ -1,0 +1,97 @@
+"""Operands on the meta device, from which the ahead-of-time tests record launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mxpert.core.problem import MoEOptions, MoEProblem, Op, Target
+from mxpert.formats import MXFP4, MXFormat, MXTensor
+from mxpert.formats.tensor import Layout
+from mxpert.moe.weights import GateUpOrder, MoEWeights
+from mxpert.routing.plan import RoutingPlan, plan_capacity
+from mxpert.testing.problems import MoEShape
+
+
+def empty(*size: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.empty(size, dtype=dtype, device="meta")
+
+
+def rows_of(num_rows: int, depth: int, format: MXFormat | None) -> torch.Tensor | MXTensor:
+    """Rows of activations; bfloat16 without a format."""
+    if format is None:
+        return empty(num_rows, depth, dtype=torch.bfloat16)
+    codes = empty(num_rows, depth // format.codes_per_byte)
+    return MXTensor(codes, empty(num_rows, depth // 32), format)
+
+
+def plain(experts: int, num_rows: int, depth: int) -> MXTensor:
+    """A projection in row-major order."""
+    codes = empty(experts, num_rows, depth // 2)
+    return MXTensor(codes, empty(experts, num_rows, depth // 32), MXFP4)
+
+
+def packed(experts: int, num_rows: int, depth: int) -> MXTensor:
+    """A projection in the layout HOPPER_FRAGMENT."""
+    units, steps = -(-num_rows // 64), -(-depth // 128)
+    return MXTensor(
+        empty(experts, units, steps, 4096),
+        empty(experts, units, steps, 256),
+        MXFP4,
+        -1,
+        Layout.HOPPER_FRAGMENT,
+        empty(experts, units * 64),
+        (experts, num_rows, depth),
+    )
+
+
+def weights_of(
+    problem: MoEProblem,
+    projection: Callable[[int, int, int], MXTensor],
+    has_bias: bool,
+    order: GateUpOrder = GateUpOrder.INTERLEAVED,
+) -> MoEWeights:
+    """Weights whose projections are `plain` or `packed`."""
+    experts, hidden, inner = problem.num_experts, problem.hidden_size, problem.intermediate_size
+    return MoEWeights(
+        projection(experts, 2 * inner, hidden),
+        projection(experts, hidden, inner),
+        empty(experts, 2 * inner, dtype=torch.float32) if has_bias else None,
+        empty(experts, hidden, dtype=torch.float32) if has_bias else None,
+        order,
+    )
+
+
+def plan_of(problem: MoEProblem, unit: int) -> RoutingPlan:
+    experts, tokens = problem.num_experts, problem.num_tokens
+    capacity = plan_capacity(tokens, problem.top_k, experts, unit)
+    return RoutingPlan(
+        empty(capacity, dtype=torch.int32),
+        empty(capacity, dtype=torch.float32),
+        empty(capacity // unit, dtype=torch.int32),
+        empty(2, dtype=torch.int32),
+        empty(tokens, problem.top_k, dtype=torch.int32),
+        tokens,
+        problem.top_k,
+        experts,
+        unit,
+    )
+
+
+def layer_of(
+    shape: MoEShape, num_tokens: int, target: Target, layout: Layout, a_format: Any, **options: Any
+) -> MoEProblem:
+    """The problem of a layer."""
+    return MoEProblem(
+        Op.FUSED_MOE,
+        target,
+        num_tokens,
+        shape.top_k,
+        shape.num_experts,
+        shape.hidden_size,
+        shape.intermediate_size,
+        MoEOptions(shape.activation, a_format, **options),
+        layout,
+    )
