@@ -20,6 +20,7 @@ from mxpert.cli.main import app
 from mxpert.integrations.models.convert import convert, mx_experts
 from mxpert.integrations.models.evaluation import evaluate
 from mxpert.testing.numerics import sqnr_db
+from support.mixtral import tiny_mixtral
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = ROOT / "tests" / "training" / "text.txt"
@@ -31,22 +32,16 @@ def run(*arguments: object) -> Any:
     return runner.invoke(app, ["eval", *(str(argument) for argument in arguments)])
 
 
+def of_text(path: Path, context: int, max_tokens: int, *options: object) -> Any:
+    sizes = ("--context", context, "--max-tokens", max_tokens)
+    return run(path, "--text", TEXT, *sizes, "--device", "cpu", *options)
+
+
 def model_of(vocabulary: int = 256, seed: int = 0) -> Any:
     """A random Mixtral whose experts matter."""
     torch.manual_seed(seed)
-    model = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=vocabulary,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    )
+    sizes = dict(vocab_size=vocabulary, intermediate_size=64, num_hidden_layers=2)
+    model = tiny_mixtral(**sizes, bos_token_id=None, eos_token_id=None)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -63,23 +58,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_table_json_and_plot(checkpoint, tmp_path) -> None:
     summary, plot = tmp_path / "eval.json", tmp_path / "eval.png"
-    done = run(
-        checkpoint,
-        "--text",
-        TEXT,
-        "--context",
-        64,
-        "--max-tokens",
-        1024,
-        "--formats",
-        ",".join(FORMATS),
-        "--json",
-        summary,
-        "--plot",
-        plot,
-        "--device",
-        "cpu",
-    )
+    outputs = ("--json", summary, "--plot", plot)
+    done = of_text(checkpoint, 64, 1024, "--formats", ",".join(FORMATS), *outputs)
     assert done.exit_code == 0, done.output
     assert "tiny: 1008 tokens in 16 windows of 64" in done.stdout
     content = json.loads(summary.read_text("utf-8"))
@@ -138,21 +118,7 @@ def test_weights_that_were_mxfp4_lose_nothing(checkpoint, tmp_path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     convert(model, progress=False).save_pretrained(tmp_path / "mxfp4")
     summary = tmp_path / "eval.json"
-    done = run(
-        tmp_path / "mxfp4",
-        "--text",
-        TEXT,
-        "--context",
-        64,
-        "--max-tokens",
-        256,
-        "--formats",
-        "a16w4",
-        "--device",
-        "cpu",
-        "--json",
-        summary,
-    )
+    done = of_text(tmp_path / "mxfp4", 64, 256, "--formats", "a16w4", "--json", summary)
     assert done.exit_code == 0, done.output
     content = json.loads(summary.read_text("utf-8"))
     assert all(layer["sqnr_db"]["a16w4"] > 40 for layer in content["layers"])
@@ -171,21 +137,7 @@ def test_a_tokenizer_is_used_where_there_is_one(tmp_path) -> None:
     assert len(read_tokens(tmp_path, TEXT, as_bytes=False, limit=7)) == 7
     as_bytes = read_tokens(tmp_path, TEXT, as_bytes=True, limit=10_000)
     assert bytes(as_bytes.tolist()) == TEXT.read_bytes()
-    done = run(
-        tmp_path,
-        "--text",
-        TEXT,
-        "--context",
-        32,
-        "--max-tokens",
-        64,
-        "--json",
-        "-",
-        "--device",
-        "cpu",
-        "--formats",
-        "a8w4",
-    )
+    done = of_text(tmp_path, 32, 64, "--json", "-", "--formats", "a8w4")
     assert json.loads(done.stdout)["windows"] == 2  # nothing but JSON on standard output
 
 
@@ -217,16 +169,10 @@ def test_bad_checkpoints_are_one_line(tmp_path) -> None:
 
 
 def test_a_model_trained_in_mxfp8_can_be_evaluated(tmp_path) -> None:
-    train = [
-        "--steps=8",
-        "--batch=2",
-        "--length=32",
-        "--num-layers=1",
-        "--num-experts=4",
-        "--device=cpu",
-    ]
+    train = ["--steps=8", "--batch=2", "--length=32", "--num-layers=1", "--num-experts=4"]
     done = subprocess.run(
-        [sys.executable, "examples/train_transformers_moe.py", str(tmp_path / "moe"), *train],
+        [sys.executable, "examples/train_transformers_moe.py", str(tmp_path / "moe"), *train]
+        + ["--device=cpu"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -234,19 +180,7 @@ def test_a_model_trained_in_mxfp8_can_be_evaluated(tmp_path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    shown = run(
-        tmp_path / "moe",
-        "--text",
-        TEXT,
-        "--context",
-        64,
-        "--max-tokens",
-        512,
-        "--device",
-        "cpu",
-        "--json",
-        "-",
-    )
+    shown = of_text(tmp_path / "moe", 64, 512, "--json", "-")
     formats = json.loads(shown.stdout)["formats"]
     assert formats[0]["loss"] < math.log(256)
     assert all(abs(entry["delta"]) < 0.05 for entry in formats)

@@ -27,6 +27,7 @@ from support.outcomes import assert_one_line
 
 transformers = pytest.importorskip("transformers")
 from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint  # noqa: E402
+from support.mixtral import tiny_mixtral  # noqa: E402
 
 runner = CliRunner()
 FULL = Path("/dev/full")
@@ -55,19 +56,8 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Mixtral in bf16, in several shards."""
     path = tmp_path_factory.mktemp("dense") / "tiny"
-    model = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    ).to(torch.bfloat16)
+    sizes = dict(vocab_size=256, intermediate_size=64, num_hidden_layers=2)
+    model = tiny_mixtral(**sizes, bos_token_id=None, eos_token_id=None).to(torch.bfloat16)
     model.save_pretrained(path, max_shard_size="200KB")
     assert len(list(path.glob("*.safetensors"))) > 1
     return path
@@ -329,18 +319,8 @@ def test_an_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_both_vocabularies_are_accepted(
     names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shown = run(
-        "tune",
-        "--dry-run",
-        "--target",
-        "nvidia-h200",
-        "--tokens",
-        "64",
-        "--format",
-        names,
-        "--json",
-        "-",
-    )
+    cells = ["tune", "--dry-run", "--target", "nvidia-h200", "--tokens", "64", "--json", "-"]
+    shown = run(*cells, "--format", names)
     found = [row["cell"].rpartition(" ")[2] for row in json.loads(shown.stdout)["cells"]]
     assert found == ["a16w4", "a8w4", "a4w4", "a8w4-token"]
     requests: list[bench.Request] = []

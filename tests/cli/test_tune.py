@@ -428,21 +428,8 @@ def test_a_machine_without_gpu_is_told_so() -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_dry_run_lists_cells_of_any_target(target: str) -> None:
     pytest.importorskip("triton")
-    outcome = runner.invoke(
-        app,
-        [
-            "tune",
-            "--dry-run",
-            "--target",
-            target,
-            "--tokens",
-            "1,64",
-            "--shape",
-            "8,2,256,512",
-            "--json",
-            "-",
-        ],
-    )
+    cells = ["--tokens", "1,64", "--shape", "8,2,256,512", "--json", "-"]
+    outcome = runner.invoke(app, ["tune", "--dry-run", "--target", target, *cells])
     assert outcome.exit_code == 0, outcome.output
     document = json.loads(outcome.stdout)
     assert document["target"] == vars(TARGETS[target])

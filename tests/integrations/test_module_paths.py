@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 import mxpert
@@ -18,6 +17,7 @@ from mxpert.integrations.checkpoints.load import load_expert_weights
 from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from mxpert.integrations.module_paths import choose_modules, match_modules, short_names
 from mxpert.testing.numerics import assert_exact
+from support.mixtral import tiny_mixtral
 
 TWO_IN_A_LAYER = [
     "model.layers.0.mlp.experts",
@@ -130,17 +130,7 @@ def test_a_source_that_could_be_either_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_with_two_experts_modules_in_a_layer_converts(tmp_path: Path) -> None:
-    model: Any = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=32,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=2,
-        )
-    )
+    model: Any = tiny_mixtral(hidden_size=32, num_local_experts=2)
     mlp = model.model.layers[0].mlp
     mlp.more_experts = type(mlp.experts)(model.config)
     torch.nn.init.normal_(mlp.more_experts.gate_up_proj)

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import mxpert
 from mxpert import ScaleRule
 from mxpert.integrations.models.convert import mx_experts, restore
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE
+from support.mixtral import tiny_mixtral
 
 LAYERS: dict[str, tuple[type, tuple[int, ...]]] = {
     "MXMoE": (MXMoE, (32, 32, 4, 2)),
@@ -78,17 +78,7 @@ def test_formats_of_the_recipe_are_names(value: Any) -> None:
 
 @pytest.fixture
 def converted() -> Any:
-    model = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=32,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=2,
-        )
-    )
+    model = tiny_mixtral(hidden_size=32, num_local_experts=2)
     return mxpert.convert(model, progress=False)
 
 

@@ -17,6 +17,7 @@ from mxpert.integrations.checkpoints.inspect import inspect_checkpoint
 from mxpert.integrations.checkpoints.load import load_expert_weights, load_gpt_oss_layers
 from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from mxpert.integrations.models.convert import mx_experts
+from support.mixtral import tiny_mixtral
 
 MIXTRAL, GPT_OSS, OF_BYTES = "acme/mixtral-tiny", "acme/gpt-oss.tiny", "acme/of_bytes"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -26,11 +27,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 def of_bytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose tokens are bytes."""
     path = tmp_path_factory.mktemp("of-bytes")
-    sizes = dict(hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_local_experts=4)
-    config = transformers.MixtralConfig(
-        vocab_size=256, num_attention_heads=2, num_key_value_heads=2, **sizes
-    )
-    transformers.MixtralForCausalLM(config).save_pretrained(path)
+    tiny_mixtral(vocab_size=256).save_pretrained(path)
     return path
 
 

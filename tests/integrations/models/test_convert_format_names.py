@@ -14,6 +14,7 @@ import mxpert.integrations.transformers  # registers the implementations
 from mxpert.integrations.models.convert import mx_experts
 from mxpert.integrations.models.evaluation import evaluate
 from mxpert.modules import quantize_weights
+from support.mixtral import tiny_mixtral
 
 ALIASES = {"a16w4": "bf16", "a8w4": "mxfp8", "a4w4": "mxfp4"}
 EVERY_ALIAS = pytest.mark.parametrize(("alias", "full"), ALIASES.items())
@@ -22,17 +23,7 @@ EVERY_ALIAS = pytest.mark.parametrize(("alias", "full"), ALIASES.items())
 @pytest.fixture
 def model() -> Any:
     torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=4,
-        )
-    ).eval()
+    return tiny_mixtral(vocab_size=256).eval()
 
 
 def formats_of(model: Any) -> list[str]:

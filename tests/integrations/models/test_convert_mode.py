@@ -6,27 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import mxpert
 from mxpert.integrations.models.convert import restore
 from mxpert.training import MXFP8Recipe
+from support.mixtral import tiny_mixtral
 
 IDS = torch.arange(12)[None]
 
 
 def trained() -> Any:
-    model = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=32,
-            hidden_size=64,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=4,
-        )
-    )
+    model = tiny_mixtral()
     model = mxpert.convert(model.train(), recipe=MXFP8Recipe())
     model(IDS, labels=IDS).loss.backward()
     return model

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -25,6 +24,7 @@ import mxpert
 from mxpert.integrations.models.convert import restore
 from mxpert.testing.numerics import assert_exact
 from mxpert.training import MXFP8Recipe
+from support.mixtral import tiny_mixtral
 
 IDS = torch.arange(12)[None]
 RANKS = 2
@@ -33,19 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def mixtral() -> Any:
     torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=32,
-            hidden_size=64,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            tie_word_embeddings=False,
-        )
-    )
+    return tiny_mixtral(num_hidden_layers=2)
 
 
 def refs_of(model: torch.nn.Module) -> list[weakref.ref[torch.Tensor]]:
@@ -94,7 +82,8 @@ def rank_of_a_sharded_step(rank: int, store: str) -> None:
 
 
 def test_fsdp2_keeps_a_shard_of_the_experts_on_each_rank(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = os.environ | {"PYTHONPATH": paths}
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(tmp_path / "store")],

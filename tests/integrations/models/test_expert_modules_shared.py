@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import mxpert
 from mxpert.integrations.models.convert import mx_experts, restore
 from mxpert.integrations.models.experts import find_experts
 from mxpert.testing.numerics import assert_exact
 from mxpert.training import MXFP8Recipe
+from support.mixtral import tiny_mixtral
 
 IDS = torch.arange(12)[None]
 
@@ -21,17 +21,7 @@ IDS = torch.arange(12)[None]
 def shared(layers: int = 3) -> Any:
     """Layers 0 and 2 share one experts module."""
     torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=32,
-            hidden_size=64,
-            intermediate_size=32,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=4,
-        )
-    ).eval()
+    model = tiny_mixtral(num_hidden_layers=layers).eval()
     model.model.layers[2].mlp.experts = model.model.layers[0].mlp.experts
     return model
 

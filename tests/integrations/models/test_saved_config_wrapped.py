@@ -15,6 +15,7 @@ import mxpert.integrations.transformers  # registers "mxpert"
 from mxpert import UnsupportedError
 from mxpert.integrations.models.convert import mx_experts, restore
 from mxpert.testing.numerics import assert_exact
+from support.mixtral import tiny_mixtral
 
 IDS = torch.arange(12)[None]
 
@@ -38,17 +39,7 @@ class WrapperWithConfig(Wrapper):
 
 def mixtral() -> Any:
     torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(
-            vocab_size=32,
-            hidden_size=64,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=4,
-        )
-    ).eval()
+    return tiny_mixtral(num_hidden_layers=2).eval()
 
 
 @pytest.mark.parametrize(
