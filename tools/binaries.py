@@ -75,6 +75,7 @@ def compare(before: Record, after: Record, renamed: dict[str, str]) -> list[str]
 
 
 def main(arguments: list[str]) -> int:
+    """Run one of the two commands; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
