@@ -23,7 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".venv-transformers"
 TESTS = (
-    "tests/integrations/models",
+    *(f"tests/integrations/models/test_convert{each}.py" for each in ("", "_families", "_errors")),
+    "tests/integrations/models/test_convert_supported.py",
     "tests/integrations/test_on_import.py",
     "tests/integrations/test_transformers_loading.py",
     "tests/integrations/checkpoints/test_hub.py",
