@@ -62,8 +62,8 @@ def ranks_of(process: Popen) -> list[int]:
 
 
 def until_ranks_import(process: Popen) -> None:
-    """Wait until a rank has mapped torch's libraries, which it imports first."""
-    while not any("libtorch" in Path(f"/proc/{i}/maps").read_text() for i in ranks_of(process)):
+    """Wait until both ranks have mapped torch's libraries, which they import after interrupts."""
+    while sum("libtorch" in Path(f"/proc/{i}/maps").read_text() for i in ranks_of(process)) < 2:
         assert process.poll() is None
         time.sleep(0.05)
 

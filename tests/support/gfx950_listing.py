@@ -285,7 +285,7 @@ MAY_NOT_GROW = (
 )
 MAY_NOT_SHRINK = ("direct_loads", "non_temporal_loads", "waves")
 
-FIGURES = Path(__file__).resolve().parent.parent / "triton" / "gfx950_figures.json"
+FIGURES = Path(__file__).with_name("gfx950_figures.json")
 """Recorded figures of the portable kernels: Triton release → kernel → `Figures`."""
 
 
