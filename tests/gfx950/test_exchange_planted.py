@@ -6,6 +6,7 @@ an error of the protocol gives wrong rows, or a lost rank.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from gfx950emu import AcquireFault, CodeObject, Fault, ReleaseFault
 from gfx950emu.faults import SharedBytesFault
+from mxpert.device import exchange_wait
 from mxpert.device.exchange_wait import MAX_CTAS, NUM_CTAS
 from mxpert.distributed.exchange import host
 from mxpert.testing.gfx950 import emulate
@@ -25,14 +27,28 @@ DISPATCH, COMBINE = "_exchange_dispatch_kernel", "_exchange_combine_kernel"
 SORT = "_routing_plan_expert_kernel"
 
 
-def dropped(kind: str, line: str, text: str) -> Callable[[CodeObject], CodeObject]:
-    """A change of the one instruction with this kind of mutant, source file and text."""
+def lines_of(*functions: Any) -> set[int]:
+    """Lines of compiled functions in their file."""
+    found = (inspect.getsourcelines(function.fn) for function in functions)
+    return {first + place for source, first in found for place in range(len(source))}
+
+
+WRITE_BACK = lines_of(exchange_wait.write_back)
+SET_FLAGS = lines_of(exchange_wait.set_flags)
+WAIT = lines_of(
+    *(exchange_wait.load_flags, exchange_wait.load_volatile, exchange_wait._poll),
+    *(exchange_wait.wait_for_flags, exchange_wait.wait_alone, exchange_wait._wait_for_tokens),
+)
+
+
+def dropped(kind: str, lines: set[int], text: str) -> Callable[[CodeObject], CodeObject]:
+    """A change of the instructions with this kind of mutant, lines of the waits' file and text."""
 
     def change(code: CodeObject) -> CodeObject:
         found = [
             each
             for each in mutants(code.executable)
-            if each.kind == kind and _is_in(each, line) and each.original.text.startswith(text)
+            if each.kind == kind and _is_in(each, lines) and each.original.text.startswith(text)
         ]
         assert found, [each.label for each in mutants(code.executable) if each.kind == kind]
         for each in found:
@@ -42,15 +58,16 @@ def dropped(kind: str, line: str, text: str) -> Callable[[CodeObject], CodeObjec
     return change
 
 
-def _is_in(mutant: Mutant, file: str) -> bool:
-    return mutant.original.line.startswith(file + ".py:")
+def _is_in(mutant: Mutant, lines: set[int]) -> bool:
+    file, _, rest = mutant.original.line.partition(":")
+    return file == "exchange_wait.py" and int(rest.partition(":")[0]) in lines
 
 
 BEFORE_FLAG = {
-    "write-back": dropped("dropped write-back", "gcn", "buffer_wbl2 sc0 sc1"),
-    "wait": dropped("dropped wait", "gcn", "s_waitcnt vmcnt(0)"),
-    "barrier": dropped("dropped barrier", "flags", "s_barrier"),
-    "scope of the flag": dropped("narrow scope", "flags", "global_atomic_swap_x2"),
+    "write-back": dropped("dropped write-back", WRITE_BACK, "buffer_wbl2 sc0 sc1"),
+    "wait": dropped("dropped wait", WRITE_BACK, "s_waitcnt vmcnt(0)"),
+    "barrier": dropped("dropped barrier", SET_FLAGS, "s_barrier"),
+    "scope of the flag": dropped("narrow scope", SET_FLAGS, "global_atomic_swap_x2"),
 }
 MISSING = {
     "write-back": "without a buffer_wbl2 sc0 sc1: ",
@@ -99,7 +116,7 @@ def test_a_flag_ahead_of_its_data(missing: str, schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_data_ahead_of_the_invalidation(schedule: str) -> None:
-    change = dropped("dropped invalidation", "wait", "buffer_inv sc0 sc1")
+    change = dropped("dropped invalidation", WAIT, "buffer_inv sc0 sc1")
     what = "is loaded behind a flag without a buffer_inv sc0 sc1"
     with emulate(schedule=schedule, seed=1), turns() as pair:  # type: ignore[arg-type]
         ready_to_combine(pair)
@@ -113,7 +130,7 @@ def test_data_ahead_of_the_invalidation(schedule: str) -> None:
 def test_polls_of_a_cache(kernel: str) -> None:
     """Without a scope, polls may see the old flag for ever: a fault, once the flag changes."""
     load = "buffer_load_dwordx2" if kernel == COMBINE else "global_load_dwordx2"
-    change = dropped("narrow scope", "wait", load)
+    change = dropped("narrow scope", WAIT, load)
     with emulate(), turns(longer(CASE, 60.0)) as pair:
         if kernel == COMBINE:
             pair.dispatch(1)
@@ -128,7 +145,7 @@ def test_polls_of_a_cache(kernel: str) -> None:
 
 def test_dispatch_polls_a_cache() -> None:
     """It polls the flags of its own CTAs, too: a load without a scope races with them."""
-    change = dropped("narrow scope", "wait", "global_load_dwordx2")
+    change = dropped("narrow scope", WAIT, "global_load_dwordx2")
     with emulate(), turns() as pair, planted(DISPATCH, code=change):
         what = "which another workgroup updated without order"
         caught(lambda: pair.dispatch(0, waits=True), DISPATCH, SharedBytesFault, what)

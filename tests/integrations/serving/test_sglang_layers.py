@@ -435,7 +435,7 @@ def test_registration_imports_no_more_than_sglangs_model_config() -> None:
     """Run in a process of its own: the modules loaded after register(), besides SGLang's."""
     text = """
 import sys
-from serving import conftest
+from tests.integrations.serving import conftest
 import mxpert
 import sglang.srt.configs.model_config, sglang.srt.plugins
 before = set(sys.modules)

@@ -98,7 +98,7 @@ def test_commands_end_with_the_line_alone(program: str) -> None:
 
 COMMAND = """
 import runpy
-from serving import conftest
+from tests.integrations.serving import conftest
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 """
 MODEL = {
