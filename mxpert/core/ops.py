@@ -90,9 +90,7 @@ class OpSpec(Generic[OptionsT, InputsT, ResultT]):
 
     def _run(self, options: OptionsT, geometry: Described | None, inputs: InputsT) -> ResultT:
         """Check → describe → resolve → launch; the first two once for each geometry."""
-        call = self._calls.find(options, geometry)
-        if call is None:
-            call = self._checked(options, geometry, inputs)  # 1 check, 2 describe
+        call = self._calls.find(options, geometry) or self._add(options, geometry, inputs)  # 1, 2
         kernel, config = resolve_cached(call)  # 3 resolve
         result: ResultT = launch(kernel, config, call, geometry, inputs)  # 4 launch
         return result
@@ -101,8 +99,11 @@ class OpSpec(Generic[OptionsT, InputsT, ResultT]):
         self, options: OptionsT, geometry: Described | None, inputs: InputsT
     ) -> CachedCall:
         """The call with this geometry; its arguments are checked if there was none before."""
-        call = self._calls.find(options, geometry)
-        return call or self._calls.add(options, geometry, self.problem(options, inputs))
+        return self._calls.find(options, geometry) or self._add(options, geometry, inputs)
+
+    def _add(self, options: OptionsT, geometry: Described | None, inputs: InputsT) -> CachedCall:
+        """Check and describe a call with a new geometry, and keep it."""
+        return self._calls.add(options, geometry, self.problem(options, inputs))
 
     def checked_call(self, options: OptionsT, inputs: InputsT) -> CachedCall:
         """Check the arguments, and return their call without launching it."""

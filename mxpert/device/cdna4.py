@@ -145,18 +145,15 @@ def set_priority(PRIORITY: gl.constexpr):
 
 # ---- Two wave groups that alternate: while one reads LDS and starts copies, the other runs MFMA.
 #
-# A workgroup has eight waves, two on each SIMD. Waves 0 to 3 are the early group, waves 4 to
-# 7 the
-# late one, so each SIMD has a wave of both. The program is a sequence of memory phases and
-# compute
+# A workgroup has eight waves, two on each SIMD. Waves 0 to 3 are the early group, waves 4 to 7 the
+# late one, so each SIMD has a wave of both. The program is a sequence of memory phases and compute
 # phases with a barrier after each. The late group runs one phase behind: it waits at one more
 # barrier before the first phase, and the early group at one more after the last.
 #
 #     early:  memory 0 | compute 0 | memory 1  | compute 1 | …         | (waits)
 #     late:   (waits)  | memory 0  | compute 0 | memory 1  | compute 1 | …
 #
-# The memory phase has the higher priority: its few instructions go ahead of the other group's
-# MFMA,
+# The memory phase has the higher priority: its few instructions go ahead of the other group's MFMA,
 # which keep the matrix cores busy anyway.
 
 NUM_WARPS = gl.constexpr(8)
@@ -195,13 +192,10 @@ def end_compute(COPIES: gl.constexpr):
 
 # ---- Tiles of codes in LDS: copied straight from global memory, read as MFMA fragments.
 #
-# A row of a tile holds 128 bytes of the contracted dimension in eight chunks of 16 bytes.
-# Chunk c of
-# row r lies at place ``c ^ (r / 2 % 8)``, so that the 16 rows of a fragment touch all 64
-# banks. A
-# direct copy writes LDS in the order of lanes; therefore each lane reads the chunk that
-# belongs at
-# its place.
+# A row of a tile holds 128 bytes of the contracted dimension in eight chunks of 16 bytes. Chunk c
+# of row r lies at place ``c ^ (r / 2 % 8)``, so that the 16 rows of a fragment touch all 64 banks.
+# A direct copy writes LDS in the order of lanes; therefore each lane reads the chunk that belongs
+# at its place.
 
 ROW_BYTES = gl.constexpr(128)
 

@@ -26,12 +26,9 @@ from .cdna4 import decode_e2m1
 
 # ---- Register and LDS layouts of the GEMMs whose weights come in fragment order.
 #
-# A workgroup has SLICES * WAVES waves. WAVES of them have weight rows of their own, 64 each;
-# SLICES
-# of them share rows and have units of depth of their own. A step is SLICES units of 128
-# elements of
-# depth. MFMA multiplies weight fragments (operand A) by activation fragments (operand B),
-# both
+# A workgroup has SLICES * WAVES waves. WAVES of them have weight rows of their own, 64 each; SLICES
+# of them share rows and have units of depth of their own. A step is SLICES units of 128 elements of
+# depth. MFMA multiplies weight fragments (operand A) by activation fragments (operand B), both
 # batched over slices:
 #
 #     codes    [SLICES, 4 * WAVES, 64, 16] uint8, as loaded: fragment, lane, byte; or four

@@ -1,4 +1,4 @@
-"""Bounded waits for flags of other ranks; see the package's docstring for the protocol."""
+"""Bounded waits for flags of other ranks; mxpert.distributed.exchange has the protocol."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ class Awaited(NamedTuple):
 def load_awaited(arrivals):
     """Load the constants of a wait; a kernel may do so before the previous one has ended.
 
-    arrivals: int64 [NUM_ARRIVALS]; see words.py.
+    arrivals: int64 [NUM_ARRIVALS], what to wait for.
     """
     state = tl.load(arrivals + WORDS_ADDRESS).to(tl.pointer_type(tl.int64))
     return Awaited(
@@ -361,7 +361,7 @@ def wait_for_predecessor(arrivals, KIND: tl.constexpr, USE_PDL: tl.constexpr):
     rank.
 
     Args:
-        arrivals: int64 [NUM_ARRIVALS]; see words.py.
+        arrivals: int64 [NUM_ARRIVALS], what to wait for.
 
     Returns:
         Whether all tokens are there; if not, no id may be used.

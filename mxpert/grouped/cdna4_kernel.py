@@ -48,8 +48,7 @@ from ..device.groups import load_offset
 
 # ---- Tiles of the persistent grouped GEMM, located on the device.
 #
-# The kernel reads group bounds on the device and stops where no tile is left. Tiles are
-# numbered
+# The kernel reads group bounds on the device and stops where no tile is left. Tiles are numbered
 # group by group, within a group by `raster.in_band`.
 
 
@@ -220,8 +219,7 @@ class Scheduler:
 
 # ---- Stores of the sums of a tile.
 #
-# LDS rows of a and b are tile rows `row_of` and output columns `column_of`. Therefore each
-# lane has
+# LDS rows of a and b are tile rows `row_of` and output columns `column_of`. Therefore each lane has
 # 16 consecutive columns, and a row's stores are whole lines of 128 bytes (bfloat16).
 
 _BLOCK_ROWS = gl.constexpr(32)

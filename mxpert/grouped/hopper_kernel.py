@@ -56,14 +56,11 @@ from .hopper_wide_operands import is_wide
 
 # ---- Tile scheduler of the persistent grouped GEMM.
 #
-# The kernel reads group bounds on the device; the host computes only an upper bound of the
-# number of
-# tiles. Tiles are numbered group by group. Within a group, bands of `BAND` row tiles of the
-# same
+# The kernel reads group bounds on the device; the host computes only an upper bound of the number
+# of tiles. Tiles are numbered group by group. Within a group, bands of `BAND` row tiles of the same
 # column tile run together and share its operand in L2.
 #
-# All warps of a CTA locate their tiles themselves, from the same numbers. Without WGRAD the
-# search
+# All warps of a CTA locate their tiles themselves, from the same numbers. Without WGRAD the search
 # for the tile's group starts at the group of the previous tile, which `TileCursor` holds.
 
 MX_BLOCK = gl.constexpr(MX_BLOCK_SIZE)
@@ -484,8 +481,7 @@ class Output:
 
 # ---- Main loop of a consumer of the grouped GEMM: wgmma, scaling, and promotion to float32.
 #
-# The tensor core adds fp8 products with about 14 bits. Sums that are promoted are added in
-# float32
+# The tensor core adds fp8 products with about 14 bits. Sums that are promoted are added in float32
 # from there on. `SUMS` names where the sums of a tile [64, 128 or 256] are kept:
 #
 # IN_TENSOR_CORE: in the wgmma accumulator, all columns at once. One wgmma stays in flight, so

@@ -141,8 +141,7 @@ def quantize_rows(problem: MoEProblem, x: Operand) -> Operand:
     return QUANTIZE.launch(quantize, QUANTIZE.heuristic(quantize), QuantizeInputs(x))
 
 
-# ---- The host's flow of a layer's two stages: allocation, `multiply`, combine; no
-# synchronisation.
+# ---- The host's flow of a layer's two stages: allocation, `multiply`, combine; no synchronisation.
 
 Rows = torch.Tensor | MXTensor | CodedRows
 _ConfigT = TypeVar("_ConfigT")

@@ -19,11 +19,9 @@ from .dual_host import QuantizeDual
 
 # ---- Device code of dual quantisation on gfx950.
 #
-# A workgroup of four waves quantises 64 positions x 128 columns. The tile is read once, with
-# whole
+# A workgroup of four waves quantises 64 positions x 128 columns. The tile is read once, with whole
 # lines, and kept in LDS. Each lane then reads whole blocks of 32 values: one of a row for the
-# rowwise copy, one of a column for the columnwise copy. Maxima need no exchange between
-# lanes, and
+# rowwise copy, one of a column for the columnwise copy. Maxima need no exchange between lanes, and
 # codes are stored in runs of 32 bytes without a transposition.
 
 NUM_WARPS = gl.constexpr(4)

@@ -34,9 +34,8 @@ from .dual_hopper_source import (
 
 # ---- Values and scales of the dual quantiser: maxima, E8M0 bytes, codes.
 #
-# Values stay in the words that TMA loaded: one float32, or a pair of 16-bit values, the first
-# in the
-# lower half.
+# Values stay in the words that TMA loaded: one float32, or a pair of 16-bit values, the first in
+# the lower half.
 
 _INFINITY = gl.constexpr(0x7F800000)
 _NAN = gl.constexpr(0x7FC00000)
@@ -481,10 +480,8 @@ def _in_place(codes):
 
 # ---- Scales of the columnwise copy: loads, stores, and their transposition.
 #
-# A thread keeps the scale bytes of all steps of a tile in one int32 per block and word of
-# columns
-# (`ColumnSide`). In memory, the scales of the four blocks of a column are adjacent. They are
-# spread
+# A thread keeps the scale bytes of all steps of a tile in one int32 per block and word of columns
+# (`ColumnSide`). In memory, the scales of the four blocks of a column are adjacent. They are spread
 # over the four warps, so they are exchanged through shared memory.
 
 

@@ -18,19 +18,14 @@ from ..formats.spec import MX_BLOCK_SIZE
 
 # ---- Sizes and layouts of the dual quantiser.
 #
-# A tile is 128 positions × 128 columns: 4 × 4 MX blocks. A stage is a slice of it, [128, 32]
-# words of
-# 4 bytes: 64 columns of 16-bit values (2 blocks a row), or 32 of float32 (1 block a row). Its
-# rows of
-# 128 bytes are swizzled by TMA: 16-byte chunk c of row r lies at c ^ (r % 8).
+# A tile is 128 positions × 128 columns: 4 × 4 MX blocks. A stage is a slice of it, [128, 32] words
+# of 4 bytes: 64 columns of 16-bit values (2 blocks a row), or 32 of float32 (1 block a row). Its
+# rows of 128 bytes are swizzled by TMA: 16-byte chunk c of row r lies at c ^ (r % 8).
 #
-# Codes are handled as words of four. The rowwise and the columnwise side read a stage in
-# different
-# layouts. In both, two neighbouring threads have 16 values of a block each: one shuffle
-# completes the
-# maximum, and both threads compute the scale. A thread stores its codes in 16 bytes; two
-# neighbours
-# fill a sector.
+# Codes are handled as words of four. The rowwise and the columnwise side read a stage in different
+# layouts. In both, two neighbouring threads have 16 values of a block each: one shuffle completes
+# the maximum, and both threads compute the scale. A thread stores its codes in 16 bytes; two
+# neighbours fill a sector.
 
 MX_BLOCK = gl.constexpr(MX_BLOCK_SIZE)
 TILE_BLOCKS = gl.constexpr(4)

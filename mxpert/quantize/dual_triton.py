@@ -11,8 +11,7 @@ from ..device.groups import group_extents
 from ..device.mx_codec import quantize_tile
 from .dual_host import QuantizeDual
 
-# ---- Device code of dual quantisation: rowwise and columnwise MX copies from one read of the
-# data.
+# ---- Device code of dual quantisation: rowwise and columnwise MX copies from one read of the data.
 
 
 @triton.jit

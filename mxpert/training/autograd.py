@@ -29,8 +29,7 @@ from .recipe import MXFP8Recipe, Spans
 # LM.
 #
 # Its optimisers read `main_grad`. Its DistributedDataParallel marks each parameter with
-# ``grad_added_to_main_grad``, and its hook wants a gradient of the parameter's shape from
-# backward:
+# ``grad_added_to_main_grad``, and its hook wants a gradient of the parameter's shape from backward:
 # it starts the reduction, and adds ``param.grad`` unless the mark is True.
 #
 # Source:

@@ -1,6 +1,6 @@
 """What the processes of test_exchange.py do; each scenario runs on all ranks, on gfx950 code.
 
-Scenarios of interpreted/exchange_ranks.py are taken as they are. ``NAME__SCHEDULE`` is a scenario
+Scenarios of conformance/exchange_ranks.py are taken as they are. ``NAME__SCHEDULE`` is a scenario
 with the waves in an order of `support.gfx950_suite.SCHEDULES`.
 """
 

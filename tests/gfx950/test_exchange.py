@@ -1,6 +1,6 @@
 """The SYMMETRIC exchange on gfx950 code: 2 and 4 processes and shared memory, no host barrier.
 
-What the ranks do is in exchange_ranks.py and interpreted/exchange_ranks.py. Problems are exact, so
+What the ranks do is in exchange_ranks.py and conformance/exchange_ranks.py. Problems are exact, so
 results must have the interpreter's bits. Each process executes its kernels with all checks.
 """
 

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import mxpert
+from mxpert.core.backend import BACKENDS
 from mxpert.core.stage_configs import Config
 from mxpert.core.target import detect_target
 from support.poison import nan_filled_scratch
 
-CHIPS = {"sm_90": "hopper", "gfx950": "cdna4"}
+CHIPS = {arch: backend.name for backend in BACKENDS.values() for arch in backend.made_for}
 """Backend with kernels of its own for an architecture."""
 
 

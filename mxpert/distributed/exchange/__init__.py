@@ -8,7 +8,7 @@ offsets, and private words:
     arrived [N, MAX_CTAS]        int64 flags of dispatch: [source, CTA]
     returned [N, MAX_CTAS]       int64 flags of combine: [owner, CTA]
     calls [N]                    int64, what each rank has called last
-    words (private)              verdict, running calls, time-out and epoch; see `words.py`
+    words (private)              verdict, running calls, time-out and epoch; see `exchange_wait`
     destinations (private)       int64 bit mask of each own token: the ranks it was sent to
 
 `bound` is the number of slots of a rank in this call. All ranks use the same bound, hence the same

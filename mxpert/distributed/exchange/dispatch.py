@@ -391,7 +391,7 @@ def _exchange_dispatch_kernel(
         table: int64 [N], addresses of the ranks' memories.
         x: [T, 32 · num_blocks]. scale: its E8M0 scales, or None.
         owners, local_ids: int32 [num_experts], of this rank as the source.
-        arrivals: int64 [NUM_ARRIVALS], see words.py; None if the next kernel waits.
+        arrivals: int64 [NUM_ARRIVALS], what to wait for; None if the next kernel waits.
         call: int64, what all ranks must call alike; tag: TAG_BITS bits that follow from it.
         EMAX, THRESHOLD: scale rule; None if rows travel as they are.
     """

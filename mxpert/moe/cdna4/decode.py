@@ -48,9 +48,8 @@ from .mainloop import (
 
 # ---- Epilogues of the gfx950 MoE GEMMs: bias, routing weight, activation, MX encoding, stores.
 #
-# Sums are float32 [weight rows, activation rows]. In stage 1 weight rows are 16 gates, 16 ups
-# and so
-# on (`GateUpOrder.INTERLEAVED_16`), so that a thread holds gate and up of its features.
+# Sums are float32 [weight rows, activation rows]. In stage 1 weight rows are 16 gates, 16 ups and
+# so on (`GateUpOrder.INTERLEAVED_16`), so that a thread holds gate and up of its features.
 
 _TOKEN_MASK = gl.constexpr(TOKEN_MASK)
 cdna4 = gl.amd.cdna4

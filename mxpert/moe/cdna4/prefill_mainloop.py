@@ -34,8 +34,7 @@ from .prefill_tiles import (
 
 # ---- Global memory to LDS in the prefill kernels: what a tile reads, and when it copies that.
 #
-# All copies are direct (buffer_load … lds): no register holds the data. A wave copies 1 KiB
-# an
+# All copies are direct (buffer_load … lds): no register holds the data. A wave copies 1 KiB an
 # instruction, or 256 bytes of scales. LDS of a 256 × 256 tile, in bytes:
 #
 #     rows            e4m3, e5m2: 3 buffers of 1 step; e2m1: 2 buffers of 2 steps; 32 KiB each

@@ -12,25 +12,20 @@ from ...routing import plan as routing
 
 # ---- Register and LDS layouts of the prefill kernels.
 #
-# A tile is BLOCK_M sorted rows × 256 weight rows, four units of 64. WARPS_M × WARPS_N waves
-# share it.
-# A wave owns 64 or 32 consecutive sorted rows times one or two consecutive units:
+# A tile is BLOCK_M sorted rows × 256 weight rows, four units of 64. WARPS_M × WARPS_N waves share
+# it. A wave owns 64 or 32 consecutive sorted rows times one or two consecutive units:
 #
 #     BLOCK_M    e2m1: waves    each        e4m3, e5m2: waves    each
 #     256        4 × 2          64 × 128    4 × 2                64 × 128
 #     128        4 × 2          32 × 128    2 × 4                64 × 64
 #     64         2 × 2          32 × 128    1 × 4                64 × 64
 #
-# A fragment is 16 rows. An MFMA of e4m3 has one fragment of either side. An MFMA of e2m1 has
-# two: of
-# sorted rows two neighbours, of weight rows fragment f of both units. The four bytes of a
-# dword of
-# `CDNA4_FRAGMENT` scales are those of fragments 0 to 3, so its byte f is right for all lanes.
+# A fragment is 16 rows. An MFMA of e4m3 has one fragment of either side. An MFMA of e2m1 has two:
+# of sorted rows two neighbours, of weight rows fragment f of both units. The four bytes of a dword
+# of `CDNA4_FRAGMENT` scales are those of fragments 0 to 3, so its byte f is right for all lanes.
 #
-# The tensors of Triton number rows in the order of `AMDMFMALayout`: MFMA, wave, row of the
-# MFMA.
-# Memory has the rows of a wave one after the other. The layouts below map one to the other,
-# so that
+# The tensors of Triton number rows in the order of `AMDMFMALayout`: MFMA, wave, row of the MFMA.
+# Memory has the rows of a wave one after the other. The layouts below map one to the other, so that
 # no data moves. The epilogue takes quadrants: up to 32 sorted rows of each wave times a unit.
 
 
