@@ -37,9 +37,6 @@ from ...formats.layouts import (
 from ...formats.spec import E8M0_BIAS, MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
 
-_GPU_CODES = 1 << 27
-"""Codes that are packed together on a GPU; temporaries take 4 bytes of each."""
-
 _WARPS, _LANE_ROWS, _PAIR, _BLOCKS, _WORDS, _HALVES, _BYTES = 4, 8, 2, UNIT_BLOCKS, 4, 2, 4
 
 
@@ -91,17 +88,21 @@ class _HopperFragment(WeightLayout):
         if out is None:
             out = self._empty(t)
         assert out.reference is not None  # for the type checker
-        tables = _sign_tables(t.device)
         order = slice(None) if rows is None else rows
-        for part in _expert_parts(t):  # a few at a time: temporaries stay small beside the weights
-            reference = certificate.reference[part][:, order]
-            shifts = reference.unsqueeze(-1) - t.scale[part][:, order]  # modulo 256
-            out.reference[part, :num_rows] = reference
-            out.reference[part, num_rows:] = E8M0_BIAS
-            out.qdata[part] = _pack_codes(
-                pad(t.qdata[part][:, order], UNIT_ROWS, UNIT_CODES // 2), tables
-            )
-            out.scale[part] = _pack_shifts(pad(shifts, UNIT_ROWS, UNIT_BLOCKS))
+        out.reference[:, :num_rows] = certificate.reference[:, order]
+        out.reference[:, num_rows:] = E8M0_BIAS
+        if t.device.type == "cuda":
+            from .pack import pack_units  # Triton: where a GPU is
+
+            pack_units(t, rows, out)
+            return out
+        tables = _sign_tables(t.device)
+        for expert in range(t.shape[0]):  # temporaries stay small beside the weights
+            part = slice(expert, expert + 1)
+            codes = pad(t.qdata[part][:, order], UNIT_ROWS, UNIT_CODES // 2)
+            shifts = out.reference[part, :num_rows].unsqueeze(-1) - t.scale[part][:, order]
+            out.qdata[part] = _pack_codes(codes, tables)
+            out.scale[part] = _pack_shifts(pad(shifts, UNIT_ROWS, UNIT_BLOCKS))  # modulo 256
         return out
 
     def _empty(self, t: MXTensor) -> MXTensor:
@@ -131,13 +132,6 @@ class _HopperFragment(WeightLayout):
 
 
 HOPPER_FRAGMENT = _HopperFragment()
-
-
-def _expert_parts(t: MXTensor) -> list[slice]:
-    """Slices of experts that are packed together: one on a CPU, launches of some size on a GPU."""
-    experts, num_rows, depth = t.shape
-    step = 1 if t.device.type == "cpu" else max(1, _GPU_CODES // max(1, num_rows * depth))
-    return [slice(first, min(first + step, experts)) for first in range(0, experts, step)]
 
 
 @functools.lru_cache
