@@ -43,7 +43,8 @@ class Combine(ValueEnum):
 
     REDUCE: one row per (token, slot), then a sum in slot order; the same bits in every run (the
         default).
-    ATOMIC: atomic additions into a zeroed [T, H] output; their order is not fixed.
+    ATOMIC: any order of the sum: atomic additions into a zeroed [T, H] output, in an order that is
+        not fixed. Kernels whose fixed order is as fast keep it; `explain` says so.
     FLAT: no sum: the sorted rows [P, H], for expert parallelism. `RoutingPlan.slot_rows` holds the
         row of each (token, slot); padding rows are undefined.
 

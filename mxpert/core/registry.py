@@ -141,8 +141,8 @@ class Explanation:
             f"  source:  {chosen.source} ({chosen.detail})",
         ]
         mode = getattr(chosen.kernel, "mode", None)
-        if mode is not None:
-            lines.append(f"  mode:    {mode(self.problem)}")
+        if mode is not None and (text := mode(self.problem)):
+            lines.append(f"  mode:    {text}")
         if target.kind != "cpu":
             lines.append(f"  status:  {self.status}")
         if chosen.slower:

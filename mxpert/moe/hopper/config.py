@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...core.problem import MoEConfig, MoEProblem, Op
+from ...core.problem import Combine, MoEConfig, MoEProblem, Op
 from ...core.stage_configs import StageConfig, require_integers, require_positive, set_kernel
 from ...errors import message, require
 from ...formats.layouts import UNIT_ROWS
@@ -239,8 +239,11 @@ def _tiles_and_steps(problem: MoEProblem, op: Op) -> tuple[int, int]:
 
 
 def _with_k_splits(config: HopperGemmConfig, problem: MoEProblem, op: Op) -> HopperGemmConfig:
-    """Set k_splits > 1 if the tiles of the routed rows leave more than half of the CTAs idle."""
-    if config.kernel is HopperKernel.PREFILL:
+    """Set k_splits > 1 if the tiles of the routed rows leave more than half of the CTAs idle.
+
+    FLAT has none: nothing behind the GEMM sums the parts.
+    """
+    if config.kernel is HopperKernel.PREFILL or problem.options.combine is Combine.FLAT:
         return config
     num_tiles, steps = _tiles_and_steps(problem, op)
     idle_factor = decode_ctas(problem) // (problem.hit_experts * num_tiles)
@@ -331,7 +334,7 @@ def require_valid(config: HopperGemmConfig, problem: MoEProblem) -> None:
     valid = (
         config.num_stages >= (2 if decodes else 1)
         and config.k_splits >= 1
-        and (config.k_splits == 1 or decodes)
+        and (config.k_splits == 1 or (decodes and problem.options.combine is not Combine.FLAT))
         and any(
             config.num_stages <= known.num_stages
             and config == replace(known, num_stages=config.num_stages, k_splits=config.k_splits)
@@ -343,6 +346,6 @@ def require_valid(config: HopperGemmConfig, problem: MoEProblem) -> None:
         problem.op.value,
         "config",
         got=config,
-        need=f"one of {known_tiles}, with k_splits in decode tiles, or fewer stages",
+        need=f"one of {known_tiles}, with k_splits in decode tiles (not for FLAT), or fewer stages",
         remedy="take one from the kernel's configs()",
     )

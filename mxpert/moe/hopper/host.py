@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -127,18 +126,23 @@ class _GateUp(_Stage):
         return h
 
 
+def _order_of_sums(problem: MoEProblem) -> str:
+    """For `explain`: what ATOMIC, which allows any order of a token's sum, does here."""
+    if problem.options.combine is not Combine.ATOMIC:
+        return ""
+    return "sums in slot order, as REDUCE does; no atomic additions"
+
+
 class _Down(_Stage):
     """Stage 2: encode rows, down GEMM, bias, routing weight, combine."""
 
     op = Op.MOE_DOWN
+    mode = staticmethod(_order_of_sums)
 
     def launch(
         self, problem: MoEProblem, config: HopperGemmConfig, inputs: DownInputs
     ) -> torch.Tensor:
-        """Return [T, H] (`out`, if given), or with FLAT [P, H] whose padding rows are undefined.
-
-        ATOMIC allows any summation order; this backend sums in slot order, as REDUCE does.
-        """
+        """Return [T, H] (`out`, if given), or with FLAT [P, H] whose padding rows are undefined."""
         return self.run(problem, config, inputs.h, inputs.weights, inputs.plan, inputs.out)
 
     def run(
@@ -163,22 +167,17 @@ class _Down(_Stage):
         else:
             in_layer = schedules is not None
             rows = encode_rows(h, plan, num_rows, options, scatter=False, release_first=in_layer)
-        if config.k_splits > 1 and not flat:
+        if config.k_splits > 1:
             call = _Call(problem, config, plan, schedules)
             parts = call.multiply_k_splits(rows, weights.down_proj, num_rows, width)
             return sum_k_splits_and_combine(parts, weights.down_bias, plan, options, out)
         values = rows.scale.new_empty((num_rows, width), dtype=options.out_dtype)
-        call = _Call(problem, _without_k_splits(config), plan, schedules)
+        call = _Call(problem, config, plan, schedules)
         epilogue = _Epilogue(weighted=not options.apply_router_weight_on_input)
         call.multiply(values, rows, weights.down_proj, weights.down_bias, epilogue)
         if flat:
             return values
         return combine_slots(values, plan.slot_rows, problem.target, plan_before_wait=True, out=out)
-
-
-@functools.cache
-def _without_k_splits(config: HopperGemmConfig) -> HopperGemmConfig:
-    return replace(config, k_splits=1)
 
 
 class _Epilogue(NamedTuple):
@@ -368,6 +367,8 @@ def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) 
 
 class _FusedMoE(TwoStageLayer):
     """FUSED_MOE: the stages of a layer share its tile lists."""
+
+    mode = staticmethod(_order_of_sums)
 
     def stages(
         self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs, plan: RoutingPlan

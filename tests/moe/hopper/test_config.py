@@ -11,7 +11,8 @@ pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon
 
 
 from mxpert.configs import HopperGemmConfig, HopperKernel
-from mxpert.core.problem import ACTIVATION_FORMATS, MoEProblem
+from mxpert.core.problem import ACTIVATION_FORMATS, Combine, MoEProblem, Op
+from mxpert.core.registry import explain_problem
 from mxpert.formats.tensor import Layout
 from mxpert.moe.hopper import config as heuristics
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
@@ -107,6 +108,29 @@ def test_prefill_has_no_split() -> None:
         heuristics.require_valid(
             replace(config_of("bf16", "wide"), k_splits=2), describe(shape_of(), 64, "bf16")
         )
+
+
+def test_rows_that_are_not_summed_have_no_split() -> None:
+    """FLAT: a pinned split would be dropped; the heuristic has none either."""
+    stage: dict[str, Any] = dict(op=Op.MOE_DOWN, routing_block_m=16)
+    layer = describe(shape_of(), 1, "mxfp8")
+    split, flat = (
+        replace(layer, **stage, options=replace(layer.options, combine=combine))
+        for combine in (Combine.REDUCE, Combine.FLAT)
+    )
+    chosen = heuristics.stage_heuristic(split)
+    assert chosen.k_splits > 1
+    assert heuristics.stage_heuristic(flat).k_splits == 1
+    heuristics.require_valid(chosen, split)
+    with pytest.raises(ValueError, match="not for FLAT"):
+        heuristics.require_valid(chosen, flat)
+
+
+def test_explain_says_that_atomic_has_a_fixed_order() -> None:
+    for combine, said in ((Combine.REDUCE, False), (Combine.ATOMIC, True)):
+        found = explain_problem(describe(shape_of(), 4, "mxfp8", combine=combine))
+        assert found.resolution.kernel.backend == "hopper"
+        assert ("sums in slot order, as REDUCE does" in str(found)) is said
 
 
 @pytest.mark.parametrize(
