@@ -1,0 +1,264 @@
+"""What kernels execute beside right results: cache bits, the order of tiles, atomics, padding.
+
+Results do not depend on any of these. Each test is shown to fail with the fault planted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import mxpert
+from gfx950emu import Report
+from mxpert import Combine
+from mxpert.configs import Cdna4GemmConfig
+from mxpert.core.backend import BACKENDS
+from mxpert.core.problem import GemmConfig, Op
+from mxpert.core.registry import kernel_of
+from mxpert.moe.cdna4 import decode, host, prefill
+from mxpert.moe.cdna4.config import PREFILL_GROUP_M, prefill_config
+from mxpert.testing.gfx950 import emulate
+from mxpert.testing.problems import MoEInputs, MoEShape
+from support.exact import exact_moe_problem
+from tests.gfx950.test_planted import copy_of
+
+DECODE = Cdna4GemmConfig("decode", block_m=16, block_n=256)
+PORTABLE = GemmConfig(16, 64, 128)
+NUM_DIES = 8
+SHAPE = MoEShape(160, 96, 1, 1, has_bias=False)
+
+
+def down(
+    inputs: MoEInputs, backend: str, config: Any, combine: Combine, unit: int = 0
+) -> list[Report]:
+    """Reports of the launches of stage 2 with MXFP8 rows of ones."""
+    plan = mxpert.make_routing_plan(
+        inputs.topk_weights,
+        inputs.topk_ids,
+        num_experts=inputs.weights.num_experts,
+        routing_block_m=unit or config.block_m,
+    )
+    ones = torch.ones(plan.capacity, inputs.weights.intermediate_size, dtype=torch.bfloat16)
+    h = mxpert.quantize(ones, "mxfp8")
+    weights = inputs.weights
+    if backend == "cdna4":
+        weights = weights.prepare(device="cpu", layout="cdna4_fragment")
+    with mxpert.override(backend=backend, config=config), emulate(trace=True) as emulation:
+        mxpert.moe_down(h, weights, plan, combine=combine)
+    return emulation.reports
+
+
+def executed(reports: list[Report], pattern: str) -> int:
+    """Wave-instructions whose text matches."""
+    return sum(
+        count
+        for report in reports
+        for instruction, count in zip(report.program.instructions, report.executed, strict=True)
+        if re.search(pattern, instruction.text)
+    )
+
+
+# --- cache bits ----------------------------------------------------------------------------------
+
+
+def streamed_share(num_tokens: int) -> float:
+    """Share of the decode kernel's wide loads that bypass caches."""
+    reports = down(exact_moe_problem(SHAPE, num_tokens), "cdna4", DECODE, Combine.FLAT)
+    wide = r"buffer_load_dwordx4 v\["  # of weights; activations go to LDS
+    return executed(reports, wide + r".* nt") / executed(reports, wide)
+
+
+def check_streaming() -> None:
+    """Weights that one tile reads are streamed; those that several tiles read are cached."""
+    assert streamed_share(16) == 1
+    assert streamed_share(17) == 0
+
+
+def test_weights_are_streamed_unless_they_are_read_again() -> None:
+    check_streaming()
+
+
+# --- the order of tiles --------------------------------------------------------------------------
+
+
+def tiles_of(report: Report, width: int, block_m: int) -> list[tuple[int, int] | None]:
+    """The row block and weight tile that each workgroup stores."""
+    region = report.regions["out_ptr"]
+    found: list[tuple[int, int] | None] = [None] * report.grid[0]
+    for trace in report.traces:
+        for position, lines in sorted(trace.half_lines.items()):
+            text = report.program.instructions[trace.instructions[position]].text
+            if "store" in text and lines.size and int(lines[0]) * 64 in region:
+                row, column = divmod((int(lines[0]) * 64 - region.start) // 2, width)
+                found[trace.workgroup] = row // block_m, column // 256
+                break
+    return found
+
+
+def expected_tiles(tiles_m: int, tiles_n: int) -> list[tuple[int, int]]:
+    """The order of the kernel's documentation: dies in turn, a run of tiles each."""
+    runs = [
+        (first + m, n)
+        for first in range(0, tiles_m, PREFILL_GROUP_M)
+        for n in range(tiles_n)
+        for m in range(min(PREFILL_GROUP_M, tiles_m - first))
+    ]
+    each, more = divmod(len(runs), NUM_DIES)
+    starts = [die * each + min(die, more) for die in range(NUM_DIES)]
+    return [runs[starts[p % NUM_DIES] + p // NUM_DIES] for p in range(len(runs))]
+
+
+def check_order() -> None:
+    """Eleven blocks of rows are a group of eight and one of three; three weight tiles."""
+    shape = replace(SHAPE, hidden_size=672)
+    inputs = exact_moe_problem(shape, 11 * 64 - 5)
+    report = next(
+        each
+        for each in down(inputs, "cdna4", prefill_config(64), Combine.FLAT)
+        if "prefill" in each.kernel
+    )
+    found = tiles_of(report, 672, 64)
+    wanted = expected_tiles(11, 3)
+    assert found[: len(wanted)] == wanted
+    assert set(found[len(wanted) :]) <= {None}
+
+
+def test_each_die_has_a_run_of_tiles_in_groups() -> None:
+    check_order()
+
+
+# --- atomic additions ----------------------------------------------------------------------------
+
+
+def check_atomics() -> None:
+    """ATOMIC adds in memory, a wave's lanes at once; REDUCE never does."""
+    shape = replace(SHAPE, num_experts=3, top_k=2)
+    inputs = exact_moe_problem(shape, 20)
+    for backend, config in (("cdna4", DECODE), ("triton", PORTABLE)):
+        for combine in (Combine.ATOMIC, Combine.REDUCE):
+            reports = down(inputs, backend, config, combine)
+            atomics = executed(reports, r"(global|buffer)_atomic_(pk_)?add_f32")
+            assert (atomics > 0) is (combine is Combine.ATOMIC), (backend, combine, atomics)
+
+
+def test_atomic_adds_and_reduce_does_not() -> None:
+    check_atomics()
+
+
+# --- padding -------------------------------------------------------------------------------------
+
+
+def check_padding() -> None:
+    """Blocks of a plan's unit that hold no row are not multiplied: the unit changes no work."""
+    inputs = exact_moe_problem(replace(SHAPE, num_experts=2), 9)
+    for backend, config in (("cdna4", DECODE), ("triton", PORTABLE)):
+        small, large = (
+            executed(down(inputs, backend, config, Combine.FLAT, unit), r"v_mfma")
+            for unit in (16, 64)
+        )
+        assert small == large > 0, backend
+
+
+def test_padding_of_a_larger_unit_is_skipped() -> None:
+    check_padding()
+
+
+# --- planted faults ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def launched_with(module: Any, **changes: Any) -> Iterator[None]:
+    """Launches of `module` get other constants, or another kernel where `kernel` is given."""
+    original = module.Launch
+
+    def launch(kernel: Any, *rest: Any, **constants: Any) -> Any:
+        present = {name: value for name, value in changes.items() if name in constants}
+        return original(changes.get("kernel", kernel), *rest, **(constants | present))
+
+    caches = [each for each in vars(module).values() if hasattr(each, "cache_clear")]
+    with mock.patch.object(module, "Launch", launch):
+        for each in caches:
+            each.cache_clear()
+        yield
+    for each in caches:
+        each.cache_clear()
+
+
+@contextlib.contextmanager
+def source_with(module: Any, kernel: str, old: str, new: str, folder: Path) -> Iterator[Any]:
+    """The kernel of a copy of a module in which one line is another."""
+    source = Path(module.__file__).read_text("utf-8")
+    assert source.count(old) == 1
+    made: dict[str, Any] = {}
+    name = f"copied_{module.__name__.rpartition('.')[2]}"
+    try:
+        yield getattr(copy_of(name, source.replace(old, new), folder, made), kernel)
+    finally:
+        for each in made:
+            del sys.modules[each]
+
+
+def as_reduce(backend: str) -> Any:
+    """Stage 2 of a backend sums ATOMIC's rows as REDUCE does."""
+    kernel = kernel_of(BACKENDS[backend], Op.MOE_DOWN)
+    assert not isinstance(kernel, str)
+    original = kernel.launch
+
+    def launch(problem: Any, config: Any, inputs: Any) -> torch.Tensor:
+        if problem.options.combine is Combine.ATOMIC:
+            options = replace(problem.options, combine=Combine.REDUCE)
+            problem = replace(problem, options=options)
+        found: torch.Tensor = original(problem, config, inputs)
+        return found
+
+    return mock.patch.object(kernel, "launch", launch)
+
+
+def test_a_constant_cache_policy_is_seen() -> None:
+    for streams in (True, False):
+        with launched_with(host, STREAM=streams), pytest.raises(AssertionError):
+            check_streaming()
+
+
+def test_tiles_without_groups_are_seen() -> None:
+    with launched_with(host, GROUP_M=1), pytest.raises(AssertionError):
+        check_order()
+
+
+def test_tiles_dealt_to_dies_one_by_one_are_seen(tmp_path: Path) -> None:
+    mapping = (
+        "tile = die * (total // NUM_XCDS) + gl.minimum(die, total % NUM_XCDS) + program // NUM_XCDS"
+    )
+    name = "_moe_gemm_prefill_cdna4_kernel"
+    with (
+        source_with(prefill, name, mapping, "tile = program", tmp_path) as kernel,
+        launched_with(host, kernel=kernel),
+        pytest.raises(AssertionError),
+    ):
+        check_order()
+
+
+@pytest.mark.parametrize("backend", ["cdna4", "triton"])
+def test_atomic_done_as_reduce_is_seen(backend: str) -> None:
+    with as_reduce(backend), pytest.raises(AssertionError):
+        check_atomics()
+
+
+def test_padding_that_is_multiplied_is_seen(tmp_path: Path) -> None:
+    used = "(expert < self.num_experts) & (self.tokens(first_row) < self.num_tokens)"
+    name = "_moe_gemm_decode_cdna4_kernel"
+    with (
+        source_with(decode, name, used, "expert < self.num_experts", tmp_path) as kernel,
+        launched_with(host, kernel=kernel),
+        pytest.raises(AssertionError),
+    ):
+        check_padding()
