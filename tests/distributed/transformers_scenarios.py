@@ -156,7 +156,7 @@ def a_rank_holds_its_experts_alone() -> None:
             assert prepared_bytes(made[0]) == 3 * layer // (1 if ranks is None else ep.size)
             dense = [name for name, _ in made[0].named_parameters() if "experts" in name]
             assert not dense
-    assert peaks["local"] < 2 * layer <= peaks["whole"], (peaks, layer)
+    assert peaks["local"] < 1.5 * layer <= peaks["whole"], (peaks, layer)
 
 
 def training_frees_foreign_experts_layer_by_layer() -> None:
