@@ -260,8 +260,10 @@ def check_stages(
         expected_h = mxpert.moe_gate_up(inputs.x, row_major, plan, **stage_one)
     with mxpert.override(backend="hopper", config=config):
         h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, **stage_one)
-        y = mxpert.moe_down(h, inputs.weights, plan, **stage_two)
         summed = mxpert.moe_down(h, inputs.weights, plan, out_dtype=torch.float32, **rows)
+    unsplit = replace(config, down=replace(config.down, k_splits=1))  # FLAT adds no splits
+    with mxpert.override(backend="hopper", config=unsplit):
+        y = mxpert.moe_down(h, inputs.weights, plan, **stage_two)
     numel = len(places) * row_major.intermediate_size
     assert_close_relative(
         take(h, places),
