@@ -18,6 +18,10 @@ MEANING = {
     "swigluoai": mxpert.SwiGLU(1.702, 7.0),
     "clamped_silu": mxpert.ClampedSiLU(10.0),
     "situ_v2": mxpert.SiTUv2(4.0, 25.0),
+    "gelu": mxpert.GELU("none"),
+    "gelu_tanh": mxpert.GELU("tanh"),
+    "gelu_pytorch_tanh": mxpert.GELU("tanh"),
+    "relu2": mxpert.ReLU2(),
 }
 
 
