@@ -134,8 +134,15 @@ def _moe_up_finish_kernel(
     rows = open_rows(sorted_token_ids_ptr, tile_m, num_tokens, BLOCK_M)
     features = open_columns(tile_n, num_features, BLOCK_N)
     up = sum_partials(Partials(partial_ptr, partial_rows, num_features), split_k, rows, features)
-    out = Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD)
-    up_epilogue(out, bias_ptr, expert, sorted_weights_ptr, up, rows, features)
+    up_epilogue(
+        Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
+        bias_ptr,
+        expert,
+        sorted_weights_ptr,
+        up,
+        rows,
+        features,
+    )
 
 
 @triton.jit(do_not_specialize=RUN_TIME_VALUES)

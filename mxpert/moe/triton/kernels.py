@@ -204,8 +204,15 @@ def _moe_up_kernel(
     if partial_ptr is not None:
         store_partial(Partials(partial_ptr, partial_rows, num_features), up, split, rows, features)
     else:
-        out = Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD)
-        up_epilogue(out, bias_ptr, expert, sorted_weights_ptr, up, rows, features)
+        up_epilogue(
+            Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
+            bias_ptr,
+            expert,
+            sorted_weights_ptr,
+            up,
+            rows,
+            features,
+        )
 
 
 @triton.jit(
