@@ -16,6 +16,7 @@ from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, MXFP4
 from ..formats.tensor import Layout, MXTensor
 from .weights import GateUpOrder, MoEWeights, interleaved_rows
+from .weights_state import PROJECTIONS
 
 BLOCK_BYTES = MX_BLOCK_SIZE // MXFP4.codes_per_byte
 """Bytes of one block's codes: the last dimension of ``*_blocks``."""
@@ -39,7 +40,11 @@ def published_shapes(
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, rows, columns in (
-        (first_projection(has_gate), intermediate_size * (2 if has_gate else 1), hidden_size),
+        (
+            published_projections(has_gate)[0],
+            intermediate_size * (2 if has_gate else 1),
+            hidden_size,
+        ),
         ("down_proj", hidden_size, intermediate_size),
     ):
         blocks = (num_experts, rows, columns // MX_BLOCK_SIZE)
@@ -81,7 +86,7 @@ def published_expert_tensors(
     weights = _interleaved(weights)
     tensors: dict[str, torch.Tensor] = {}
     for name, projection, bias in (
-        (first_projection(weights.has_gate), weights.gate_up_proj, weights.gate_up_bias),
+        (published_projections(weights.has_gate)[0], weights.gate_up_proj, weights.gate_up_bias),
         ("down_proj", weights.down_proj, weights.down_bias),
     ):
         scale = projection.scale.contiguous()
@@ -92,9 +97,9 @@ def published_expert_tensors(
     return tensors
 
 
-def first_projection(has_gate: bool) -> str:
-    """Name of stage 1's published projection."""
-    return "gate_up_proj" if has_gate else "up_proj"
+def published_projections(has_gate: bool) -> tuple[str, str]:
+    """Names of the published projections of stage 1 and stage 2."""
+    return PROJECTIONS if has_gate else ("up_proj", "down_proj")
 
 
 def expert_weights_from(
@@ -116,7 +121,7 @@ def expert_weights_from(
     op = "expert_weights_from"
     if not isinstance(tensors, Mapping):
         raise TypeError(message(op, "tensors", "tensors by name", type(tensors).__name__))
-    first = first_projection(order is not None)
+    first, _ = published_projections(order is not None)
     for part, dims in (("blocks", 4), ("scales", 3)):
         for name in (f"{first}_{part}", f"down_proj_{part}"):
             require_tensor(tensors.get(name), op, name, dtype=torch.uint8, shape=(None,) * dims)
