@@ -18,11 +18,12 @@ from .core.problem import (
     parse_activation_format,
 )
 from .distributed import ExpertParallel
-from .errors import UnsupportedError, message, require, require_device, require_tensor
+from .errors import Checks, UnsupportedError, message, require, require_device, require_tensor
 from .formats.gate_up import GateUpOrderLike
 from .formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFP4, ScaleRule, ScaleRuleLike
 from .formats.tensor import Layout, MXTensor
 from .moe import published_tensors as published
+from .moe.checks import check_gate
 from .moe.local_weights import check_local_weights, local_weights
 from .moe.op import fused_moe
 from .moe.requantize import requantize_ as requantize_
@@ -80,6 +81,7 @@ class PreparedExperts(torch.nn.Module):
         super().__init__()
         op = type(self).__name__
         self.activation, self.dtype = parse_activation(activation, op), dtype
+        check_gate(self.activation, weights.has_gate, Checks(op))
         self.expert_parallel = expert_parallel
         self.activation_format = parse_activation_format(activation_format, op)
         if expert_parallel is not None:

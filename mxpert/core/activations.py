@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
-from ..errors import message, require, require_number
+from ..errors import UnsupportedError, message, require, require_number
 
 
 @dataclass(frozen=True)
@@ -288,6 +288,19 @@ def parse_activation(value: object, op: str) -> Activation:
     error = ValueError if isinstance(value, str) else TypeError
     need = f"an activation object: {calls}; or one of the names {names}"
     raise error(message(op, "activation", need, repr(value), remedy))
+
+
+def parse_gated_activation(value: object, op: str) -> Activation:
+    """As `parse_activation`, for layers that have gate rows.
+
+    Raises:
+        UnsupportedError: an activation without a gate.
+    """
+    activation = parse_activation(value, op)
+    need, remedy = "one that joins gate and up", "mxpert.convert(model, recipe=…) trains ReLU2"
+    if not activation.is_gated:
+        raise UnsupportedError(message(op, "activation", need, activation, remedy))
+    return activation
 
 
 def activation_from(name: str, parameters: Iterable[float]) -> Activation:

@@ -34,6 +34,7 @@ from .activations import SwiGLU as SwiGLU
 from .activations import activation_from as activation_from
 from .activations import kernel_parameters as kernel_parameters
 from .activations import parse_activation as parse_activation
+from .activations import parse_gated_activation as parse_gated_activation
 from .stage_configs import Config as Config
 from .stage_configs import GemmConfig as GemmConfig
 from .stage_configs import MoEConfig as MoEConfig
