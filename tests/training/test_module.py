@@ -322,7 +322,7 @@ def test_reset_parameters_is_uniform_within_the_fan_in_bound() -> None:
         (dict(intermediate_size=0), ValueError, "intermediate_size"),
         (dict(num_experts=2.0), TypeError, "num_experts — need an int"),
         (dict(top_k=5), ValueError, "top_k — need at most num_experts = 4"),
-        (dict(activation="gelu"), ValueError, "activation"),
+        (dict(activation="geglu"), ValueError, "activation"),
         (dict(aux_loss_coef=-1.0), ValueError, "aux_loss_coef"),
         (dict(recipe=None), TypeError, "recipe"),
     ],
