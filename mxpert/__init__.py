@@ -31,9 +31,11 @@ import torch
 from . import backends as _backends  # noqa: F401 (it registers the manifests)
 from . import configs
 from .core.problem import (
+    GELU,
     ClampedSiLU,
     Combine,
     GroupScore,
+    ReLU2,
     Scoring,
     SiLU,
     SiTUv2,
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "GELU",
     "ClampedSiLU",
     "Combine",
     "ExpertParallel",
@@ -79,6 +82,7 @@ __all__ = [
     "MoE",
     "MoEWeights",
     "PerformanceWarning",
+    "ReLU2",
     "RoutingPlan",
     "ScaleRule",
     "ScaleSpan",

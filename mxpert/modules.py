@@ -18,15 +18,16 @@ from .core.problem import (
     parse_activation_format,
 )
 from .distributed import ExpertParallel
-from .errors import UnsupportedError, message, require, require_device, require_tensor
+from .errors import Checks, UnsupportedError, message, require, require_device, require_tensor
 from .formats.gate_up import GateUpOrderLike
 from .formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFP4, ScaleRule, ScaleRuleLike
 from .formats.tensor import Layout, MXTensor
 from .moe import published_tensors as published
+from .moe.checks import check_gate
 from .moe.local_weights import check_local_weights, local_weights
 from .moe.op import fused_moe
 from .moe.requantize import requantize_ as requantize_
-from .moe.weights import ORDERS, GateUpOrder, MoEWeights
+from .moe.weights import GateUpOrder, MoEWeights, parse_order
 from .moe.weights_state import PROJECTIONS
 from .quantize.op import quantize
 from .routing.op import check_route_topk, route_topk
@@ -80,6 +81,7 @@ class PreparedExperts(torch.nn.Module):
         super().__init__()
         op = type(self).__name__
         self.activation, self.dtype = parse_activation(activation, op), dtype
+        check_gate(self.activation, weights.has_gate, Checks(op))
         self.expert_parallel = expert_parallel
         self.activation_format = parse_activation_format(activation_format, op)
         if expert_parallel is not None:
@@ -194,6 +196,7 @@ class PreparedExperts(torch.nn.Module):
             weights.hidden_size,
             weights.intermediate_size,
             has_bias=weights.gate_up_bias is not None,
+            has_gate=weights.has_gate,
         )
         given = {
             name.removeprefix(prefix): self._local(tensor)
@@ -216,7 +219,7 @@ class PreparedExperts(torch.nn.Module):
         loaded = published.expert_weights_from(
             kept
             | {name: tensor.to(weights.device, copy=not assign) for name, tensor in given.items()},
-            GateUpOrder.INTERLEAVED,
+            GateUpOrder.INTERLEAVED if weights.has_gate else None,
         )
         self._hold(loaded.prepare(device=weights.device))
 
@@ -261,7 +264,7 @@ class MoE(torch.nn.Module):
             the layer, of which the module keeps a copy of this rank's.
         router_weight: bfloat16, float16 or float32 [E, H], on the device of `weights`.
         top_k: experts per token.
-        activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2(), or a name as `fused_moe` takes it.
+        activation: SiLU(), SwiGLU(), … or a name, as `fused_moe` takes it.
         activation_format: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4", "fp8_token" or
             "a8w4-token"; see `fused_moe`.
         router_bias: [E] in the dtype of `router_weight`, added to the logits, or None.
@@ -394,7 +397,7 @@ def quantize_weights(
     gate_up_proj: torch.Tensor,
     down_proj: torch.Tensor,
     *,
-    gate_up_order: GateUpOrderLike,
+    gate_up_order: GateUpOrderLike | None,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
@@ -405,11 +408,13 @@ def quantize_weights(
     Each projection becomes ``quantize(w, "mxfp4", axis=-1)``, a few rows at a time.
 
     Args:
-        gate_up_proj: bfloat16, float16 or float32 [E, 2F, H].
+        gate_up_proj: bfloat16, float16 or float32 [E, 2F, H]; the up projection [E, F, H] of
+            experts without a gate (ReLU2).
         down_proj: the same dtypes, [E, H, F].
         gate_up_order: how gate and up rows are arranged: "concatenated" (F gate rows, then F up
-            rows), "interleaved" (gpt-oss) or "interleaved_16".
-        gate_up_bias: [E, 2F] in that order, or None. down_bias: [E, H], or None.
+            rows), "interleaved" (gpt-oss) or "interleaved_16"; None without a gate.
+        gate_up_bias: [E, 2F] in that order ([E, F] without a gate), or None. down_bias: [E, H], or
+            None.
         scale_rule: how a block's scale follows from its maximum.
         device: where the result goes; None is the device of `gate_up_proj`.
 
@@ -426,7 +431,6 @@ def quantize_weights(
     """
     op = "quantize_weights"
     scale_rule = ScaleRule.parse(scale_rule, op, "scale_rule")
-    gate_up_order = GateUpOrder.parse(gate_up_order, op, "gate_up_order", ORDERS)
     for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         require_tensor(weight, op, name, dtype=FLOAT_DTYPES, shape=(None, None, None))
         require(
@@ -437,6 +441,7 @@ def quantize_weights(
             got=weight.shape[-1],
             remedy="MXFP4 has no partial blocks; pad the layer first",
         )
+    gate_up_order = parse_order(gate_up_order, gate_up_proj, down_proj, op)
     for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
         if bias is not None:
             require_tensor(bias, op, name, dtype=FLOAT_DTYPES)

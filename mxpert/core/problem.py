@@ -23,14 +23,18 @@ from ..formats.names import parse_activation_format as parse_activation_format
 from ..formats.spec import MXFormat, ScaleRule, ScaleSpan, ValueEnum
 from ..formats.tensor import Layout
 from .activations import ACTIVATIONS as ACTIVATIONS
+from .activations import GELU as GELU
 from .activations import Activation as Activation
 from .activations import ActivationLike as ActivationLike
 from .activations import ClampedSiLU as ClampedSiLU
+from .activations import ReLU2 as ReLU2
 from .activations import SiLU as SiLU
 from .activations import SiTUv2 as SiTUv2
 from .activations import SwiGLU as SwiGLU
 from .activations import activation_from as activation_from
+from .activations import kernel_parameters as kernel_parameters
 from .activations import parse_activation as parse_activation
+from .activations import parse_gated_activation as parse_gated_activation
 from .stage_configs import Config as Config
 from .stage_configs import GemmConfig as GemmConfig
 from .stage_configs import MoEConfig as MoEConfig

@@ -1,4 +1,4 @@
-"""Gated activations on the device.
+"""Activations on the device.
 
 Every GEMM epilogue and every kernel that finishes a split-K GEMM calls `gated_activation`. Tiles
 and the number of splits therefore do not change the activation's arithmetic.
@@ -50,13 +50,42 @@ def clamp_both(x, limit):
 
 
 @triton.jit
-def gated_activation(gate, up, p0, p1, ACTIVATION: tl.constexpr):
-    """Apply a gated activation of `mxpert.core.problem`; p0 and p1 are its parameters."""
+def erf_gelu(x):
+    """``x (1 + erf(x / √2)) / 2`` in float32."""
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def approximate_gelu(x):
+    """``x (1 + tanh(√(2 / π) (x + 0.044715 x³))) / 2`` in float32, as x times a sigmoid."""
+    return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def relu_squared(x):
+    """``max(x, 0)²``; NaN stays NaN."""
+    x = tl.where(x < 0.0, 0.0, x)
+    return x * x
+
+
+@triton.jit
+def gated_activation(gate, up, p0, p1, p2, ACTIVATION: tl.constexpr):
+    """Apply a gated activation of `mxpert.core.problem`; p0, p1 and p2 are its parameters.
+
+    p2: None where the activation has two.
+    """
     if ACTIVATION == "silu":
         return gate * sigmoid(gate) * up
-    elif ACTIVATION == "swiglu":  # p0 alpha, p1 limit
+    elif ACTIVATION == "swiglu":  # p0 alpha, p1 limit, p2 beta or None for 1
         gate = clamp_above(gate, p1)
-        return gate * sigmoid(p0 * gate) * (clamp_both(up, p1) + 1.0)
+        if p2 is None:
+            return gate * sigmoid(p0 * gate) * (clamp_both(up, p1) + 1.0)
+        else:
+            return gate * sigmoid(p0 * gate) * (clamp_both(up, p1) + p2)
+    elif ACTIVATION == "gelu":
+        return erf_gelu(gate) * up
+    elif ACTIVATION == "gelu_tanh":
+        return approximate_gelu(gate) * up
     elif ACTIVATION == "clamped_silu":  # p0 limit
         gate = clamp_above(gate, p0)
         return gate * sigmoid(gate) * clamp_both(up, p0)

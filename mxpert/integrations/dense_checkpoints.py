@@ -23,7 +23,6 @@ from ..formats.spec import ScaleRule
 from ..modules import quantize_stacked
 from ..moe.published_tensors import published_shapes
 from ..moe.weights import GateUpOrder
-from ..moe.weights_state import PROJECTIONS
 from .checkpoint_names import fitting, module_of
 from .checkpoints.expert_sources import ExpertSource, find_expert_sources
 from .checkpoints.safetensors_files import CheckpointReader
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 _OP = "from_pretrained"
 _METHOD = "mxpert_local_experts"
-_DENSE_EXPERTS = r"experts\.(gate_up|down)_proj(_bias)?$"
+_DENSE_EXPERTS = r"experts\.(gate_up|up|down)_proj(_bias)?$"
 _SCALE_RULE = ScaleRule.RCEIL
 
 _logger = logging.getLogger("mxpert")
@@ -128,9 +127,11 @@ class LocalExpertsQuantizer(HfQuantizer):
         sizes = len(local), found.hidden_size, found.intermediate_size
         tensors = {
             name: torch.empty(shape, dtype=torch.uint8, device=device)
-            for name, shape in published_shapes(*sizes, has_bias=False).items()
+            for name, shape in published_shapes(
+                *sizes, has_bias=False, has_gate=found.order is not None
+            ).items()
         }
-        for projection in PROJECTIONS:
+        for projection in source.projections:
             blocks, scales = (tensors[f"{projection}_{part}"] for part in ("blocks", "scales"))
             for place, expert in enumerate(local):
                 dense = source.read(self._reader, projection, expert).to(device, experts.dtype)
@@ -180,10 +181,10 @@ def _sources_of(
         require(len(fits) == 1, _OP, found.name, need=need, got=f"{len(fits)} of {list(renamed)}")
         sources[found.name] = fits[0]
         have, want = (
-            (each.num_experts, each.hidden_size, each.intermediate_size)
+            (each.num_experts, each.hidden_size, each.intermediate_size, each.projections)
             for each in (fits[0], found)
         )
         require(have == want, _OP, f"{found.name}: E, H, F", need=want, got=have)
-        biased = len(fits[0].biases) == (len(PROJECTIONS) if found.has_bias else 0)
+        biased = len(fits[0].biases) == (len(found.projections) if found.has_bias else 0)
         require(biased, _OP, found.name, need=f"biases: {found.has_bias}", got=fits[0].biases)
     return sources

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _OP = "from_pretrained"
 _METHOD = "mxpert_mxfp4"
-_STORED_EXPERTS = r"experts\.(gate_up|down)_proj_(blocks|scales|bias)$"
+_STORED_EXPERTS = r"experts\.(gate_up|up|down)_proj_(blocks|scales|bias)$"
 _NAMED = 6
 """Missing tensors that an error names."""
 
@@ -181,7 +181,8 @@ class MXQuantizer(HfQuantizer):
         sizes = found.num_experts, found.hidden_size, found.intermediate_size
         check_experts(reader, module, sizes)
         tensors = {}
-        for name in published_shapes(*sizes, has_bias=found.has_bias):
+        has_gate = found.order is not None
+        for name in published_shapes(*sizes, has_bias=found.has_bias, has_gate=has_gate):
             tensor = reader.read_rows(f"{module}.{name}", ranks.local_experts)
             dtype = experts.dtype if name.endswith("_bias") else tensor.dtype
             tensors[name] = tensor.to(ranks.device, dtype)
@@ -227,14 +228,14 @@ def _dense_layers(
     if not listed or folder is None:
         return listed
     stored = expert_modules_of(CheckpointReader(folder, _OP))
-    places = [module_of(model, f"{each}.gate_up_proj_blocks") for each in stored]
+    places = [module_of(model, f"{each}.down_proj_blocks") for each in stored]
     return [name for name in listed if not fitting(places, name)]
 
 
 def _stored_module(model: PreTrainedModel, reader: CheckpointReader, name: str) -> str:
     """The checkpoint's path of an experts module of the model."""
     places = {
-        stored: module_of(model, f"{stored}.gate_up_proj_blocks")
+        stored: module_of(model, f"{stored}.down_proj_blocks")
         for stored in expert_modules_of(reader)
     }
     fits = [stored for stored, place in places.items() if fitting([place], name)]

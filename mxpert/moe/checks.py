@@ -13,6 +13,7 @@ import torch
 
 from ..core.problem import (
     OUT_DTYPES,
+    Activation,
     ActivationLike,
     Combine,
     CombineLike,
@@ -60,6 +61,7 @@ def check_local_layer(options: MoEOptions, inputs: FusedMoEInputs) -> None:
     """Checks of `fused_moe` for rows that may have more ids than there are local experts."""
     need, x, weights = Checks("fused_moe"), inputs.x, inputs.weights
     _check_weights(weights, need)
+    check_gate(options.activation, weights.has_gate, need)
     _check_rows(x, "x", weights, weights.hidden_size, options, need)
     check_topk(inputs.topk_weights, inputs.topk_ids, x.shape[0], weights.device, need)
     if inputs.expert_map is not None:
@@ -98,6 +100,7 @@ def check_gate_up(options: MoEOptions, inputs: GateUpInputs) -> None:
     """Checks of `moe_gate_up`."""
     need, x, weights, plan = Checks("moe_gate_up"), inputs.x, inputs.weights, inputs.plan
     _check_weights(weights, need)
+    check_gate(options.activation, weights.has_gate, need)
     _check_plan(plan, weights, need)
     _check_rows(x, "x", weights, weights.hidden_size, options, need)
     if x.shape[0] != plan.num_tokens:
@@ -158,6 +161,18 @@ def _check_weights(weights: MoEWeights, need: Checks) -> None:
                 part.stride(-1),
                 "call weights.prepare(device=...)",
             )
+
+
+def check_gate(activation: Activation, has_gate: bool, need: Checks) -> None:
+    """Raise ValueError for an activation that joins gate and up where there is no gate, or not."""
+    if activation.is_gated == has_gate:
+        return
+    if has_gate:
+        wanted = "one that joins gate and up, which these weights have"
+        remedy = "weights of ReLU2 are the up projection [E, F, H] alone, with gate_up_order=None"
+    else:
+        wanted, remedy = "ReLU2(), because these weights have no gate", "pass activation='relu2'"
+    raise need.value_error("activation", wanted, activation, remedy)
 
 
 def refuse_foreign_call(arguments: tuple[object, ...]) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..device.activation import gated_activation
+from ..device.activation import gated_activation, relu_squared
 from ..device.mx_codec import quantize_tile
 from .tiles import gate_up_row
 
@@ -22,6 +22,7 @@ class GatedActivation(NamedTuple):
     name: tl.constexpr
     p0: tl.tensor
     p1: tl.tensor
+    p2: tl.tensor | None
 
 
 class GateUpBias(NamedTuple):
@@ -81,7 +82,31 @@ def gate_up_epilogue(out, activation, bias, sorted_weights_ptr, gate, up, rows, 
         gate_ptrs = bias.ptr + bias.expert.to(tl.int64) * (2 * features.total) + gate_rows
         gate += tl.load(gate_ptrs, mask=features.mask, other=0.0)[None, :]
         up += tl.load(gate_ptrs + bias.group, mask=features.mask, other=0.0)[None, :]
-    values = gated_activation(gate, up, activation.p0, activation.p1, activation.name)
+    values = gated_activation(
+        gate, up, activation.p0, activation.p1, activation.p2, activation.name
+    )
+    _store_features(out, values, rows, features)
+
+
+@triton.jit
+def up_epilogue(out, bias_ptr, expert, sorted_weights_ptr, up, rows, features):
+    """Apply routing weight and bias (if given) and ReLU2; store bf16 or an MX format.
+
+    Args:
+        out: Output. bias_ptr: float32 [E, F] or None. up: float32 [BLOCK_M, BLOCK_N].
+        rows: Rows. features: Columns.
+    """
+    if sorted_weights_ptr is not None:
+        up *= tl.load(sorted_weights_ptr + rows.index, mask=rows.mask, other=0.0)[:, None]
+    if bias_ptr is not None:
+        bias_ptr += expert.to(tl.int64) * features.total
+        up += tl.load(bias_ptr + features.index, mask=features.mask, other=0.0)[None, :]
+    _store_features(out, relu_squared(up), rows, features)
+
+
+@triton.jit
+def _store_features(out, values, rows, features):
+    """Round float32 values to bf16 and store them so, or in an MX format."""
     # Always round to bf16: stage 1 with MX output equals bf16 stage 1 followed by `quantize`.
     values = values.to(tl.bfloat16)
     if out.format == "bf16":

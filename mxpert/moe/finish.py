@@ -12,7 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .epilogue import GatedActivation, GateUpBias, Output, down_epilogue, gate_up_epilogue
+from .epilogue import (
+    GatedActivation,
+    GateUpBias,
+    Output,
+    down_epilogue,
+    gate_up_epilogue,
+    up_epilogue,
+)
 from .tiles import Columns, Partials, gate_up_row, open_columns, open_rows, schedule, sum_partials
 
 RUN_TIME_VALUES = (
@@ -25,6 +32,7 @@ RUN_TIME_VALUES = (
     "partial_rows",
     "p0",
     "p1",
+    "p2",
 )
 """Numbers that Triton must not specialise on: they may be 1 or odd, which would compile one binary
 per model."""
@@ -49,6 +57,7 @@ def _moe_gate_up_finish_kernel(
     partial_rows,
     p0,
     p1,
+    p2,
     GATE_UP_GROUP: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -82,10 +91,54 @@ def _moe_gate_up_finish_kernel(
     up = sum_partials(partials, split_k, rows, gates, distance)
     gate_up_epilogue(
         Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
-        GatedActivation(ACTIVATION, p0, p1),
+        GatedActivation(ACTIVATION, p0, p1, p2),
         GateUpBias(bias_ptr, expert, group),
         sorted_weights_ptr,
         gate,
+        up,
+        rows,
+        features,
+    )
+
+
+@triton.jit(do_not_specialize=RUN_TIME_VALUES)
+def _moe_up_finish_kernel(
+    out_ptr,
+    out_scale_ptr,
+    partial_ptr,
+    bias_ptr,
+    sorted_token_ids_ptr,
+    sorted_weights_ptr,
+    block_expert_ids_ptr,
+    num_valid_ptr,
+    num_tokens,
+    num_experts,
+    num_n_blocks,
+    routing_block_m,
+    split_k,
+    partial_rows,
+    OUT_FORMAT: tl.constexpr,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Stage 1 without a gate, after split-K: sum the splits in order, then run `up_epilogue`."""
+    num_features = num_n_blocks * 32
+    tile_m, tile_n, _ = schedule(num_valid_ptr, num_features, 1, BLOCK_M, BLOCK_N, 1)
+    if tile_m < 0:
+        return
+    expert = tl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
+    if (expert < 0) | (expert >= num_experts):
+        return
+    rows = open_rows(sorted_token_ids_ptr, tile_m, num_tokens, BLOCK_M)
+    features = open_columns(tile_n, num_features, BLOCK_N)
+    up = sum_partials(Partials(partial_ptr, partial_rows, num_features), split_k, rows, features)
+    up_epilogue(
+        Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
+        bias_ptr,
+        expert,
+        sorted_weights_ptr,
         up,
         rows,
         features,

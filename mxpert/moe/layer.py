@@ -20,6 +20,7 @@ from ..core.problem import (
     Op,
     QuantizeProblem,
     RoutingProblem,
+    kernel_parameters,
 )
 from ..device.mx_codec import scale_rule_constants
 from ..formats.tensor import MXTensor, Operand
@@ -263,15 +264,17 @@ def gemm_rows(problem: MoEProblem, rows: torch.Tensor | MXTensor) -> Rows:
 
 def gate_up_epilogue_arguments(options: MoEOptions) -> dict[str, Any]:
     """Numbers and constants of stage 1's epilogue: the activation and the format of its output."""
+    return dict(
+        **kernel_parameters(options.activation),
+        ACTIVATION=options.activation.name,
+        **up_epilogue_arguments(options),
+    )
+
+
+def up_epilogue_arguments(options: MoEOptions) -> dict[str, Any]:
+    """Constants of stage 1's epilogue without a gate, where ReLU2 is the activation."""
     format = options.mx_format
     constants: dict[str, Any] = {"EMAX": 0, "THRESHOLD": 0}
     if format is not None:
         constants = scale_rule_constants(format, options.scale_rule)
-    p0, p1 = options.activation.parameters
-    return dict(
-        p0=float(p0),
-        p1=float(p1),
-        ACTIVATION=options.activation.name,
-        OUT_FORMAT="bf16" if format is None else format.element.name,
-        **constants,
-    )
+    return dict(OUT_FORMAT="bf16" if format is None else format.element.name, **constants)

@@ -79,8 +79,10 @@ def fused_moe(
         topk_weights: float32, bfloat16 or float16 [T, k], routing weights; used in float32.
         topk_ids: int32 or int64 [T, k], expert ids; negative and foreign ids are skipped.
         others: none.
-        activation: SiLU(), SwiGLU(alpha, limit), ClampedSiLU(limit), SiTUv2(beta, beta_up); "silu",
-            "swiglu" or "swigluoai" (SwiGLU(1.702, 7)), "clamped_silu" or "situ_v2". Required.
+        activation: SiLU(), SwiGLU(alpha, limit, beta), ClampedSiLU(limit), SiTUv2(beta, beta_up),
+            GELU(approximate), ReLU2() for weights without a gate; or a name: "silu", "swiglu" or
+            "swigluoai" (SwiGLU(1.702, 7)), "clamped_silu", "situ_v2", "gelu", "gelu_tanh" or
+            "gelu_pytorch_tanh" (GELU("tanh")), "relu2". Required.
         activation_format: "bf16" or "a16w4", "mxfp8" or "a8w4", "mxfp4" or "a4w4". The MX formats
             quantise x and the intermediate with 1×32 scales. "fp8_token" or "a8w4-token" quantises
             each row of a bfloat16 x as mxpert.formats.quantize_token_rows: e4m3, one scale each.

@@ -16,15 +16,23 @@ from ..errors import message, require, require_dtype, require_tensor
 from ..formats.spec import MX_BLOCK_SIZE, MXFP4
 from ..formats.tensor import Layout, MXTensor
 from .weights import GateUpOrder, MoEWeights, interleaved_rows
+from .weights_state import PROJECTIONS
 
 BLOCK_BYTES = MX_BLOCK_SIZE // MXFP4.codes_per_byte
 """Bytes of one block's codes: the last dimension of ``*_blocks``."""
 
 
 def published_shapes(
-    num_experts: int, hidden_size: int, intermediate_size: int, *, has_bias: bool
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    *,
+    has_bias: bool,
+    has_gate: bool = True,
 ) -> dict[str, tuple[int, ...]]:
     """Shape of each published tensor, by its name below ``experts.``.
+
+    Experts without a gate have ``up_proj`` in the place of ``gate_up_proj``.
 
     Example:
         >>> published_shapes(4, 64, 32, has_bias=False)["gate_up_proj_blocks"]
@@ -32,7 +40,11 @@ def published_shapes(
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for name, rows, columns in (
-        ("gate_up_proj", 2 * intermediate_size, hidden_size),
+        (
+            published_projections(has_gate)[0],
+            intermediate_size * (2 if has_gate else 1),
+            hidden_size,
+        ),
         ("down_proj", hidden_size, intermediate_size),
     ):
         blocks = (num_experts, rows, columns // MX_BLOCK_SIZE)
@@ -58,6 +70,7 @@ def published_expert_tensors(
     Returns:
         ``gate_up_proj_blocks`` uint8 [E, 2F, H/32, 16], ``gate_up_proj_scales`` uint8 [E, 2F,
         H/32], the same for ``down_proj``, and ``*_bias`` where there are biases; contiguous.
+        Without a gate ``up_proj_*`` [E, F, …] instead of ``gate_up_proj_*``.
     """
     if not isinstance(weights, MoEWeights):
         raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
@@ -73,7 +86,7 @@ def published_expert_tensors(
     weights = _interleaved(weights)
     tensors: dict[str, torch.Tensor] = {}
     for name, projection, bias in (
-        ("gate_up_proj", weights.gate_up_proj, weights.gate_up_bias),
+        (published_projections(weights.has_gate)[0], weights.gate_up_proj, weights.gate_up_bias),
         ("down_proj", weights.down_proj, weights.down_bias),
     ):
         scale = projection.scale.contiguous()
@@ -84,12 +97,20 @@ def published_expert_tensors(
     return tensors
 
 
-def expert_weights_from(tensors: Mapping[str, torch.Tensor], order: GateUpOrder) -> MoEWeights:
+def published_projections(has_gate: bool) -> tuple[str, str]:
+    """Names of the published projections of stage 1 and stage 2."""
+    return PROJECTIONS if has_gate else ("up_proj", "down_proj")
+
+
+def expert_weights_from(
+    tensors: Mapping[str, torch.Tensor], order: GateUpOrder | None
+) -> MoEWeights:
     """MoEWeights of published tensors: the same codes and scales, biases in float32.
 
     Args:
         tensors: by names below ``experts.``; biases may be absent.
-        order: order of gate and up rows as stored; published checkpoints are INTERLEAVED.
+        order: order of gate and up rows as stored; published checkpoints are INTERLEAVED. None:
+            experts without a gate.
 
     Example:
         >>> tensors = {name: torch.zeros(shape, dtype=torch.uint8)
@@ -100,10 +121,11 @@ def expert_weights_from(tensors: Mapping[str, torch.Tensor], order: GateUpOrder)
     op = "expert_weights_from"
     if not isinstance(tensors, Mapping):
         raise TypeError(message(op, "tensors", "tensors by name", type(tensors).__name__))
+    first, _ = published_projections(order is not None)
     for part, dims in (("blocks", 4), ("scales", 3)):
-        for name in (f"gate_up_proj_{part}", f"down_proj_{part}"):
+        for name in (f"{first}_{part}", f"down_proj_{part}"):
             require_tensor(tensors.get(name), op, name, dtype=torch.uint8, shape=(None,) * dims)
-    for name in ("gate_up_proj_bias", "down_proj_bias"):
+    for name in (f"{first}_bias", "down_proj_bias"):
         if tensors.get(name) is not None:
             require_tensor(tensors[name], op, name, shape=(None, None))
 
@@ -115,9 +137,9 @@ def expert_weights_from(tensors: Mapping[str, torch.Tensor], order: GateUpOrder)
         return None if stored is None else stored.to(torch.float32).contiguous()
 
     return MoEWeights(
-        projection("gate_up_proj"),
+        projection(first),
         projection("down_proj"),
-        bias("gate_up_proj"),
+        bias(first),
         bias("down_proj"),
         gate_up_order=order,
     )
@@ -125,9 +147,9 @@ def expert_weights_from(tensors: Mapping[str, torch.Tensor], order: GateUpOrder)
 
 def _interleaved(weights: MoEWeights) -> MoEWeights:
     """The same weights with rows in the order gate, up, gate, up."""
-    if weights.gate_up_order is GateUpOrder.INTERLEAVED:
+    if weights.gate_up_order in (GateUpOrder.INTERLEAVED, None):
         return weights
-    assert weights.gate_up_order is not None  # checked by MoEWeights
+    assert weights.gate_up_order is not None  # for the type checker
     rows = interleaved_rows(weights.gate_up_order, weights.intermediate_size, weights.device)
     projection, bias = weights.gate_up_proj, weights.gate_up_bias
     return replace(

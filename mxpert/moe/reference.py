@@ -18,6 +18,7 @@ import torch
 
 from ..core.kernel import ReferenceGemm
 from ..core.problem import (
+    GELU,
     Activation,
     ClampedSiLU,
     Combine,
@@ -25,6 +26,7 @@ from ..core.problem import (
     MoEProblem,
     Op,
     ReferenceConfig,
+    ReLU2,
     RoutingProblem,
     SiLU,
     SiTUv2,
@@ -43,19 +45,26 @@ from .weights import gate_up_rows
 
 
 def activate(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Apply an activation of `mxpert.core.problem` to gate and up of any shape, in their dtype."""
+    """Apply an activation of `mxpert.core.problem` to gate and up of any shape, in their dtype.
+
+    gate: not read by an activation without a gate.
+    """
     match activation:
         case SiLU():
             return gate * torch.sigmoid(gate) * up
-        case SwiGLU(alpha=alpha, limit=limit):
+        case SwiGLU(alpha=alpha, limit=limit, beta=beta):
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            return gate * torch.sigmoid(alpha * gate) * (up + 1)
+            return gate * torch.sigmoid(alpha * gate) * (up + beta)
         case ClampedSiLU(limit=limit):
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
             return gate * torch.sigmoid(gate) * up
         case SiTUv2(beta=beta, beta_up=beta_up):
             gated = beta * torch.tanh(gate / beta) * torch.sigmoid(gate)
             return gated * (beta_up * torch.tanh(up / beta_up))
+        case GELU(approximate=approximate):
+            return torch.nn.functional.gelu(gate, approximate=approximate) * up
+        case ReLU2():
+            return up.clamp(min=0).square()
 
 
 @dataclass(frozen=True)
@@ -172,8 +181,12 @@ class GateUp(_MoEKernel):
             x = quantize_blocks(x, fmt, -1, options.scale_rule)
         x, x_scale = _row_values(x, options, accumulate)
         features, order = weights.intermediate_size, weights.gate_up_order
-        assert order is not None  # for the type checker; MoEWeights has refused None
-        gate_columns, up_columns = gate_up_rows(order, features, plan.device)
+        everything = torch.arange(features, device=plan.device)
+        gate_columns, up_columns = (
+            (everything, everything)  # without a gate, a row is the up row of its feature
+            if order is None
+            else gate_up_rows(order, features, plan.device)
+        )
         decoder, routed = WeightDecoder(accumulate, plan.device), RoutedRows.of(plan)
         values = torch.empty(
             (len(routed.rows), features), dtype=torch.float32, device=plan.device

@@ -34,7 +34,8 @@ def requantize_(
 
     Args:
         weights: written in place, in any layout.
-        gate_up_proj: bfloat16, float16 or float32 [E, 2F, H], on the device of `weights`.
+        gate_up_proj: bfloat16, float16 or float32 [E, 2F, H], or [E, F, H] where `weights` have no
+            gate, on the device of `weights`.
         down_proj: the same dtypes, [E, H, F].
         gate_up_order: of the rows of `gate_up_proj`; None is the order before `prepare`.
         gate_up_bias: [E, 2F] in that order; needed where `weights` has one. down_bias: [E, H].
@@ -61,13 +62,13 @@ def requantize_(
         raise need.type_error("scale_rule", "a ScaleRule", repr(scale_rule))
     experts, hidden, inner = weights.num_experts, weights.hidden_size, weights.intermediate_size
     for name, tensor, shape in (
-        ("gate_up_proj", gate_up_proj, (experts, 2 * inner, hidden)),
+        ("gate_up_proj", gate_up_proj, tuple(weights.gate_up_proj.shape)),
         ("down_proj", down_proj, (experts, hidden, inner)),
     ):
         need.tensor(tensor, name, dtype=FLOAT_DTYPES, shape=shape, device=weights.device)
     biases = []
     for name, bias, held, width in (
-        ("gate_up_bias", gate_up_bias, weights.gate_up_bias, 2 * inner),
+        ("gate_up_bias", gate_up_bias, weights.gate_up_bias, weights.gate_up_proj.shape[1]),
         ("down_bias", down_bias, weights.down_bias, hidden),
     ):
         wanted, got = ("None" if each is None else "a tensor" for each in (held, bias))
@@ -103,7 +104,6 @@ def replace_(weights: MoEWeights, new: MoEWeights, need: Checks) -> None:
         need: checks of the calling function.
     """
     layout, assigned = weights.layout, new.gate_up_order
-    assert assigned is not None  # for the type checker
     if layout is Layout.ROW_MAJOR:
         order = weights.gate_up_order
         need(assigned is order, "gate_up_order", order, assigned)
@@ -111,6 +111,7 @@ def replace_(weights: MoEWeights, new: MoEWeights, need: Checks) -> None:
     gate_up, down = weights.gate_up_proj, weights.down_proj
     rows, source = None, None
     if isinstance(layout, WeightLayout):
+        assert assigned is not None  # for the type checker: packed weights have a gate
         _require_held(layout, certificates, need)
         rows, source = prepared_rows(layout, assigned, new.intermediate_size, new.device), assigned
         layout.pack(new.gate_up_proj, certificates[0], rows, out=gate_up)

@@ -36,10 +36,12 @@ class MoEWeights(
 
     Args:
         gate_up_proj: MXFP4 [E, 2F, H], blocks of 32 along H; row order given by `gate_up_order`.
+            Of experts without a gate: their up projection [E, F, H].
         down_proj: MXFP4 [E, H, F], blocks of 32 along F.
-        gate_up_bias: float32 [E, 2F] in the row order of `gate_up_proj`, or None.
+        gate_up_bias: float32 [E, 2F] in the row order of `gate_up_proj`, or None; [E, F] without a
+            gate.
         down_bias: float32 [E, H], or None.
-        gate_up_order: the order of gate and up rows, or its name; required.
+        gate_up_order: the order of gate and up rows, or its name; None without a gate.
         fold_certificates: set by `prepare`: whether each projection folds into e4m3 exactly.
         source_order: set by `prepare`: the order before it rearranged the rows.
 
@@ -84,14 +86,14 @@ class MoEWeights(
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        for name in ("gate_up_order", "source_order"):
-            value = getattr(self, name)
-            if name == "gate_up_order" or value is not None:
-                parsed = GateUpOrder.parse(value, _OP, name, ORDERS)
-                if parsed is not value:  # its name was given
-                    object.__setattr__(self, name, parsed)
         weights_state.check_projection(self.gate_up_proj, _OP, "gate_up_proj")
         weights_state.check_projection(self.down_proj, _OP, "down_proj")
+        order = parse_order(self.gate_up_order, self.gate_up_proj, self.down_proj, _OP)
+        if order is not self.gate_up_order:  # its name was given
+            object.__setattr__(self, "gate_up_order", order)
+        if isinstance(self.source_order, str):
+            source = GateUpOrder.parse(self.source_order, _OP, "source_order", ORDERS)
+            object.__setattr__(self, "source_order", source)
         self._check_layout()
         self._check_sizes()
 
@@ -110,15 +112,19 @@ class MoEWeights(
     def _check_sizes(self) -> None:
         experts, hidden, inner = self.down_proj.shape
         down, gate_up = list(self.down_proj.shape), list(self.gate_up_proj.shape)
-        wanted, device = [experts, 2 * inner, hidden], self.down_proj.device
+        rows, device = 2 * inner if self.has_gate else inner, self.down_proj.device
+        wanted = [experts, rows, hidden]
         _check(min(down) > 0, "down_proj.shape", "E, H and F above zero", down)
-        need, remedy = f"[E, 2F, H] = {wanted}", f"down_proj [E, H, F] is {down}"
+        name = "[E, 2F, H]" if self.has_gate else "[E, F, H]"
+        need, remedy = f"{name} = {wanted}", f"down_proj [E, H, F] is {down}"
+        if gate_up == [experts, inner, hidden]:
+            remedy += ", and experts without a gate have gate_up_order=None"
         _check(gate_up == wanted, "gate_up_proj.shape", need, gate_up, remedy)
         divisible = self.gate_up_order is not GateUpOrder.INTERLEAVED_16 or inner % 16 == 0
         need = "intermediate_size divisible by 16 for INTERLEAVED_16"
         _check(divisible, "gate_up_order", need, inner)
         _check(device == self.device, "down_proj.device", self.device, device)
-        for name, width in (("gate_up_bias", 2 * inner), ("down_bias", hidden)):
+        for name, width in (("gate_up_bias", rows), ("down_bias", hidden)):
             bias = getattr(self, name)
             if bias is not None:
                 require_tensor(
@@ -130,6 +136,11 @@ class MoEWeights(
                     device=self.device,
                     contiguous=True,
                 )
+
+    @property
+    def has_gate(self) -> bool:
+        """Whether `gate_up_proj` has gate rows, as every activation but ReLU2 needs them."""
+        return self.gate_up_order is not None
 
     @property
     def num_experts(self) -> int:
@@ -192,8 +203,8 @@ class MoEWeights(
             dtype: float32, bfloat16, float16 or float64.
 
         Returns:
-            gate_up [E, 2F, H], its rows in the order that the weights were made with, and down
-            [E, H, F]. `quantize_weights` takes them back.
+            gate_up [E, 2F, H], its rows in the order that the weights were made with ([E, F, H]
+            without a gate), and down [E, H, F]. `quantize_weights` takes them back.
 
         Raises:
             TypeError: another dtype.
@@ -256,7 +267,7 @@ class MoEWeights(
     def _from_state(cls, state: Mapping[str, Any], op: str) -> MoEWeights:
         fields = weights_state.build(state, op)
         for name in ("gate_up_order", "source_order"):
-            values = [order.value for order in GateUpOrder] + [None] * (name == "source_order")
+            values = [*(order.value for order in GateUpOrder), None]
             require(
                 fields[name] in values, op, name, need=f"one of {values}", got=repr(fields[name])
             )
@@ -360,7 +371,7 @@ class MoEWeights(
         Call it once, when the model is loaded. The result computes the same function, and
         `unprepare` returns these weights bit for bit. The layout is that of the device's own
         backend if it holds these weights exactly, as one with folded scales does where every block
-        folds into e4m3. Without such a backend it is ROW_MAJOR.
+        folds into e4m3. Without such a backend, and without a gate, it is ROW_MAJOR.
 
         Args:
             device: where the layer will run.
@@ -394,7 +405,10 @@ class MoEWeights(
         moved = replace(self, gate_up_proj=gate_up, down_proj=down).to(device)
         certificates = (fold_certificate(moved.gate_up_proj), fold_certificate(moved.down_proj))
         if layout is None:
-            layout = fastest_layout(detect_target(moved.device).arch, certificates)
+            arch = detect_target(moved.device).arch
+            layout = fastest_layout(arch, certificates) if self.has_gate else plain
+        need, got = "ROW_MAJOR for experts without a gate", layout.name
+        require(self.has_gate or layout is plain, op, "layout", need=need, got=got)
         moved = replace(moved, fold_certificates=certificates)
         return moved._pack(layout, certificates) if isinstance(layout, WeightLayout) else moved
 
@@ -449,6 +463,18 @@ def prepared_rows(
     """Row indices [2F] that bring rows in `order` to the order of a prepared layout."""
     group = layout.gate_up_order.group(intermediate_size)
     return interleaved_rows(order, intermediate_size, device, group)
+
+
+def parse_order(
+    order: GateUpOrderLike | None,
+    gate_up_proj: MXTensor | torch.Tensor,
+    down_proj: MXTensor | torch.Tensor,
+    op: str,
+) -> GateUpOrder | None:
+    """The order of gate and up rows; None, which stands for no gate, is right for F rows alone."""
+    if order is None and gate_up_proj.shape[1] == down_proj.shape[2]:
+        return None
+    return GateUpOrder.parse(order, op, "gate_up_order", ORDERS)
 
 
 def fastest_layout(arch: str, certificates: Iterable[FoldCertificate]) -> Layout:

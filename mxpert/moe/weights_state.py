@@ -66,11 +66,11 @@ def flatten(weights: MoEWeights) -> dict[str, Any]:
 
 def identity(weights: MoEWeights) -> dict[str, Any]:
     """Return the facts in which MoEWeights must agree for one to be copied into the other."""
-    assert weights.gate_up_order is not None  # for the type checker
+    order = weights.gate_up_order
     return {
         **{name: getattr(weights, name) for name in _SIZES},
         "layout": weights.layout.value,
-        "gate_up_order": weights.gate_up_order.value,
+        "gate_up_order": None if order is None else order.value,
     }
 
 
@@ -86,7 +86,7 @@ def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
     layout, prepared = Layout(facts["layout"]), "num_blocks" in facts
     experts, hidden, intermediate = (facts[name] for name in _SIZES)
     shapes = {
-        "gate_up_proj": (experts, 2 * intermediate, hidden),
+        "gate_up_proj": (experts, intermediate * (2 if facts["gate_up_order"] else 1), hidden),
         "down_proj": (experts, hidden, intermediate),
     }
     packed = layout is not Layout.ROW_MAJOR
@@ -155,6 +155,7 @@ def _checked_facts(state: Mapping[str, Any], op: str) -> dict[str, Any]:
             "a positive int",
             repr(facts.get(name)),
         )
+    need("gate_up_order" in facts, "gate_up_order", "a fact, None without a gate", "none", remedy)
     layouts = [layout.value for layout in Layout]
     need(facts.get("layout") in layouts, "layout", f"one of {layouts}", repr(facts.get("layout")))
     if "num_blocks" in facts or "widest_span" in facts:

@@ -216,19 +216,22 @@ def random_moe_problem(
     shape, generator = model_shape(shape), torch.Generator(device)
     generator.manual_seed(seed)
     hidden, inner, experts = shape.hidden_size, shape.intermediate_size, shape.num_experts
+    has_gate = shape.activation.is_gated
+    first = 2 * inner if has_gate else inner
     gate_up, down = (
         random_mxfp4(
             size, rms=1.5 / math.sqrt(size[-1]), scale_spread=scale_spread, generator=generator
         )
-        for size in ((experts, 2 * inner, hidden), (experts, hidden, inner))
+        for size in ((experts, first, hidden), (experts, hidden, inner))
     )
     gate_up_bias, down_bias = (
         torch.randn((experts, width), generator=generator, device=device) / 2
         if shape.has_bias
         else None
-        for width in (2 * inner, hidden)
+        for width in (first, hidden)
     )
-    weights = MoEWeights(gate_up, down, gate_up_bias, down_bias, shape.gate_up_order)
+    order = shape.gate_up_order if has_gate else None
+    weights = MoEWeights(gate_up, down, gate_up_bias, down_bias, order)
     x, topk_weights, topk_ids = random_tokens(shape, num_tokens, generator, routing)
     return MoEInputs(x, weights, topk_weights, topk_ids, shape.activation)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..core.ambient import Context, refuse_transforms
-from ..core.problem import Activation, ActivationLike, parse_activation
+from ..core.problem import Activation, ActivationLike, parse_gated_activation
 from .rows.op import activate_rows, activate_rows_backward
 
 
@@ -18,7 +18,8 @@ def gated_activation(gate_up: torch.Tensor, activation: ActivationLike) -> torch
 
     Args:
         gate_up: [R, 2 F], gate in the first F columns, up in the others.
-        activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2(), or a name as `fused_moe` takes it.
+        activation: SiLU(), SwiGLU(), ClampedSiLU(), SiTUv2() or GELU(), or a name as `fused_moe`
+            takes it. ReLU2() is refused.
 
     Returns:
         [R, F] in the dtype of `gate_up`.
@@ -29,7 +30,7 @@ def gated_activation(gate_up: torch.Tensor, activation: ActivationLike) -> torch
         tensor([[ 0., 60.]])
     """
     refuse_transforms("gated_activation", (gate_up,))
-    activation = parse_activation(activation, "gated_activation")
+    activation = parse_gated_activation(activation, "gated_activation")
     result: torch.Tensor = _GatedActivation.apply(gate_up, activation)
     return result
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.ambient import Context, isolated, refuse_transforms
-from ..core.problem import ActivationLike, SiLU, parse_activation
+from ..core.problem import ActivationLike, SiLU, parse_gated_activation
 from ..distributed import ExpertParallel
 from ..errors import Checks
 from ..formats.spec import MX_BLOCK_SIZE
@@ -62,7 +62,8 @@ class MXMoE(torch.nn.Module):
     Args:
         hidden_size: H. intermediate_size: F. Multiples of 32 with MXFP8.
         num_experts: E. top_k: experts per token.
-        activation: SiLU(), SwiGLU(), ClampedSiLU() or SiTUv2(), or a name as `fused_moe` takes it.
+        activation: SiLU(), SwiGLU(), ClampedSiLU(), SiTUv2() or GELU(), or a name as `fused_moe`
+            takes it. ReLU2() is refused.
         recipe: of both grouped layers.
         aux_loss_coef: factor of the load-balancing loss, at least 0.
         bias: whether the experts have biases.
@@ -79,6 +80,7 @@ class MXMoE(torch.nn.Module):
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or value.
+        UnsupportedError: an activation without a gate.
         PeerLostError: a rank of `expert_parallel` died or did not arrive in time.
 
     Source:
@@ -127,7 +129,7 @@ class MXMoE(torch.nn.Module):
         ):
             require_size(op, name, size, multiple)
         _NEED(top_k <= num_experts, "top_k", f"at most num_experts = {num_experts}", top_k)
-        activation = parse_activation(activation, op)
+        activation = parse_gated_activation(activation, op)
         if not isinstance(aux_loss_coef, (int, float)) or isinstance(aux_loss_coef, bool):
             raise _NEED.type_error("aux_loss_coef", "a number", repr(aux_loss_coef))
         is_finite = 0 <= aux_loss_coef <= sys.float_info.max

@@ -19,12 +19,20 @@ from support.poison import nan_filled_scratch
 
 REFERENCE = kernels_of("reference")
 TRITON = kernels_of("triton")
-ACTIVATIONS = (mxpert.SiLU(), mxpert.SwiGLU(limit=1.0), mxpert.ClampedSiLU(1.0), mxpert.SiTUv2())
+ACTIVATIONS = (
+    mxpert.SiLU(),
+    mxpert.SwiGLU(limit=1.0),
+    mxpert.ClampedSiLU(1.0),
+    mxpert.SiTUv2(),
+    mxpert.GELU(),
+    mxpert.GELU("tanh"),
+    mxpert.SwiGLU(limit=None, beta=0.25),
+)
 DTYPES = (torch.bfloat16, torch.float32)
 STEPS = 16
 """Upper bound of the float32 operations per value in these kernels."""
 
-activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.name)
+activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 

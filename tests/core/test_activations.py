@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
 import torch
 
 import mxpert
-from mxpert.core.activations import ACTIVATIONS, NAMED_ACTIVATIONS, ActivationLike, parse_activation
+from mxpert.core.activations import (
+    ACTIVATIONS,
+    NAMED_ACTIVATIONS,
+    Activation,
+    ActivationLike,
+    activation_from,
+    kernel_parameters,
+    parse_activation,
+)
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.training import MXMoE
+from mxpert.training.activation import gated_activation
 
 MEANING = {
     "silu": mxpert.SiLU(),
@@ -18,6 +30,10 @@ MEANING = {
     "swigluoai": mxpert.SwiGLU(1.702, 7.0),
     "clamped_silu": mxpert.ClampedSiLU(10.0),
     "situ_v2": mxpert.SiTUv2(4.0, 25.0),
+    "gelu": mxpert.GELU("none"),
+    "gelu_tanh": mxpert.GELU("tanh"),
+    "gelu_pytorch_tanh": mxpert.GELU("tanh"),
+    "relu2": mxpert.ReLU2(),
 }
 
 
@@ -30,7 +46,8 @@ def test_names_mean_what_the_documentation_says() -> None:
 
 @pytest.mark.parametrize("name", MEANING)
 def test_a_name_is_its_object(name: Any) -> None:
-    layer, activation = random_moe_problem(MoEShape(64, 32, 4, 2), 5), MEANING[name]
+    activation = MEANING[name]
+    layer = random_moe_problem(MoEShape(64, 32, 4, 2, activation), 5)
     assert parse_activation(name, "op") == parse_activation(activation, "op") == activation
     routed = layer.x, layer.weights, layer.topk_weights, layer.topk_ids
     y = [mxpert.fused_moe(*routed, activation=each) for each in (name, activation)]
@@ -50,4 +67,36 @@ def test_a_name_is_its_object(name: Any) -> None:
     assert mxpert.MoE(layer.weights, router, top_k=2, activation=name).experts.activation == (
         activation
     )
-    assert MXMoE(64, 32, 4, 2, activation=name).activation == activation
+    if activation.is_gated:
+        assert MXMoE(64, 32, 4, 2, activation=name).activation == activation
+
+
+@pytest.mark.parametrize("activation", [*MEANING.values(), mxpert.SwiGLU(1.3, None, 0.25)], ids=str)
+def test_schemas_and_kernels_get_what_an_activation_is(activation: Activation) -> None:
+    assert activation_from(activation.name, list(activation.parameters)) == activation
+    third = 0.25 if activation == mxpert.SwiGLU(1.3, None, 0.25) else None
+    assert kernel_parameters(activation)["p2"] == third
+
+
+def test_no_limit_is_an_infinite_limit() -> None:
+    assert mxpert.SwiGLU(limit=None) == mxpert.SwiGLU(limit=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: mxpert.GELU("erf"), ValueError, "GELU: approximate — need 'none' or 'tanh'"),
+        (lambda: mxpert.GELU(None), TypeError, "GELU: approximate — need 'none' or 'tanh'"),
+        (lambda: mxpert.SwiGLU(beta=math.inf), ValueError, "SwiGLU: beta — need"),
+        (lambda: mxpert.SwiGLU(beta=None), TypeError, "SwiGLU: beta — need a number"),
+        (lambda: MXMoE(64, 32, 4, 2, activation="relu2"), mxpert.UnsupportedError, "got ReLU2"),
+        (
+            lambda: gated_activation(torch.ones(2, 64), mxpert.ReLU2()),
+            mxpert.UnsupportedError,
+            "need one that joins gate and up, got ReLU2",
+        ),
+    ],
+)
+def test_others_are_refused(make: Callable[[], object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        make()

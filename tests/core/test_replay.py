@@ -411,7 +411,7 @@ WRONG: dict[str, Callable[[Layer], Any]] = {
         layer.x.to("meta"), layer.weights, layer.routing, layer.ids, activation=SHAPE.activation
     ),
     "activation-name": lambda layer: mxpert.fused_moe(
-        layer.x, layer.weights, layer.routing, layer.ids, activation="gelu"
+        layer.x, layer.weights, layer.routing, layer.ids, activation="geglu"
     ),
 }
 

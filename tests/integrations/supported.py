@@ -45,6 +45,13 @@ _JAMBA = dict(
     mamba_dt_rank=4,
     use_mamba_kernels=False,
 )
+_GEMMA4 = dict(
+    enable_moe_block=True,
+    top_k_experts=2,
+    global_head_dim=32,
+    num_global_key_value_heads=2,
+    hidden_size_per_layer_input=0,
+)
 _LLAMA4 = dict(intermediate_size_mlp=64, interleave_moe_layer_step=1)
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -54,6 +61,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "dots1": ("dots.llm1", _DEEPSEEK),
     "ernie4_5_moe": ("Ernie 4.5", dict(moe_num_experts=4, moe_k=2, moe_layer_start_index=1)),
     "flex_olmo": ("FlexOlmo", {}),
+    "gemma4_text": ("Gemma 4", _GEMMA4),
     "glm4_moe": ("GLM-4.5, 4.6, 4.7", _DEEPSEEK),
     "glm4_moe_lite": ("GLM-4.7-Flash", _DEEPSEEK),
     "gpt_oss": ("gpt-oss", {}),
@@ -183,7 +191,6 @@ def _short(reasons: list[str]) -> str:
     if not reasons:
         return ""
     for part, text in (
-        ("experts without a gate", "its experts have no gate"),
         ("experts modules of transformers", "its experts are no stacked experts of Transformers"),
     ):
         if part in reasons[0]:

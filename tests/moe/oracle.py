@@ -12,7 +12,7 @@ import math
 import torch
 
 from mxpert import GateUpOrder, MoEWeights, ScaleRule
-from mxpert.core.problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
+from mxpert.core.problem import GELU, Activation, ClampedSiLU, ReLU2, SiLU, SiTUv2, SwiGLU
 from mxpert.formats import dequantize_blocks, quantize_blocks, quantize_token_rows
 from mxpert.formats.tensor import MXTensor
 
@@ -28,7 +28,9 @@ def rounded(row: torch.Tensor, activation_format: str, rule: ScaleRule) -> torch
 
 
 def split(values: torch.Tensor, order: GateUpOrder | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up of the 2F values in `order`."""
+    """Gate and up of the 2F values in `order`; without a gate, F values stand for both."""
+    if order is None:
+        return values, values
     if order is GateUpOrder.CONCATENATED:
         gate, up = values.chunk(2)
         return gate, up
@@ -49,7 +51,14 @@ def activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> t
     if isinstance(activation, SwiGLU):
         gate = torch.minimum(gate, torch.tensor(activation.limit, dtype=torch.float64))
         up = torch.clamp(up, -activation.limit, activation.limit)
-        return gate * sigmoid(activation.alpha * gate) * (up + 1)
+        return gate * sigmoid(activation.alpha * gate) * (up + activation.beta)
+    if isinstance(activation, GELU):
+        if activation.approximate == "none":
+            return gate * (1 + torch.erf(gate / math.sqrt(2))) / 2 * up
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return gate * (1 + torch.tanh(inner)) / 2 * up
+    if isinstance(activation, ReLU2):
+        return torch.where(up > 0, up**2, 0)
     if isinstance(activation, ClampedSiLU):
         gate = torch.minimum(gate, torch.tensor(activation.limit, dtype=torch.float64))
         return gate * sigmoid(gate) * torch.clamp(up, -activation.limit, activation.limit)

@@ -119,7 +119,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "topk_weights.dtype — need float32",
     ),
-    "activation-name": (fused(activation="gelu"), ValueError, "one of the names .*, got 'gelu'"),
+    "activation-name": (fused(activation="geglu"), ValueError, "one of the names .*, got 'geglu'"),
     "activation-class": (fused(activation=SiLU), TypeError, r"; pass mxpert.SiLU\(\)"),
     "format-typo": (fused(activation_format="mxpf8"), ValueError, "activation_format — need one"),
     "format-list": (fused(activation_format=["bf16"]), ValueError, "activation_format — need one"),

@@ -9,7 +9,7 @@ import torch
 
 import mxpert
 from mxpert import Combine, GateUpOrder, ScaleRule
-from mxpert.core.problem import ClampedSiLU, ReferenceConfig, SiLU, SiTUv2, SwiGLU
+from mxpert.core.problem import GELU, ClampedSiLU, ReferenceConfig, ReLU2, SiLU, SiTUv2, SwiGLU
 from mxpert.formats import quantize_blocks
 from mxpert.testing.numerics import (
     assert_close_relative,
@@ -31,6 +31,10 @@ ACTIVATIONS = (
     ClampedSiLU(0.5),
     SiTUv2(),
     SiTUv2(beta=0.7, beta_up=1.1),
+    GELU(),
+    GELU("tanh"),
+    SwiGLU(limit=None, beta=0.25),
+    ReLU2(),
 )
 SHAPE = MoEShape(96, 64, 5, 3, SwiGLU(), GateUpOrder.INTERLEAVED, has_bias=True)
 # Two float64 sums in different orders; their codes agree unless a value lies within 1e-13 of a tie.
@@ -75,7 +79,8 @@ def oracle(inputs: MoEInputs, **options) -> torch.Tensor:
 @pytest.mark.parametrize("order", GateUpOrder, ids=lambda order: order.name.lower())
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
 def test_layer_equals_the_oracle(activation, order, activation_format, float64) -> None:
-    inputs = random_moe_problem(replace(SHAPE, gate_up_order=order), 7)
+    shape = replace(SHAPE, gate_up_order=order, activation=activation)
+    inputs = random_moe_problem(shape, 7)
     options = {"activation": activation, "activation_format": activation_format}
     assert_close_relative(
         run(inputs, out_dtype=torch.float64, **options),

@@ -3,11 +3,13 @@
 Four namings exist: one matrix per expert as ``w1`` (gate), ``w3`` (up), ``w2`` (down), as Mixtral
 publishes; the same as ``gate_proj``, ``up_proj``, ``down_proj`` (Qwen-MoE, DeepSeek and most
 others); stacked ``experts.gate_up_proj``, ``experts.down_proj`` (transformers 5, gpt-oss); and the
-same as ``input_linear``, ``output_linear`` (GraniteMoe).
+same as ``input_linear``, ``output_linear`` (GraniteMoe). Models of `WITHOUT_GATE` have no gate
+matrices, and stacked ``experts.up_proj``.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ import torch
 from ...core.files import is_file
 from ...errors import Checks, UnsupportedError, message, require
 from ...formats.spec import MX_BLOCK_SIZE
+from ...moe.published_tensors import published_projections
 from ...moe.weights import GateUpOrder
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import module_order
@@ -48,6 +51,8 @@ STACKED_ORDERS = {"gpt_oss": GateUpOrder.INTERLEAVED} | dict.fromkeys(
         "deepseek_v32",
         "dots1",
         "ernie4_5_moe",
+        "gemma4",
+        "gemma4_text",
         "glm4_moe",
         "glm4_moe_lite",
         "glm_moe_dsa",
@@ -76,6 +81,10 @@ STACKED_ORDERS = {"gpt_oss": GateUpOrder.INTERLEAVED} | dict.fromkeys(
 Tensor names do not show the order. For other model types the converter is asked, which recognises
 it in Transformers' class."""
 
+WITHOUT_GATE = ("nemotron_h",)
+"""Model types whose experts have no gate. Names alone would not tell them from an incomplete
+checkpoint."""
+
 OrderOf = Callable[[], GateUpOrder | None]
 """Gives the gate/up order of a model's stacked experts; None if nobody knows it."""
 
@@ -90,7 +99,7 @@ class ExpertSource:
         tensors: names of the weights that quantisation replaces.
         biases: names of bias tensors below the prefix; the gate/up one has its rows interleaved.
         parts: for one matrix per expert: name by (expert, "gate" | "up" | "down"); else empty.
-        order: gate/up order of the stacked tensor.
+        order: gate/up order of the stacked tensor; None where experts have no gate.
         transposed: the stacked tensors are [E, K, N] (gpt-oss) instead of [E, N, K].
         source_bytes: bytes of `tensors`.
     """
@@ -102,25 +111,39 @@ class ExpertSource:
     tensors: tuple[str, ...]
     biases: tuple[str, ...]
     parts: dict[tuple[int, str], str]
-    order: GateUpOrder
+    order: GateUpOrder | None
     transposed: bool
     source_bytes: int
+
+    @property
+    def projections(self) -> tuple[str, str]:
+        """Names of the two projections that are written."""
+        return published_projections(self.order is not None)
 
     def shape(self, projection: str) -> tuple[int, int, int]:
         """[E, N, K] of a projection."""
         if projection == "gate_up_proj":
             return self.num_experts, 2 * self.intermediate_size, self.hidden_size
+        if projection == "up_proj":
+            return self.num_experts, self.intermediate_size, self.hidden_size
         return self.num_experts, self.hidden_size, self.intermediate_size
+
+    @property
+    def numel(self) -> int:
+        """Number of weights of both projections."""
+        return sum(math.prod(self.shape(projection)) for projection in self.projections)
 
     def read(self, reader: CheckpointReader, projection: str, expert: int) -> torch.Tensor:
         """One expert's projection [N, K], gate and up rows INTERLEAVED, in the source's dtype."""
         if self.parts:
             if projection == "down_proj":
                 return reader.read(self.parts[expert, "down"])
+            if self.order is None:
+                return reader.read(self.parts[expert, "up"])
             gate = reader.read(self.parts[expert, "gate"])
             up = reader.read(self.parts[expert, "up"])
             return torch.stack((gate, up), dim=1).flatten(0, 1)
-        matrix = reader.read_row(self.tensors[PROJECTIONS.index(projection)], expert)
+        matrix = reader.read_row(self.tensors[self.projections.index(projection)], expert)
         if self.transposed:
             matrix = matrix.T
         return self._interleave(matrix) if projection == "gate_up_proj" else matrix.contiguous()
@@ -183,7 +206,7 @@ def find_expert_sources(
     )
     layers = [
         _stacked(reader, config, prefix, names, order_of)
-        if set(PROJECTIONS) & set(names)
+        if {*PROJECTIONS, "up_proj"} & set(names)
         else _per_expert(reader, config, prefix, list(names))
         for prefix, names in groups.items()
     ]
@@ -209,8 +232,10 @@ def _per_expert(
             )
         parts[int(match["expert"]), _PARTS[match["part"]]] = f"{prefix}.{tail}"
     experts = _num_experts(config, default=1 + max(expert for expert, _ in parts))
+    has_gate = _has_gate(config)
+    kinds = ("gate", "up", "down") if has_gate else ("up", "down")
     for expert in range(experts):
-        for part in ("gate", "up", "down"):
+        for part in kinds:
             require(
                 (expert, part) in parts,
                 op,
@@ -220,14 +245,14 @@ def _per_expert(
                 remedy="the checkpoint is incomplete: download it again",
             )
     require(
-        len(parts) == 3 * experts,
+        len(parts) == len(kinds) * experts,
         op,
         f"{reader.path}: {prefix}",
         got=len(parts),
-        need=f"3 matrices for each of {experts} experts",
+        need=f"{len(kinds)} matrices for each of {experts} experts",
         remedy="config and tensors differ",
     )
-    gate = _float_matrix(reader, parts[0, "gate"], dims=2)
+    gate = _float_matrix(reader, parts[0, kinds[0]], dims=2)
     intermediate, hidden = gate.shape
     _check_blocks(op, gate, hidden, intermediate)
     total = 0
@@ -245,7 +270,7 @@ def _per_expert(
         tuple(parts.values()),
         (),
         parts,
-        GateUpOrder.CONCATENATED,
+        GateUpOrder.CONCATENATED if has_gate else None,
         False,
         total,
     )
@@ -259,31 +284,35 @@ def _stacked(
     order_of: OrderOf,
 ) -> ExpertSource:
     op, need = reader.op, Checks(reader.op)
-    biases = tuple(names[f"{p}_bias"] for p in PROJECTIONS if f"{p}_bias" in names)
-    known = {*PROJECTIONS, *(f"{p}_bias" for p in PROJECTIONS)}
+    has_gate = _has_gate(config)
+    projections = published_projections(has_gate)
+    biases = tuple(names[f"{p}_bias"] for p in projections if f"{p}_bias" in names)
+    known = {*projections, *(f"{p}_bias" for p in projections)}
     unknown = sorted(set(names) - known)
     if unknown:
         argument, want = f"{prefix}.{unknown[0]}", f"experts made of {sorted(known)}"
         remedy = "merge or drop it first"
         raise UnsupportedError(message(op, argument, want, "another tensor", remedy))
-    order = _stacked_order(reader, config, order_of)
+    order = _stacked_order(reader, config, order_of) if has_gate else None
     gate_up, down = (
-        _float_matrix(reader, names.get(p, f"{prefix}.{p}"), dims=3) for p in PROJECTIONS
+        _float_matrix(reader, names.get(p, f"{prefix}.{p}"), dims=3) for p in projections
     )
     # [E, 2F, H] with [E, H, F], or both transposed. Because of the factor 2 one case alone fits.
     experts, hidden, intermediate = down.shape
-    transposed = gate_up.shape == (experts, intermediate, 2 * hidden)
+    transposed = has_gate and gate_up.shape == (experts, intermediate, 2 * hidden)
     if transposed:
         hidden, intermediate = intermediate, hidden
     argument, got = f"{gate_up.file}: {gate_up.name}.shape", list(gate_up.shape)
-    fits = transposed or gate_up.shape == (experts, 2 * intermediate, hidden)
-    need(fits, argument, f"[E, 2F, H] or [E, H, 2F] that fits down_proj {list(down.shape)}", got)
+    rows = intermediate * (2 if has_gate else 1)
+    fits = transposed or gate_up.shape == (experts, rows, hidden)
+    shapes = "[E, 2F, H] or [E, H, 2F]" if has_gate else "[E, F, H]"
+    need(fits, argument, f"{shapes} that fits down_proj {list(down.shape)}", got)
     _check_blocks(op, gate_up, hidden, intermediate)
     _check_hidden(reader, config, hidden, gate_up)
     stated = _num_experts(config, default=experts)
     need(stated == experts, argument, f"{stated} experts, as {CONFIG_FILE} states", got)
     for bias in biases:
-        shape = experts, 2 * intermediate if "gate_up_proj" in bias else hidden
+        shape = experts, hidden if bias.endswith("down_proj_bias") else rows
         remedy = "one bias per row of the projection"
         reader.require(bias, dtypes=SOURCE_DTYPES, shape=shape, remedy=remedy)
     return ExpertSource(
@@ -359,6 +388,10 @@ def _model_types(config: dict[str, Any]) -> list[str]:
     return [str(part["model_type"]) for part in _text_configs(config) if part.get("model_type")]
 
 
+def _has_gate(config: dict[str, Any]) -> bool:
+    return not {*_model_types(config)} & {*WITHOUT_GATE}
+
+
 def _num_experts(config: dict[str, Any], default: int) -> int:
     for part in _text_configs(config):
         for key in ("num_local_experts", "num_experts", "n_routed_experts"):
@@ -371,9 +404,10 @@ def _check_hidden(
     reader: CheckpointReader, config: dict[str, Any], hidden: int, info: TensorInfo
 ) -> None:
     stated = [
-        part["hidden_size"]
+        part[key]
         for part in _text_configs(config)
-        if type(part.get("hidden_size")) is int
+        for key in ("hidden_size", "moe_latent_size")  # Nemotron-H may narrow its experts' input
+        if type(part.get(key)) is int
     ]
     require(
         not stated or hidden in stated,

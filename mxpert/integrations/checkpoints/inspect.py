@@ -122,7 +122,7 @@ got no such file or directory
         layers = sorted({layer_number(module) for module, _ in found})
         require(layer in layers, OP, "layer", need=f"one of {layers}", got=layer)
         found = [entry for entry in found if layer_number(entry[0]) == layer]
-    found.sort(key=lambda entry: (module_order(entry[0]), entry[1] != PROJECTIONS[0]))
+    found.sort(key=lambda entry: (module_order(entry[0]), entry[1] == PROJECTIONS[1]))
     shapes = {entry: _check(reader, *entry) for entry in found}
     comparison = _Comparison.open(reader, source, shapes) if source is not None else None
     progress = on_progress or (lambda done, total, what: None)
@@ -245,7 +245,7 @@ class _Comparison:
         layers = {module: found[prefix] for module, prefix in matched.items()}
         for (module, projection), shape in shapes.items():
             require(
-                module in layers and projection in PROJECTIONS,
+                module in layers and projection in layers[module].projections,
                 OP,
                 f"source {source}",
                 need=f"the experts of {module}, {projection}",

@@ -21,7 +21,12 @@ from ...core.files import short
 from ...core.problem import Activation, SwiGLU
 from ...errors import Checks, require, require_tensor
 from ...formats.spec import MX_BLOCK_SIZE
-from ...moe.published_tensors import BLOCK_BYTES, expert_weights_from, published_expert_tensors
+from ...moe.published_tensors import (
+    BLOCK_BYTES,
+    expert_weights_from,
+    published_expert_tensors,
+    published_projections,
+)
 from ...moe.weights import GateUpOrder, MoEWeights
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import choose_modules, module_order
@@ -30,7 +35,7 @@ from .safetensors_files import CONFIG_FILE, CheckpointReader, positive_int, quan
 GPT_OSS_LIMIT = SwiGLU.limit
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 _REMEDY = "download the file again, or convert the checkpoint with `mxpert quantize`"
-_STORED = re.compile(r"^(?P<experts>.+)\.(?:gate_up|down)_proj_(?P<kind>blocks|scales|bias)$")
+_STORED = re.compile(r"^(?P<experts>.+)\.(?:gate_up|up|down)_proj_(?P<kind>blocks|scales|bias)$")
 
 
 @dataclass(frozen=True)
@@ -172,13 +177,13 @@ got no such file or directory
         op,
         str(reader.path),
         got="none",
-        need="tensors named *.gate_up_proj_blocks",
+        need="tensors named *.gate_up_proj_blocks or *.up_proj_blocks",
         remedy="convert the checkpoint with `mxpert quantize`",
     )
     chosen = modules if layers is None else choose_modules(modules, layers, op)
     biased = [
         projection
-        for projection in PROJECTIONS
+        for projection in (*PROJECTIONS, "up_proj")
         if config.get("model_type") == "gpt_oss"
         or any(f"{module}.{projection}_bias" in reader.names for module in modules)
     ]
@@ -255,9 +260,11 @@ def check_experts(
         )
         sizes = (down.shape[0], down.shape[1], down.shape[2] * MX_BLOCK_SIZE)
     experts, hidden, intermediate = sizes
+    has_gate = _has_gate(reader, prefix)
+    first, second = published_projections(has_gate)
     for projection, rows, columns in (
-        ("gate_up_proj", 2 * intermediate, hidden),
-        ("down_proj", hidden, intermediate),
+        (first, intermediate * (2 if has_gate else 1), hidden),
+        (second, hidden, intermediate),
     ):
         blocks = (experts, rows, columns // MX_BLOCK_SIZE)
         reader.require(
@@ -275,6 +282,11 @@ def check_experts(
                 remedy=_REMEDY,
             )
     return sizes
+
+
+def _has_gate(reader: CheckpointReader, prefix: str) -> bool:
+    """Whether a module's tensors are those of experts with a gate; true where they are missing."""
+    return f"{prefix}.up_proj_blocks" not in reader.names
 
 
 def save_gpt_oss_layer_tensors(
@@ -411,9 +423,10 @@ def _read_experts(
     device: torch.device | str,
     mmap: bool,
 ) -> MoEWeights:
+    has_gate = _has_gate(reader, prefix)
     kinds = [
         f"{projection}_{kind}"
-        for projection in ("gate_up_proj", "down_proj")
+        for projection in published_projections(has_gate)
         for kind in ("blocks", "scales", "bias")
     ]
     return expert_weights_from(
@@ -422,5 +435,5 @@ def _read_experts(
             for kind in kinds
             if not kind.endswith("bias") or f"{prefix}.{kind}" in reader.names
         },
-        order,
+        order if has_gate else None,
     )

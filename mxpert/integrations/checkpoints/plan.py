@@ -14,7 +14,6 @@ from ...errors import UnsupportedError, message, require
 from ...formats.codec import dequantize_blocks, quantize_blocks
 from ...formats.spec import MXFP4, ScaleRule, ScaleRuleLike
 from ...moe.published_tensors import BLOCK_BYTES
-from ...moe.weights_state import PROJECTIONS
 from ..models.experts import FoundExperts
 from .convertible import converter_experts, stacked_order
 from .expert_sources import ExpertSource, find_expert_sources
@@ -43,7 +42,7 @@ class OutputShard:
             return list(self.copied)
         names = [
             f"{self.layer.prefix}.{projection}_{kind}"
-            for projection in PROJECTIONS
+            for projection in self.layer.projections
             for kind in ("blocks", "scales")
         ]
         return names + list(self.layer.biases)
@@ -90,7 +89,7 @@ def plan_quantization(
     )
     replaced = {name for layer in layers for name in (*layer.tensors, *layer.biases)}
     rest = [reader.info(name) for name in reader.names if name not in replaced]
-    largest = max(math.prod(layer.shape(p)) for layer in layers for p in PROJECTIONS)
+    largest = max(math.prod(layer.shape(p)) for layer in layers for p in layer.projections)
     limit = min(MAX_COPY_BYTES, largest)
     groups: list[list[str]] = []
     sizes: list[int] = []

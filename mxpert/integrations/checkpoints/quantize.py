@@ -24,7 +24,6 @@ from ...errors import Checks
 from ...formats.spec import MX_BLOCK_SIZE, ScaleRule, ScaleRuleLike
 from ...moe.published_tensors import BLOCK_BYTES
 from ...moe.weights import GateUpOrder
-from ...moe.weights_state import PROJECTIONS
 from ..models.saved_config import (
     GPT_OSS,
     GPT_OSS_UNCONVERTED,
@@ -196,8 +195,8 @@ def _quantize_layer(
 ) -> tuple[dict[str, torch.Tensor], list[ProjectionReport]]:
     tensors: dict[str, torch.Tensor] = {}
     reports = []
-    steps = len(PROJECTIONS) * layer.num_experts
-    for index, projection in enumerate(PROJECTIONS):
+    steps = len(layer.projections) * layer.num_experts
+    for index, projection in enumerate(layer.projections):
         experts, rows, columns = layer.shape(projection)
         scales = torch.empty(experts, rows, columns // MX_BLOCK_SIZE, dtype=torch.uint8)
         blocks = torch.empty(*scales.shape, BLOCK_BYTES, dtype=torch.uint8)
@@ -209,8 +208,7 @@ def _quantize_layer(
             advance(layer.source_bytes * step // steps, f"{layer.prefix}.{projection}")
         tensors[f"{layer.prefix}.{projection}_blocks"] = blocks
         tensors[f"{layer.prefix}.{projection}_scales"] = scales
-        # gate_up_proj has two thirds of the elements, down_proj one third.
-        share = layer.source_bytes * (2 - index) // 3
+        share = layer.source_bytes * experts * rows * columns // layer.numel
         reports.append(
             ProjectionReport(
                 layer.prefix,

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ...moe.weights_state import PROJECTIONS
 from .expert_sources import ExpertSource
 from .plan import OutputShard, QuantizePlan, quantize_expert
 from .safetensors_files import CheckpointReader, sha256_of
@@ -57,7 +56,7 @@ def _verify_experts(
 ) -> list[str]:
     failures = []
     sample = sorted({0, layer.num_experts // 2, layer.num_experts - 1})
-    for projection in PROJECTIONS:
+    for projection in layer.projections:
         names = [f"{layer.prefix}.{projection}_{kind}" for kind in ("blocks", "scales")]
         for expert in sample:
             fresh = quantize_expert(plan, layer, projection, expert)[:2]

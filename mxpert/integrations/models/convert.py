@@ -13,7 +13,7 @@ from ...errors import UnsupportedError, message, require, require_device
 from ...formats.spec import ScaleRule, ScaleRuleLike
 from ...modules import quantize_stacked
 from ...moe.weights import MoEWeights
-from ...moe.weights_state import PROJECTIONS
+from ...moe.weights_state import BIASES, PROJECTIONS
 from ...training.expert_parallel import check_expert_parallel
 from ...training.recipe import MXFP8Recipe
 from .expert_modules import MXExperts, TrainableExperts, empty
@@ -353,19 +353,19 @@ def _convert_layer(
     local = None if ranks is None else ranks.local_experts
     target = module.down_proj.device if device is None else device
     projections: dict[str, Any] = {}
-    for name in PROJECTIONS:
+    for name, own in zip(PROJECTIONS, found.projections, strict=True):
         projections[name] = quantize_stacked(
-            getattr(module, name),
+            getattr(module, own),
             transposed=found.transposed,
             scale_rule=scale_rule,
             device=target,
             experts=local,
         )
     if found.has_bias:
-        for name in ("gate_up", "down"):
-            bias = getattr(module, f"{name}_proj_bias").detach()
+        for name, own in zip(BIASES, found.projections, strict=True):
+            bias = getattr(module, f"{own}_bias").detach()
             bias = bias if local is None else bias[list(local)]
-            projections[f"{name}_bias"] = bias.to(target, torch.float32).contiguous()
+            projections[name] = bias.to(target, torch.float32).contiguous()
     weights = MoEWeights(**projections, gate_up_order=found.order)
     experts = MXExperts(
         weights.prepare(device=target),

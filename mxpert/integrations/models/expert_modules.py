@@ -71,12 +71,13 @@ class MXExperts(PreparedExperts):
         """Dequantised parameters in the names, shapes and order of the module that was replaced."""
         weights, found = self.weights.unprepare(), self._source
         tensors: dict[str, torch.Tensor] = {}
+        first, second = found.projections
         for name, projection, bias in (
-            ("gate_up_proj", weights.gate_up_proj, weights.gate_up_bias),
-            ("down_proj", weights.down_proj, weights.down_bias),
+            (first, weights.gate_up_proj, weights.gate_up_bias),
+            (second, weights.down_proj, weights.down_bias),
         ):
             dense = dequantize(projection, dtype=self.dtype)
-            if name == "gate_up_proj":
+            if name == first and found.order is not None:
                 rows = _reordered_rows(weights, found.order)
                 dense = dense[:, rows]
                 bias = None if bias is None else bias[:, rows]
@@ -105,12 +106,13 @@ class StoredExperts(torch.nn.Module):
     def __init__(
         self,
         found: FoundExperts,
-        order: GateUpOrder,
+        order: GateUpOrder | None,
         dtype: torch.dtype,
         expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
-        self.order, self.dtype, self._source = order, dtype, found
+        self.order = None if found.order is None else order
+        self.dtype, self._source = dtype, found
         self.expert_parallel = expert_parallel
         if expert_parallel is not None:
             return
@@ -121,7 +123,7 @@ class StoredExperts(torch.nn.Module):
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         found = self._source
         sizes = found.num_experts, found.hidden_size, found.intermediate_size
-        return published_shapes(*sizes, has_bias=found.has_bias)
+        return published_shapes(*sizes, has_bias=found.has_bias, has_gate=found.order is not None)
 
     def misshapen(self) -> list[str]:
         """Names of loaded tensors of another shape than the model's experts have."""
@@ -199,11 +201,14 @@ class TrainableExperts(torch.nn.Module):
 
     def _experts(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Rows [R, H] sorted by expert → the experts' outputs [R, H]."""
-        gate_up = self._linear("gate_up_proj", rows, offsets)
+        first, second = self._source.projections
+        gate_up = self._linear(first, rows, offsets)
+        if self._source.order is None:
+            return self._linear(second, gate_up.relu().square(), offsets)
         if self._source.order is GateUpOrder.INTERLEAVED:
             gate_up = gate_up.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         hidden = gated_activation(gate_up, self._source.activation)  # [R, F]
-        return self._linear("down_proj", hidden, offsets)
+        return self._linear(second, hidden, offsets)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: object) -> None:
         if self.group_ids is not None:

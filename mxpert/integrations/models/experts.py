@@ -3,7 +3,8 @@
 Transformers (5 and later) stacks the experts of a layer in one module, decorated with
 ``use_experts_implementation``: parameters ``gate_up_proj`` and ``down_proj``, flags for their
 layout, and a method ``_apply_gate``. The activation is recognised by calling that method on sample
-values, not by its name. This module does not import transformers.
+values (``act_fn`` where there is no gate), not by its name. This module does not import
+transformers.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from typing import Any
 
 import torch
 
-from ...core.problem import Activation, ClampedSiLU, SiLU, SwiGLU
+from ...core.problem import GELU, Activation, ClampedSiLU, ReLU2, SiLU, SwiGLU
 from ...errors import Checks, UnsupportedError, message, require
 from ...formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE
+from ...moe.published_tensors import published_projections
 from ...moe.weights import GateUpOrder, gate_up_rows
-from ...moe.weights_state import PROJECTIONS
 from ...training.activation import gated_activation
 
 _FLAGS = ("is_transposed", "has_bias", "_apply_gate")
@@ -41,9 +42,11 @@ class FoundExperts:
         module: the experts module itself.
         num_experts, hidden_size, intermediate_size: E, H, F.
         activation: what stands between the two GEMMs.
-        order: order of gate and up rows.
+        order: order of gate and up rows; None where the experts have no gate.
         transposed: projections are [E, K, N] instead of [E, N, K].
         has_bias: whether there are ``gate_up_proj_bias`` [E, 2F] and ``down_proj_bias`` [E, H].
+
+    Experts without a gate have ``up_proj`` [E, F, H] and ``up_proj_bias`` [E, F] instead.
     """
 
     name: str
@@ -53,9 +56,14 @@ class FoundExperts:
     hidden_size: int
     intermediate_size: int
     activation: Activation
-    order: GateUpOrder
+    order: GateUpOrder | None
     transposed: bool
     has_bias: bool
+
+    @property
+    def projections(self) -> tuple[str, str]:
+        """Names of the module's two weights."""
+        return published_projections(self.order is not None)
 
     @property
     def current(self) -> torch.nn.Module:
@@ -83,7 +91,7 @@ def find_experts(model: torch.nn.Module, op: str) -> list[FoundExperts]:
 
     Raises:
         ValueError: no experts, or sizes that are no multiples of 32.
-        UnsupportedError: experts without a gate, or with an activation or tensors of their own.
+        UnsupportedError: experts with an activation or tensors of their own.
     """
     found = [
         _describe(name, tuple(places), places[0][0]._modules[places[0][1]], op)
@@ -191,29 +199,32 @@ def _describe(
     module: Any,  # experts modules of Transformers have no common class
     op: str,
 ) -> FoundExperts:
-    if not getattr(module, "has_gate", True):
-        want, got = "gated experts (gate_up_proj)", "experts without a gate"
-        raise UnsupportedError(message(op, name, want, got, "leave this model unconverted"))
-    _check_tensors(name, module, op)
+    has_gate = bool(getattr(module, "has_gate", True))
+    first, second = published_projections(has_gate)
+    _check_tensors(name, module, (first, second), op)
     need = Checks(op)
-    gate_up, down = module.gate_up_proj, module.down_proj
+    gate_up, down = getattr(module, first), module.down_proj
     transposed = bool(module.is_transposed)
     experts, hidden, intermediate = down.shape
     if transposed:
         hidden, intermediate = intermediate, hidden
-    wide = 2 * intermediate
+    wide = intermediate * (2 if has_gate else 1)
     shape = [experts, hidden, wide] if transposed else [experts, wide, hidden]
     have, remedy = list(gate_up.shape), f"down_proj is {list(down.shape)}"
-    need(have == shape, f"{name}.gate_up_proj.shape", shape, have, remedy)
+    need(have == shape, f"{name}.{first}.shape", shape, have, remedy)
     for what, size in (("hidden size", hidden), ("intermediate size", intermediate)):
         wanted = f"a {what} that is a multiple of {MX_BLOCK_SIZE}"
         remedy = "MXFP4 has no partial blocks; pad the model first"
         need(size % MX_BLOCK_SIZE == 0, name, wanted, size, remedy)
     if module.has_bias:
-        for projection, rows in (("gate_up_proj", 2 * intermediate), ("down_proj", hidden)):
+        for projection, rows in ((first, wide), (second, hidden)):
             have, shape = list(getattr(module, f"{projection}_bias").shape), [experts, rows]
             need(have == shape, f"{name}.{projection}_bias.shape", shape, have)
-    activation, order = recognise_gate(module, name, op)
+    order: GateUpOrder | None = None
+    if has_gate:
+        activation, order = recognise_gate(module, name, op)
+    else:
+        activation = _recognise_without_gate(module, name, op)
     return FoundExperts(
         name,
         places,
@@ -228,10 +239,12 @@ def _describe(
     )
 
 
-def _check_tensors(name: str, module: torch.nn.Module, op: str) -> None:
-    wanted = set(PROJECTIONS)
+def _check_tensors(
+    name: str, module: torch.nn.Module, projections: tuple[str, str], op: str
+) -> None:
+    wanted = set(projections)
     if getattr(module, "has_bias", False):
-        wanted |= {f"{projection}_bias" for projection in PROJECTIONS}
+        wanted |= {f"{projection}_bias" for projection in projections}
     present = {key for key, _ in module.named_parameters()}
     present |= {key for key, _ in module.named_buffers()}
     if present != wanted:
@@ -244,7 +257,7 @@ def _check_tensors(name: str, module: torch.nn.Module, op: str) -> None:
                 "weights quantised by another library are dequantised first",
             )
         )
-    for projection in PROJECTIONS:
+    for projection in projections:
         shape = getattr(module, projection).shape
         require(
             len(shape) == 3 and 0 not in shape,
@@ -276,18 +289,7 @@ def recognise_gate(
     Raises:
         UnsupportedError: no activation gives these results in this order.
     """
-    # Models may be built under another default dtype and device, so both are stated here.
-    values = (
-        32
-        * torch.rand(
-            8,
-            2 * _SAMPLE_FEATURES,
-            generator=torch.Generator().manual_seed(0),
-            dtype=torch.float32,
-            device="cpu",
-        )
-        - 16
-    )
+    values = _samples(2 * _SAMPLE_FEATURES)
     with torch.no_grad():
         expected = module._apply_gate(values.clone())
     orders = [GateUpOrder.CONCATENATED, GateUpOrder.INTERLEAVED]
@@ -297,15 +299,13 @@ def recognise_gate(
         sorted_values = values[:, torch.cat(gate_up_rows(order, _SAMPLE_FEATURES))]
         for activation in _candidates(module):
             answer = gated_activation(sorted_values, activation)
-            if expected.shape == answer.shape and torch.allclose(
-                answer, expected, rtol=_SAMPLE_TOLERANCE, atol=_SAMPLE_TOLERANCE
-            ):
+            if _equal(answer, expected):
                 return activation, order
     raise UnsupportedError(
         message(
             op,
             f"{name}: activation",
-            "SiLU, gpt-oss's SwiGLU or clamped SiLU, gate and up "
+            "SiLU, GELU, gpt-oss's SwiGLU or clamped SiLU, gate and up "
             + " or ".join(order.value for order in orders),
             _gate_name(module),
             "leave this model unconverted",
@@ -313,9 +313,42 @@ def recognise_gate(
     )
 
 
+def _recognise_without_gate(
+    module: Any,  # experts modules of Transformers have no common class
+    name: str,
+    op: str,
+) -> Activation:
+    """ReLU2, if the module's ``act_fn`` has its results; the counterpart of `recognise_gate`."""
+    values = _samples(_SAMPLE_FEATURES)
+    with torch.no_grad():
+        expected = module.act_fn(values.clone())
+    if _equal(values.clamp(min=0).square(), expected):
+        return ReLU2()
+    need = "relu(x)² in experts without a gate"
+    remedy = "leave this model unconverted"
+    raise UnsupportedError(message(op, f"{name}: activation", need, _gate_name(module), remedy))
+
+
+def _samples(features: int) -> torch.Tensor:
+    """Float32 values from −16 to 16, [8, features].
+
+    Models may be built under another default dtype and device, so both are stated.
+    """
+    draw = torch.Generator().manual_seed(0)
+    return 32 * torch.rand(8, features, generator=draw, dtype=torch.float32, device="cpu") - 16
+
+
+def _equal(answer: torch.Tensor, expected: torch.Tensor) -> bool:
+    return expected.shape == answer.shape and torch.allclose(
+        answer, expected, rtol=_SAMPLE_TOLERANCE, atol=_SAMPLE_TOLERANCE
+    )
+
+
 def _candidates(module: torch.nn.Module) -> Iterator[Activation]:
     limits = _numbers(module, _LIMITS)
     yield SiLU()
+    yield GELU("tanh")
+    yield GELU()
     for limit in limits:
         yield ClampedSiLU(limit)
         for alpha in _numbers(module, _ALPHAS) or [SwiGLU.alpha]:

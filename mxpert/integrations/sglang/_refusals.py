@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...core.problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
+from ...core.problem import GELU, Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
 from ...errors import UnsupportedError, message
 from ...formats.spec import MX_BLOCK_SIZE
 from ...moe.weights import GateUpOrder
@@ -38,7 +38,8 @@ def _refused_layer(config: MoeRunnerConfig) -> Iterator[Refusal]:
     if config.params_dtype is not torch.bfloat16:
         yield "--dtype", "bfloat16", config.params_dtype, "pass --dtype bfloat16"
     if config.no_combine or not config.is_gated:
-        yield "the layer", "gated experts whose results are summed", "others", _OTHER
+        got = "no_combine" if config.no_combine else f"{config.activation} without a gate"
+        yield "the layer", "gated experts whose results are summed", got, _OTHER
     if config.hidden_size % MX_BLOCK_SIZE:
         yield "hidden_size", f"a multiple of {MX_BLOCK_SIZE}", config.hidden_size, _OTHER
     columns = config.intermediate_size_per_partition
@@ -68,9 +69,16 @@ def activation_of(config: MoeRunnerConfig) -> tuple[Activation, GateUpOrder]:
     if config.activation == "silu":
         if alpha is None:
             return (SiLU() if limit is None else ClampedSiLU(limit)), order
-        if clamp is not None and config.gemm1_beta in (None, 1.0):
-            return SwiGLU(alpha, clamp), order
+        if clamp is not None:
+            return SwiGLU(
+                alpha, clamp, 1.0 if config.gemm1_beta is None else config.gemm1_beta
+            ), order
+    if config.activation in ("gelu", "gelu_tanh") and alpha is None and limit is None:
+        return GELU("none" if config.activation == "gelu" else "tanh"), order
     if config.activation == "situ" and clamp is not None:
         return SiTUv2(_SITU_BETA if alpha is None else alpha, clamp), GateUpOrder.CONCATENATED
-    known = "silu, silu with a limit, gpt-oss's swiglu, or situ with both of its parameters"
+    known = (
+        "silu, silu with a limit, gelu, gelu_tanh, gpt-oss's swiglu, or situ with both of its "
+        "parameters"
+    )
     raise UnsupportedError(message(OP, "the experts' activation", known, config.activation, _OTHER))

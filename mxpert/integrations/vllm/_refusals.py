@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from ...core.problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
+from ...core.problem import GELU, Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
 from ...errors import UnsupportedError, message
 from ...formats.spec import MX_BLOCK_SIZE
 from ...moe.weights import GateUpOrder
@@ -64,13 +64,19 @@ def activation_of(moe: FusedMoEConfig, layer: torch.nn.Module) -> tuple[Activati
         return (SiLU() if limit is None else ClampedSiLU(limit)), order
     if kind is getattr(MoEActivation, "SWIGLUOAI_UNINTERLEAVE", None) and limit is not None:
         alpha, beta = parameter("swiglu_alpha"), parameter("swiglu_beta")
-        if alpha is not None and beta == 1.0:
-            return SwiGLU(alpha, limit), order
         if alpha in (None, 1.0) and beta in (None, 0.0):
             return ClampedSiLU(limit), order
+        if alpha is not None and beta is not None:
+            return SwiGLU(alpha, limit, beta), order
+    if kind is MoEActivation.GELU:
+        return GELU(), order
+    if kind is getattr(MoEActivation, "GELU_TANH", None):
+        return GELU("tanh"), order
     if kind is getattr(MoEActivation, "SITU", None):
         first, second = parameter("activation_situ_beta"), parameter("activation_situ_linear_beta")
         if first is not None and second is not None:
             return SiTUv2(first, second), order
-    known = "silu, silu with a limit, swigluoai, or situ with both of its parameters"
+    known = (
+        "silu, silu with a limit, gelu, gelu_tanh, swigluoai, or situ with both of its parameters"
+    )
     raise UnsupportedError(message(OP, "the experts' activation", known, kind.value, _WITHOUT))

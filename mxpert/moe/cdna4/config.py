@@ -108,6 +108,8 @@ def unsupported(problem: MoEProblem) -> str | None:
     """Why the kernels cannot serve `problem`, as a phrase; None if they can."""
     if problem.target.arch != "gfx950":
         return f"needs gfx950, not {problem.target.arch}"
+    if not problem.options.activation.is_gated:
+        return "multiplies gate and up rows; experts without a gate run on portable kernels"
     if problem.weight_layout is not CDNA4_FRAGMENT:
         return "needs weights in CDNA4_FRAGMENT layout: call weights.prepare(device=...)"
     if problem.options.out_dtype not in FLOAT_DTYPES:

@@ -107,6 +107,7 @@ class GatedActivation:
 
     p0: gl.tensor
     p1: gl.tensor
+    p2: gl.tensor | gl.constexpr
     NAME: gl.constexpr
 
 
@@ -186,9 +187,9 @@ def store_features(out, out_scale, sums, tile, num_features, plan, activation, m
     """
     real = plan.tokens(tile.first_row + row_vector(sums)) < plan.num_tokens
     gate, up = gate_and_up(sums)
-    values = gated_activation(gate, up, activation.p0, activation.p1, activation.NAME).to(
-        gl.bfloat16
-    )
+    values = gated_activation(
+        gate, up, activation.p0, activation.p1, activation.p2, activation.NAME
+    ).to(gl.bfloat16)
     first = tile.first_weight_row // 2
     if mx.FORMAT == "bf16":
         _store_columns(out, values, first, tile.first_row, num_features, real)
@@ -231,6 +232,7 @@ RUN_TIME_VALUES = (
     "x_scale_stride",
     "p0",
     "p1",
+    "p2",
 )
 """Numbers that Triton must not specialise on: they may be 1 or odd, which would compile one binary
 per model."""
@@ -352,6 +354,7 @@ def _moe_gemm_decode_cdna4_kernel(
     x_scale_stride,
     p0,
     p1,
+    p2,
     X_FORMAT: gl.constexpr,
     GATHER: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -399,6 +402,6 @@ def _moe_gemm_decode_cdna4_kernel(
     else:
         sums = scale_rows(sums, sorted_weights_ptr, tile.first_row + row_vector(sums))
         sums = add_bias(sums, bias_ptr, tile, num_n_blocks * 64)
-        activation = GatedActivation(p0, p1, ACTIVATION)
+        activation = GatedActivation(p0, p1, p2, ACTIVATION)
         mx = MXFormat(OUT_FORMAT, EMAX, THRESHOLD)
         store_features(out_ptr, out_scale_ptr, sums, tile, num_n_blocks * 32, plan, activation, mx)

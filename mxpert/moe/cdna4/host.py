@@ -255,7 +255,9 @@ def _epilogue(problem: MoEProblem, gemm: Gemm) -> dict[str, Any]:
     )
 
 
-_NO_ACTIVATION = dict(p0=0.0, p1=0.0, ACTIVATION="", OUT_FORMAT="bf16", EMAX=0, THRESHOLD=0)
+_NO_ACTIVATION = dict(
+    p0=0.0, p1=0.0, p2=None, ACTIVATION="", OUT_FORMAT="bf16", EMAX=0, THRESHOLD=0
+)
 
 _Launches = Callable[[MoEProblem, Cdna4GemmConfig, Gemm], tuple[Launch, Launch | None]]
 _LAUNCHES: Mapping[Cdna4Kernel, _Launches] = {

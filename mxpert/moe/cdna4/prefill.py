@@ -64,6 +64,7 @@ RUN_TIME_VALUES = (
     "x_row_chunks",
     "p0",
     "p1",
+    "p2",
 )
 """Numbers that Triton must not specialise on: that would compile one binary a model."""
 
@@ -182,6 +183,7 @@ def _moe_gemm_prefill_cdna4_kernel(
     x_row_chunks,
     p0,
     p1,
+    p2,
     X_FORMAT: gl.constexpr,
     OUT_FORMAT: gl.constexpr,
     ACTIVATION: gl.constexpr,
@@ -225,6 +227,7 @@ def _moe_gemm_prefill_cdna4_kernel(
         columns=num_n_blocks * 32,
         p0=p0,
         p1=p1,
+        p2=p2,
         FORMAT=OUT_FORMAT,
         ACTIVATION=ACTIVATION,
         ATOMIC=ATOMIC,

@@ -217,8 +217,8 @@ class Output:
     """Where a tile's outputs go.
 
     out: [P, columns]: bf16, or codes of an MX format (FORMAT, with scale [P, columns / 32]), or in
-    stage 2 the options' type; float32 [T, columns] if ATOMIC. p0, p1: of the ACTIVATION, which is
-    "" in stage 2. EMAX, THRESHOLD: of the scale rule.
+    stage 2 the options' type; float32 [T, columns] if ATOMIC. p0, p1, p2: of the ACTIVATION, which
+    is "" in stage 2. EMAX, THRESHOLD: of the scale rule.
     """
 
     out: gl.tensor
@@ -226,6 +226,7 @@ class Output:
     columns: gl.tensor
     p0: gl.tensor
     p1: gl.tensor
+    p2: gl.tensor | gl.constexpr
     FORMAT: gl.constexpr
     ACTIVATION: gl.constexpr
     ATOMIC: gl.constexpr
@@ -405,7 +406,7 @@ def store_features(total, terms, output, quadrant):
         gate_row = feature // 16 * 32 + feature % 16
         gate = gate + gl.load(terms.bias + gate_row, mask=inside, other=0.0)
         up = up + gl.load(terms.bias + gate_row + 16, mask=inside, other=0.0)
-    values = gated_activation(gate, up, output.p0, output.p1, output.ACTIVATION)
+    values = gated_activation(gate, up, output.p0, output.p1, output.p2, output.ACTIVATION)
     # Always round to bf16: stage 1 with MX output equals bf16 stage 1 followed by `quantize`.
     values = values.to(gl.bfloat16)
     if output.FORMAT == "bf16":

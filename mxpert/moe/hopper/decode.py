@@ -451,8 +451,9 @@ def _moe_gemm_decode_kernel(
     block_expert_ids,
     num_valid,
     tile_counter,
-    param_first,
-    param_second,
+    p0,
+    p1,
+    p2,
     num_tokens,
     low_rows,
     num_outputs,
@@ -494,7 +495,7 @@ def _moe_gemm_decode_kernel(
     variant = Variant(EPILOGUE, HAS_BIAS, WEIGHTED)
     epilogue = Epilogue(reference, bias, num_outputs, row_units, x_scale, routed_weights, variant)
     output = Output(sorted_token_ids=sorted_token_ids, out=out, num_tokens=num_tokens)
-    parameters = ActivationParameters(first=param_first, second=param_second)
+    parameters = ActivationParameters(p0, p1, p2)
     consumer = ConsumerArgs(pipe, epilogue, output, parameters, plan)
     x_descs = (x8_desc, x16_desc, x32_desc)
     operands = Operands(code_desc, shift_desc, x_descs, row_units, low_rows)

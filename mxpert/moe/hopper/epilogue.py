@@ -54,10 +54,11 @@ class Epilogue:
 
 @aggregate
 class ActivationParameters:
-    """Parameters of the activation, float32 scalars; see `gated_activation`."""
+    """Parameters of the activation, float32 scalars or None; see `gated_activation`."""
 
-    first: gl.tensor
-    second: gl.tensor
+    p0: gl.tensor
+    p1: gl.tensor
+    p2: gl.tensor | gl.constexpr
 
 
 @aggregate
@@ -197,7 +198,7 @@ def finish(accumulator, outputs, rows, parameters, epilogue, LAYOUT: gl.constexp
         gate = gate * factor[:, None] * scale[None, :] + outputs.bias[:, None]
         up = up * up_factor[:, None] * scale[None, :] + outputs.up_bias[:, None]
         return gated_activation(
-            gate, up, parameters.first, parameters.second, epilogue.variant.EPILOGUE
+            gate, up, parameters.p0, parameters.p1, parameters.p2, epilogue.variant.EPILOGUE
         )
 
 

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.launch import CACHED_LAUNCHES, DescriptorSpec, Launch
-from ...core.problem import Combine, MoEConfig, MoEOptions, MoEProblem, Op
+from ...core.problem import (
+    Activation,
+    Combine,
+    MoEConfig,
+    MoEOptions,
+    MoEProblem,
+    Op,
+    SiLU,
+    kernel_parameters,
+)
 from ...device.hopper import matrix_descriptor, rows_descriptor
 from ...device.pdl import PDL_LAUNCH
 from ...formats.tensor import MXTensor, Operand
@@ -45,6 +54,8 @@ class _Stage:
         """Why the kernel cannot serve `problem`, as a phrase; None if it can."""
         if problem.target.arch != "sm_90":
             return f"needs sm_90, not {problem.target.arch}"
+        if not problem.options.activation.is_gated:
+            return "multiplies gate and up rows; experts without a gate run on portable kernels"
         if problem.weight_layout is not HOPPER_FRAGMENT:
             return (
                 "needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...), which "
@@ -117,11 +128,7 @@ class _GateUp(_Stage):
         if call.config.k_splits > 1:
             parts = call.multiply_k_splits(rows, weights.gate_up_proj, num_rows, 2 * features)
             return finish(parts, weights.gate_up_bias, plan, options)
-        epilogue = _Epilogue(
-            options.activation.name,
-            options.activation.parameters,
-            options.apply_router_weight_on_input,
-        )
+        epilogue = _Epilogue(options.activation, options.apply_router_weight_on_input)
         call.multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, epilogue)
         return h
 
@@ -181,11 +188,14 @@ class _Down(_Stage):
 
 
 class _Epilogue(NamedTuple):
-    """What follows a GEMM: LINEAR or an activation with its parameters, and the routing weight."""
+    """What follows a GEMM: an activation or, without one, LINEAR; and the routing weight."""
 
-    kind: str = LINEAR
-    parameters: tuple[float, float] = (0.0, 0.0)
+    activation: Activation | None = None
     weighted: bool = False
+
+    @property
+    def kind(self) -> str:
+        return LINEAR if self.activation is None else self.activation.name
 
 
 class _Gemm(NamedTuple):
@@ -348,8 +358,7 @@ def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) 
     heuristics.require_valid(config, problem)
     epilogue = gemm.epilogue
     return dict(
-        param_first=float(epilogue.parameters[0]),
-        param_second=float(epilogue.parameters[1]),
+        **kernel_parameters(epilogue.activation or SiLU()),
         low_rows=gemm.low_rows,
         num_outputs=gemm.num_outputs,
         tiles_per_block=-(-gemm.row_units // config.consumers) * config.k_splits,

@@ -395,8 +395,9 @@ def _moe_gemm_prefill_kernel(
     tile_expert,
     num_runs,
     tile_counter,
-    param_first,
-    param_second,
+    p0,
+    p1,
+    p2,
     low_rows,
     num_outputs,
     tiles_per_block,
@@ -436,7 +437,7 @@ def _moe_gemm_prefill_kernel(
     )
     variant = Variant(EPILOGUE, HAS_BIAS, WEIGHTED)
     epilogue = Epilogue(reference, bias, num_outputs, row_units, x_scale, routed_weights, variant)
-    parameters = ActivationParameters(param_first, param_second)
+    parameters = ActivationParameters(p0, p1, p2)
     operands = Operands(code_desc, shift_desc, x_desc, row_units, low_rows)
     producer = ProducerArgs(pipe, tile_counter, operands, tiles)
     consumer_0 = ConsumerArgs(pipe, order, staging_0, epilogue, out_desc, parameters, tiles, ORDER)

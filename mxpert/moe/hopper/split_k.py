@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...core.launch import CACHED_LAUNCHES, Launch
-from ...core.problem import MoEOptions
+from ...core.problem import MoEOptions, kernel_parameters
 from ...device.activation import gated_activation
 from ...device.compat import aggregate
 from ...device.hopper import reset_tile_counter
@@ -75,6 +75,7 @@ def _moe_gate_up_sum_splits_kernel(
     num_valid_ptr,
     p0,
     p1,
+    p2,
     num_tokens,
     num_features,
     routing_block_m,
@@ -110,7 +111,7 @@ def _moe_gate_up_sum_splits_kernel(
         bias_ptr += expert.to(tl.int64) * (2 * num_features) + 2 * feature
         gate += tl.load(bias_ptr, mask=mask, other=0.0)
         up += tl.load(bias_ptr + 1, mask=mask, other=0.0)
-    values = gated_activation(gate, up, p0, p1, ACTIVATION)
+    values = gated_activation(gate, up, p0, p1, p2, ACTIVATION)
     tl.store(h_ptr + row.to(tl.int64) * num_features + feature, values.to(tl.bfloat16), mask=mask)
 
 
@@ -146,12 +147,10 @@ def _activate_launch(
     routing_block_m: int,
     options: MoEOptions,
 ) -> Launch:
-    first, second = options.activation.parameters
     return Launch(
         _moe_gate_up_sum_splits_kernel,
         (num_rows, triton.cdiv(num_features, _BLOCK)),
-        p0=float(first),
-        p1=float(second),
+        **kernel_parameters(options.activation),
         num_tokens=num_tokens,
         num_features=num_features,
         routing_block_m=routing_block_m,
@@ -185,17 +184,19 @@ def _load_pairs(pointer, source, mask, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def _activated_row(pairs, biases, weight, p0, p1, ACTIVATION: gl.constexpr, STEPS: gl.constexpr):
+def _activated_row(
+    pairs, biases, weight, p0, p1, p2, ACTIVATION: gl.constexpr, STEPS: gl.constexpr
+):
     """Activated features [chunks, 8, 4, 4] of summed gates and ups, rounded to bfloat16.
 
-    They are returned as float32. weight, biases: None if there are none.
+    They are returned as float32. weight, biases, p2: None if there are none.
     """
     if weight is not None:
         pairs *= weight
     if biases is not None:
         pairs += biases
     gate, up = pairs.reshape([STEPS.chunks, 8, 4, 4, 2]).split()
-    values = gated_activation(gate, up, p0, p1, ACTIVATION).to(gl.bfloat16).to(gl.float32)
+    values = gated_activation(gate, up, p0, p1, p2, ACTIVATION).to(gl.bfloat16).to(gl.float32)
     return gl.convert_layout(values, step_layout(STEPS), assert_trivial=True)
 
 
@@ -212,6 +213,7 @@ def _moe_finish_rows_kernel(
     num_valid,
     p0,
     p1,
+    p2,
     num_tokens,
     depth,
     padded_depth,
@@ -256,7 +258,7 @@ def _moe_finish_rows_kernel(
         pairs = _load_pairs(row_parts, source, mask, STEPS)
         for split in range(1, k_splits):  # ascending, so that every run gives the same bits
             pairs += _load_pairs(row_parts + split * split_stride, source, mask, STEPS)
-        values = _activated_row(pairs, biases, weight, p0, p1, ACTIVATION, STEPS)
+        values = _activated_row(pairs, biases, weight, p0, p1, p2, ACTIVATION, STEPS)
         numbers = statistic_of(values, FORMAT)
         factor, encoding = row_scale(row_maximum(numbers), FORMAT)
         encoded = encode_step(values, encoding, FORMAT, STEPS)
@@ -303,13 +305,11 @@ def _encode_launch(
     has_bias: bool,
     options: MoEOptions,
 ) -> Launch:
-    first, second = options.activation.parameters
     steps = one_step(depth)
     return Launch(
         _moe_finish_rows_kernel,
         (num_rows,),
-        p0=float(first),
-        p1=float(second),
+        **kernel_parameters(options.activation),
         num_tokens=num_tokens,
         depth=depth,
         padded_depth=padded(depth),

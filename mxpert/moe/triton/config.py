@@ -25,11 +25,14 @@ from ...formats.token import FP8_TOKEN
 
 BLOCKS_M = (MIN_BLOCK_M, 32, 64, 128)
 SPLITS = (1, 2, 4, 8)
-PROJECTIONS = {Op.MOE_GATE_UP: 2, Op.MOE_DOWN: 1}
-"""Weight rows per output column: two in stage 1 (gate and up), one in stage 2."""
 
 VALUE_BYTES = {"bf16": 2.0, "mxfp8": 1.0, "mxfp4": 0.5, FP8_TOKEN: 1.0}
 """Bytes per activation in shared memory."""
+
+
+def projections(op: Op, has_gate: bool = True) -> int:
+    """Weight rows per output column: gate and up in stage 1; one in stage 2 and without gate."""
+    return 2 if op is Op.MOE_GATE_UP and has_gate else 1
 
 
 def unsupported(problem: MoEProblem) -> str | None:
@@ -54,7 +57,9 @@ def unsupported(problem: MoEProblem) -> str | None:
     return None
 
 
-def shared_memory(target: Target, op: Op, activation_format: str, config: GemmConfig) -> int:
+def shared_memory(
+    target: Target, op: Op, activation_format: str, config: GemmConfig, has_gate: bool = True
+) -> int:
     """Upper estimate of the shared memory of one program, in bytes.
 
     A pipeline stage holds the tiles of activations and weights in their memory format, and their
@@ -63,7 +68,7 @@ def shared_memory(target: Target, op: Op, activation_format: str, config: GemmCo
     memory to transpose the float32 accumulator.
     """
     rows, depth = config.block_m, config.block_k
-    weight_rows = PROJECTIONS[op] * config.block_n
+    weight_rows = projections(op, has_gate) * config.block_n
     widened = has_tcgen05(target) and activation_format in ("mxfp8", FP8_TOKEN)
     stage = (
         int(rows * depth * VALUE_BYTES[activation_format])
@@ -75,10 +80,12 @@ def shared_memory(target: Target, op: Op, activation_format: str, config: GemmCo
     return max(loop, rows * weight_rows * 4) + EPILOGUE_BYTES
 
 
-def invalid(target: Target, op: Op, activation_format: str, config: GemmConfig) -> str | None:
+def invalid(
+    target: Target, op: Op, activation_format: str, config: GemmConfig, has_gate: bool = True
+) -> str | None:
     """Why `config` cannot run, as a phrase; None if it can. Tuner and heuristic both use this."""
-    memory = shared_memory(target, op, activation_format, config)
-    reason = invalid_tile(target, config, PROJECTIONS[op] * config.block_n, memory)
+    memory = shared_memory(target, op, activation_format, config, has_gate)
+    reason = invalid_tile(target, config, projections(op, has_gate) * config.block_n, memory)
     decodes = target.kind == "cuda" and activation_format == "mxfp4"
     few = config.block_m * config.block_k < 8 * num_threads(target, config)
     if reason is None and decodes and few:
@@ -89,9 +96,11 @@ def invalid(target: Target, op: Op, activation_format: str, config: GemmConfig) 
 
 
 @functools.cache
-def require_valid(target: Target, op: Op, activation_format: str, config: GemmConfig) -> None:
+def require_valid(
+    target: Target, op: Op, activation_format: str, config: GemmConfig, has_gate: bool = True
+) -> None:
     """Raise ValueError for a config (pinned or from a table) that `invalid` refuses."""
-    require_config(op, config, invalid(target, op, activation_format, config))
+    require_config(op, config, invalid(target, op, activation_format, config, has_gate))
 
 
 def block_m_for(rows_per_expert: float) -> int:
@@ -121,9 +130,10 @@ def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
     L2.
     """
     target, name = problem.target, problem.options.activation_format
+    has_gate = problem.options.activation.is_gated
     columns, depth = stage_dimensions(problem, op)
     by_warp = has_mma_sync_only(target)
-    block_n = (64 if by_warp and block_m >= 128 else 128) // PROJECTIONS[op]
+    block_n = (64 if by_warp and block_m >= 128 else 128) // projections(op, has_gate)
     halved = target.kind == "cuda" and block_m >= (32 if by_warp else 128)
     config = GemmConfig(
         block_m=block_m,
@@ -134,7 +144,7 @@ def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
         group_m=1 if problem.rows_per_expert <= block_m else 8,
         split_k=split_k_for(problem, block_m, block_n, columns, depth),
     )
-    return shrink_until_valid(config, lambda c: invalid(target, op, name, c))
+    return shrink_until_valid(config, lambda c: invalid(target, op, name, c, has_gate))
 
 
 def split_k_for(problem: MoEProblem, block_m: int, block_n: int, columns: int, depth: int) -> int:
@@ -165,6 +175,7 @@ def stage_block_m(problem: MoEProblem) -> int:
 def stage_configs(problem: MoEProblem, op: Op, blocks_m: Iterable[int]) -> Iterator[GemmConfig]:
     """Every valid config of a stage in the tuner's grid."""
     target, name = problem.target, problem.options.activation_format
+    has_gate = problem.options.activation.is_gated
     _, depth = stage_dimensions(problem, op)
     grid = itertools.product(
         blocks_m, (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5), (1, 8), SPLITS
@@ -172,7 +183,7 @@ def stage_configs(problem: MoEProblem, op: Op, blocks_m: Iterable[int]) -> Itera
     for block_m, block_n, block_k, num_warps, num_stages, group_m, split_k in grid:
         config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, group_m, split_k)
         enough_steps = split_k == 1 or depth // block_k >= 2 * split_k
-        if enough_steps and invalid(target, op, name, config) is None:
+        if enough_steps and invalid(target, op, name, config, has_gate) is None:
             yield config
 
 

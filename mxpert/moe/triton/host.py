@@ -14,7 +14,7 @@ from ...core.problem import Combine, GemmConfig, MoEProblem, Op, Target
 from ...formats.spec import MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
 from ...routing.plan import RoutingPlan
-from ..finish import _moe_down_finish_kernel, _moe_gate_up_finish_kernel
+from ..finish import _moe_down_finish_kernel, _moe_gate_up_finish_kernel, _moe_up_finish_kernel
 from ..layer import (
     DownStage,
     GateUpStage,
@@ -23,11 +23,12 @@ from ..layer import (
     TwoStageLayer,
     gate_up_epilogue_arguments,
     gemm_rows,
+    up_epilogue_arguments,
 )
 from ..token_rows import CodedRows
 from ..weights import GateUpOrder, MoEWeights
 from . import config as heuristics
-from .kernels import _moe_down_kernel, _moe_gate_up_kernel
+from .kernels import _moe_down_kernel, _moe_gate_up_kernel, _moe_up_kernel
 
 FINISH_NUM_WARPS = 4
 
@@ -70,13 +71,13 @@ class _Stage(Stage[GemmConfig]):
         epilogue: dict[str, torch.Tensor | None],
     ) -> None:
         """Start the GEMM and, after split-K, the kernel that sums its parts."""
-        heuristics.require_valid(problem.target, self.op, problem.options.activation_format, config)
+        format, has_gate = problem.options.activation_format, weights.has_gate
+        heuristics.require_valid(problem.target, self.op, format, config, has_gate)
         # At most 2^24 routed rows keep grids below 2^31.
         row_blocks = plan.max_blocks * (plan.routing_block_m // config.block_m)
         if not row_blocks:
             return
         weight, order = self.weight(weights), weights.gate_up_order
-        assert order is not None  # checked by MoEWeights
         coded = gemm_rows(problem, rows)
         geometry = _Geometry.of(plan, row_blocks, coded, weight)
         gemm, finish = _launches(problem, self.op, config, geometry, order)
@@ -141,7 +142,7 @@ class _Geometry(NamedTuple):
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _launches(
-    problem: MoEProblem, op: Op, config: GemmConfig, geometry: _Geometry, order: GateUpOrder
+    problem: MoEProblem, op: Op, config: GemmConfig, geometry: _Geometry, order: GateUpOrder | None
 ) -> tuple[Launch, Launch]:
     """Launches of a stage's GEMM and of its finishing kernel, which runs if split_k > 1."""
     columns, depth = heuristics.stage_dimensions(problem, op)
@@ -157,7 +158,11 @@ def _launches(
         BLOCK_N=config.block_n,
     )
     finishing: dict[str, Any] = dict(num_warps=FINISH_NUM_WARPS)
-    if op is Op.MOE_GATE_UP:
+    if op is Op.MOE_GATE_UP and order is None:
+        multiply, finish = _moe_up_kernel, _moe_up_finish_kernel
+        both |= up_epilogue_arguments(problem.options)
+    elif op is Op.MOE_GATE_UP:
+        assert order is not None  # for the type checker
         multiply, finish = _moe_gate_up_kernel, _moe_gate_up_finish_kernel
         both |= gate_up_epilogue_arguments(problem.options)
         both |= dict(gate_up_group=order.group(problem.intermediate_size))

@@ -17,7 +17,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..epilogue import GatedActivation, GateUpBias, Output, down_epilogue, gate_up_epilogue
+from ..epilogue import (
+    GatedActivation,
+    GateUpBias,
+    Output,
+    down_epilogue,
+    gate_up_epilogue,
+    up_epilogue,
+)
 from ..tiles import Partials, open_columns, open_rows, schedule, store_partial
 from .tiles import (
     Activations,
@@ -41,6 +48,7 @@ RUN_TIME_VALUES = (
     "partial_rows",
     "p0",
     "p1",
+    "p2",
     "x_scale_stride",
     "w_scale_stride_e",
     "w_scale_stride_n",
@@ -77,6 +85,7 @@ def _moe_gate_up_kernel(
     partial_rows,
     p0,
     p1,
+    p2,
     x_stride,
     x_scale_stride,
     w_stride_e,
@@ -122,10 +131,84 @@ def _moe_gate_up_kernel(
     else:
         gate_up_epilogue(
             Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
-            GatedActivation(ACTIVATION, p0, p1),
+            GatedActivation(ACTIVATION, p0, p1, p2),
             GateUpBias(bias_ptr, expert, gate_up_group),
             sorted_weights_ptr,
             gate,
+            up,
+            rows,
+            features,
+        )
+
+
+@triton.jit(
+    do_not_specialize=RUN_TIME_VALUES, do_not_specialize_on_alignment=("x_scale_ptr", "w_scale_ptr")
+)
+def _moe_up_kernel(
+    out_ptr,
+    out_scale_ptr,
+    partial_ptr,
+    x_ptr,
+    x_scale_ptr,
+    x_row_scale_ptr,
+    w_ptr,
+    w_scale_ptr,
+    bias_ptr,
+    sorted_token_ids_ptr,
+    sorted_weights_ptr,
+    block_expert_ids_ptr,
+    num_valid_ptr,
+    num_tokens,
+    num_experts,
+    num_k_blocks,
+    num_n_blocks,
+    routing_block_m,
+    split_k,
+    k_blocks_per_split,
+    partial_rows,
+    x_stride,
+    x_scale_stride,
+    w_stride_e,
+    w_stride_n,
+    w_scale_stride_e,
+    w_scale_stride_n,
+    X_FORMAT: tl.constexpr,
+    OUT_FORMAT: tl.constexpr,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
+):
+    """Stage 1 without a gate: gather tokens, multiply by up weights, run `up_epilogue`."""
+    num_features = num_n_blocks * 32
+    tile_m, tile_n, split = schedule(
+        num_valid_ptr, num_features, split_k, BLOCK_M, BLOCK_N, GROUP_M
+    )
+    if tile_m < 0:
+        return
+    expert = tl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
+    if (expert < 0) | (expert >= num_experts):
+        return
+    rows = open_rows(sorted_token_ids_ptr, tile_m, num_tokens, BLOCK_M)
+    if tl.max(rows.mask.to(tl.int32), axis=0) == 0:  # a row block that is all padding
+        return
+    features = open_columns(tile_n, num_features, BLOCK_N)
+    x = Activations(x_ptr, x_scale_ptr, x_stride, x_scale_stride, rows.token, rows.mask)
+    w = Weights(w_ptr, w_scale_ptr, w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n)
+    w_rows = WeightRows(expert, features.index, features.mask)
+    k = k_range(split, k_blocks_per_split, num_k_blocks)
+    up = multiply_tile(x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, BLOCK_K, PREFETCH_SCALES)
+    if partial_ptr is not None:
+        store_partial(Partials(partial_ptr, partial_rows, num_features), up, split, rows, features)
+    else:
+        up_epilogue(
+            Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
+            bias_ptr,
+            expert,
+            sorted_weights_ptr,
             up,
             rows,
             features,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ...core.ops import OpSpec
-from ...core.problem import Activation, ActivationLike, Op, RowsProblem, parse_activation
+from ...core.problem import Activation, ActivationLike, Op, RowsProblem, parse_gated_activation
 from ...core.target import detect_target
 from ...errors import Checks
 from ...formats.spec import WIDE_DTYPES
@@ -29,7 +29,7 @@ def activate_rows(gate_up: torch.Tensor, activation: ActivationLike) -> torch.Te
         >>> activate_rows(torch.tensor([[0.0, 20.0, 3.0, 3.0]]), mxpert.SiLU())
         tensor([[ 0., 60.]])
     """
-    activation = parse_activation(activation, "activate_rows")
+    activation = parse_gated_activation(activation, "activate_rows")
     return _ACTIVATE(activation, ActivateInputs(_dense(gate_up)))
 
 
@@ -44,7 +44,7 @@ def activate_rows_backward(
         >>> activate_rows_backward(grad, gate_up, mxpert.SiLU())
         tensor([[1., 0.]])
     """
-    activation = parse_activation(activation, "activate_rows_backward")
+    activation = parse_gated_activation(activation, "activate_rows_backward")
     return _ACTIVATE_BACKWARD(activation, ActivateBackwardInputs(_dense(grad), _dense(gate_up)))
 
 

@@ -5,10 +5,22 @@ They compute in float32, or in float64 for float64 inputs.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ...core.kernel import ReferenceKernel
-from ...core.problem import Activation, ClampedSiLU, Config, Op, RowsProblem, SiLU, SiTUv2, SwiGLU
+from ...core.problem import (
+    GELU,
+    Activation,
+    ClampedSiLU,
+    Config,
+    Op,
+    RowsProblem,
+    SiLU,
+    SiTUv2,
+    SwiGLU,
+)
 from .inputs import ActivateBackwardInputs, ActivateInputs, CombineBackwardInputs, CombineInputs
 
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -88,9 +100,9 @@ def with_derivatives(activation: Activation | None, gate: torch.Tensor, up: torc
     match activation:
         case SiLU():
             return _swish(gate, up, 1.0)
-        case SwiGLU(alpha=alpha, limit=limit):
+        case SwiGLU(alpha=alpha, limit=limit, beta=beta):
             value, by_gate, by_up = _swish(
-                gate.clamp(max=limit), up.clamp(-limit, limit) + 1, alpha
+                gate.clamp(max=limit), up.clamp(-limit, limit) + beta, alpha
             )
             return value, by_gate * (gate <= limit), by_up * (up.abs() <= limit)
         case ClampedSiLU(limit=limit):
@@ -101,7 +113,22 @@ def with_derivatives(activation: Activation | None, gate: torch.Tensor, up: torc
             gated, u = beta * t * s, torch.tanh(up / beta_up)
             by_gate = (1 - t * t) * s + gated * (1 - s)
             return gated * beta_up * u, by_gate * beta_up * u, gated * (1 - u * u)
+        case GELU():
+            value, slope = _gelu(gate, activation.approximate)
+            return value * up, slope * up, value
     raise ValueError(f"with_derivatives: activation — need one of mxpert's, got {activation!r}")
+
+
+def _gelu(gate: torch.Tensor, approximate: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """``gelu(g)`` and its derivative."""
+    value = torch.nn.functional.gelu(gate, approximate=approximate)
+    if approximate == "none":
+        density = torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
+        return value, 0.5 * (1 + torch.erf(gate / math.sqrt(2))) + gate * density
+    x = gate.clamp(-32, 32)  # beyond it the slope is 0 or 1, and squares may overflow
+    factor = math.sqrt(8 / math.pi)
+    s = torch.sigmoid(factor * (x + 0.044715 * x**3))
+    return value, s + x * s * (1 - s) * factor * (1 + 3 * 0.044715 * x * x)
 
 
 def _swish(gate: torch.Tensor, factor: torch.Tensor, alpha: float) -> Triple:

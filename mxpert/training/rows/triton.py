@@ -10,7 +10,7 @@ from triton.runtime.jit import JITFunction
 
 from ...core.kernel import UntunedKernel
 from ...core.launch import CACHED_LAUNCHES, Launch
-from ...core.problem import Config, Op, RowsProblem
+from ...core.problem import Config, Op, RowsProblem, kernel_parameters
 from ...device.targets import refuse_cpu
 from ...formats.spec import FLOAT_DTYPES
 from .inputs import ActivateBackwardInputs, ActivateInputs, CombineBackwardInputs, CombineInputs
@@ -114,14 +114,12 @@ def _activate(kernel: JITFunction, problem: RowsProblem) -> Launch:
     grid = (triton.cdiv(problem.num_rows, block_r) * triton.cdiv(problem.width, block_n),)
     if problem.activation is None:
         raise ValueError("activate_rows: activation — need one of mxpert's, got None")
-    p0, p1 = (float(value) for value in problem.activation.parameters)
     return Launch(
         kernel,
         grid,
         num_rows=problem.num_rows,
         width=problem.width,
-        p0=p0,
-        p1=p1,
+        **kernel_parameters(problem.activation),
         ACTIVATION=problem.activation.name,
         BLOCK_R=block_r,
         BLOCK_N=block_n,

@@ -9,7 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ...device.activation import clamp_above, clamp_both, gated_activation, sigmoid, tanh
+from ...device.activation import (
+    approximate_gelu,
+    clamp_above,
+    clamp_both,
+    erf_gelu,
+    gated_activation,
+    sigmoid,
+    tanh,
+)
 
 
 @triton.jit
@@ -20,18 +28,31 @@ def _swish_derivatives(gate, factor, alpha):
 
 
 @triton.jit
-def _derivatives(gate, up, p0, p1, ACTIVATION: tl.constexpr):
+def _derivatives(gate, up, p0, p1, p2, ACTIVATION: tl.constexpr):
     """Derivatives of `gated_activation` by gate and by up; 0 where the value is clamped."""
     if ACTIVATION == "silu":
         by_gate, by_up = _swish_derivatives(gate, up, 1.0)
-    elif ACTIVATION == "swiglu":  # p0 alpha, p1 limit
-        by_gate, by_up = _swish_derivatives(clamp_above(gate, p1), clamp_both(up, p1) + 1.0, p0)
+    elif ACTIVATION == "swiglu":  # p0 alpha, p1 limit, p2 beta or None for 1
+        if p2 is None:
+            beta: tl.constexpr = 1.0
+        else:
+            beta = p2
+        by_gate, by_up = _swish_derivatives(clamp_above(gate, p1), clamp_both(up, p1) + beta, p0)
         by_gate *= (gate <= p1).to(tl.float32)
         by_up *= (tl.abs(up) <= p1).to(tl.float32)
     elif ACTIVATION == "clamped_silu":  # p0 limit
         by_gate, by_up = _swish_derivatives(clamp_above(gate, p0), clamp_both(up, p0), 1.0)
         by_gate *= (gate <= p0).to(tl.float32)
         by_up *= (tl.abs(up) <= p0).to(tl.float32)
+    elif ACTIVATION == "gelu":
+        density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+        by_gate = (0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) + gate * density) * up
+        by_up = erf_gelu(gate)
+    elif ACTIVATION == "gelu_tanh":
+        x = clamp_both(gate, 32.0)  # beyond it the slope is 0 or 1, and squares may overflow
+        s = sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        slope = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        by_gate, by_up = slope * up, approximate_gelu(gate)
     else:
         tl.static_assert(ACTIVATION == "situ_v2", "an activation that this backend knows")
         # p0 beta, p1 beta_up
@@ -62,6 +83,7 @@ def _activate_rows_kernel(
     width,
     p0,
     p1,
+    p2,
     ACTIVATION: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -74,7 +96,7 @@ def _activate_rows_kernel(
     source = gate_up_ptr + rows * (2 * width) + columns
     gate = tl.load(source, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_R, BLOCK_N]
     up = tl.load(source + width, mask=mask, other=0.0).to(tl.float32)
-    values = gated_activation(gate, up, p0, p1, ACTIVATION)
+    values = gated_activation(gate, up, p0, p1, p2, ACTIVATION)
     tl.store(out_ptr + rows * width + columns, values.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -87,6 +109,7 @@ def _activate_rows_backward_kernel(
     width,
     p0,
     p1,
+    p2,
     ACTIVATION: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -100,7 +123,7 @@ def _activate_rows_backward_kernel(
     gate = tl.load(gate_up_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + offsets + width, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + rows * width + columns, mask=mask, other=0.0).to(tl.float32)
-    by_gate, by_up = _derivatives(gate, up, p0, p1, ACTIVATION)
+    by_gate, by_up = _derivatives(gate, up, p0, p1, p2, ACTIVATION)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     tl.store(out_ptr + offsets, (grad * by_gate).to(dtype), mask=mask)
     tl.store(out_ptr + offsets + width, (grad * by_up).to(dtype), mask=mask)

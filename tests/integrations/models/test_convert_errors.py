@@ -12,7 +12,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 import mxpert
 import mxpert.integrations.transformers  # registers the implementations
-from mxpert import ClampedSiLU, GateUpOrder, SiLU, SwiGLU, UnsupportedError
+from mxpert import GELU, ClampedSiLU, GateUpOrder, ReLU2, SiLU, SwiGLU, UnsupportedError
 from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from mxpert.integrations.models.convert import convert, restore
 from mxpert.integrations.models.experts import find_experts
@@ -66,10 +66,10 @@ def in_eight_bits() -> Any:
 
 BAD = {
     "dense": (dense, ValueError, r"LlamaForCausalLM — need experts.*this one is dense"),
-    "gelu": (
-        lambda: build("mixtral", hidden_act="gelu"),
+    "relu": (
+        lambda: build("mixtral", hidden_act="relu"),
         UnsupportedError,
-        r"layers\.0\.mlp\.experts: activation — need SiLU.*GELUActivation",
+        r"layers\.0\.mlp\.experts: activation — need SiLU.*MixtralExperts with ReLU",
     ),
     "hidden-size": (
         lambda: build("gpt_oss", hidden_size=80, head_dim=20),
@@ -190,17 +190,43 @@ def up_first(self: Any, values: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def find_one(gate: Any, **flags: bool) -> Any:
+def geglu(self: Any, values: torch.Tensor) -> torch.Tensor:
+    gate, up = values.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate) * up
+
+
+def geglu_by_tanh(self: Any, values: torch.Tensor) -> torch.Tensor:
+    gate, up = values.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+class UngatedExperts(Experts):
+    """Up and down projections alone; subclasses bring `act_fn`."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        del self.gate_up_proj
+        self.up_proj = torch.nn.Parameter(torch.zeros(2, 32, 32))
+        self.act_fn = config.act_fn
+
+
+def find_one(gate: Any, base: type = Experts, act_fn: Any = None, **flags: bool) -> Any:
     members = {} if gate is None else {"_apply_gate": gate}
-    made = use_experts_implementation(type("Some", (Experts,), members), **flags)
-    model = torch.nn.ModuleDict({"experts": made(SimpleNamespace())})
+    made = use_experts_implementation(type("Some", (base,), members), **flags)
+    model = torch.nn.ModuleDict({"experts": made(SimpleNamespace(act_fn=act_fn))})
     return find_experts(model, "convert")[0]
 
 
 @pytest.mark.parametrize(
     ("gate", "activation"),
-    [(None, SiLU()), (clamped, ClampedSiLU(7.0)), (swiglu, SwiGLU(1.702, 7.0))],
-    ids=["default", "clamped", "swiglu"],
+    [
+        (None, SiLU()),
+        (clamped, ClampedSiLU(7.0)),
+        (swiglu, SwiGLU(1.702, 7.0)),
+        (geglu, GELU()),
+        (geglu_by_tanh, GELU("tanh")),
+    ],
+    ids=["default", "clamped", "swiglu", "gelu", "gelu_tanh"],
 )
 def test_a_gate_is_known_by_what_it_does(gate, activation) -> None:
     found = find_one(gate)
@@ -219,9 +245,15 @@ def test_an_order_that_the_gate_contradicts_is_refused() -> None:
         find_one(None, is_concatenated=False)
 
 
-def test_experts_without_a_gate_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="need gated experts"):
-        find_one(None, has_gate=False)
+def test_experts_without_a_gate_are_known_by_what_they_do() -> None:
+    found = find_one(None, UngatedExperts, lambda x: x.relu() ** 2, has_gate=False)
+    assert (found.activation, found.order) == (ReLU2(), None)
+    assert found.projections == ("up_proj", "down_proj")
+
+
+def test_other_experts_without_a_gate_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"activation — need relu\(x\)² in experts without"):
+        find_one(None, UngatedExperts, torch.nn.functional.silu, has_gate=False)
 
 
 def test_public_name() -> None:

@@ -58,6 +58,17 @@ KINDS: dict[str, tuple[dict[str, Any], mxpert.Activation, mxpert.GateUpOrder]] =
         mxpert.ClampedSiLU(10.0),
         mxpert.GateUpOrder.CONCATENATED,
     ),
+    "swiglu-beta": (
+        GPT_OSS | {"gemm1_beta": 0.0},
+        mxpert.SwiGLU(1.702, 7.0, 0.0),
+        mxpert.GateUpOrder.INTERLEAVED,
+    ),
+    "gelu": ({"activation": "gelu"}, mxpert.GELU(), mxpert.GateUpOrder.CONCATENATED),
+    "gelu_tanh": (
+        {"activation": "gelu_tanh"},
+        mxpert.GELU("tanh"),
+        mxpert.GateUpOrder.CONCATENATED,
+    ),
     "situ": (
         {"activation": "situ", "gemm1_alpha": 3.0, "gemm1_clamp_limit": 20.0},
         mxpert.SiTUv2(3.0, 20.0),
@@ -373,10 +384,10 @@ def test_what_is_not_served_is_refused_in_one_line(name: str) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"activation": "gelu"},
+        {"activation": "relu2"},
+        {"activation": "gelu", "swiglu_limit": 7.0},
         {"activation": "situ"},
         {"gemm1_alpha": 1.0},
-        GPT_OSS | {"gemm1_beta": 0.5},
     ],
 )
 def test_other_activations_are_refused(changes: dict[str, Any]) -> None:

@@ -211,7 +211,7 @@ DISPATCHES = {"use_ep": True, "dp_size": 2, "all2all_backend": "deepep_low_laten
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("--all2all-backend allgather_reducescatter", {"parallel": DISPATCHES}),
     ("hidden_size", {"hidden_dim": 100}),
-    ("the experts' activation", {"activation": MoEActivation.GELU}),
+    ("the experts' activation", {"activation": MoEActivation.RELU2_NO_MUL}),
 ]
 
 
@@ -246,6 +246,13 @@ ACTIVATIONS: list[tuple[str, dict[str, Any], mxpert.core.problem.Activation]] = 
     ),
     ("SWIGLUOAI_UNINTERLEAVE", {"swiglu_limit": 5.0}, mxpert.ClampedSiLU(5.0)),
     (
+        "SWIGLUOAI_UNINTERLEAVE",
+        {"swiglu_limit": 5.0, "swiglu_alpha": 1.3, "swiglu_beta": 0.0},
+        mxpert.SwiGLU(1.3, 5.0, 0.0),
+    ),
+    ("GELU", {}, mxpert.GELU()),
+    ("GELU_TANH", {}, mxpert.GELU("tanh")),
+    (
         "SITU",
         {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0},
         mxpert.SiTUv2(4.0, 25.0),
@@ -269,8 +276,8 @@ def test_activations(kind: str, parameters: dict[str, Any], expected: object) ->
 def test_unknown_activations_are_refused() -> None:
     from mxpert.integrations.vllm._refusals import activation_of
 
-    with pytest.raises(UnsupportedError, match="gelu"):
-        activation_of(moe_config(activation=MoEActivation.GELU), SimpleNamespace())
+    with pytest.raises(UnsupportedError, match="got relu2_no_mul"):
+        activation_of(moe_config(activation=MoEActivation.RELU2_NO_MUL), SimpleNamespace())
     if hasattr(MoEActivation, "SITU"):
         with pytest.raises(UnsupportedError, match="both of its parameters, got situ"):
             activation_of(moe_config(activation=MoEActivation.SITU), SimpleNamespace())

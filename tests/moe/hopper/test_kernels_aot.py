@@ -19,6 +19,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from mxpert.configs import HopperGemmConfig, HopperKernel
 from mxpert.core.problem import (
     ACTIVATION_FORMATS,
+    GELU,
     Activation,
     ClampedSiLU,
     SiLU,
@@ -35,6 +36,7 @@ from support.hopper_launches import Launch, Recorder, describe
 from support.sass import overwritten_operands, parse, register_operands, reused_barriers
 
 ACTIVATIONS = (SiLU(), SwiGLU(), ClampedSiLU(), SiTUv2())
+OTHERS = (GELU(), GELU("tanh"), SwiGLU(limit=None, beta=0.5))
 GEMM_FORMATS = ("bf16", "mxfp8")
 """Activation formats with their own GEMM binaries. mxfp4 and fp8_token rows use those of mxfp8: all
 are encoded as e4m3 rows with one scale each."""
@@ -151,6 +153,16 @@ def test_gemms(recorder: Recorder, a_format: str, tile: str, activation: Activat
     assert len(launches) == 2
     for launch in launches:
         check_gemm(launch.compile(), tile)
+
+
+@pytest.mark.parametrize("activation", OTHERS, ids=str)
+@tiles
+def test_first_stage_of_other_activations(
+    recorder: Recorder, a_format: str, tile: str, activation: Activation
+) -> None:
+    problem = describe(shape_of(activation), 64, a_format)
+    launch, _ = gemms(recorder.run(problem, config_of(a_format, tile), has_bias=True))
+    check_gemm(launch.compile(), tile)
 
 
 @tiles

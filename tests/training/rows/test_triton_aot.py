@@ -18,7 +18,15 @@ from support.kernels import kernels_of
 from support.launches import H200, RecordedLaunch, recorded_launches
 
 TRITON = kernels_of("triton")
-ACTIVATIONS = (mxpert.SiLU(), mxpert.SwiGLU(), mxpert.ClampedSiLU(), mxpert.SiTUv2())
+ACTIVATIONS = (
+    mxpert.SiLU(),
+    mxpert.SwiGLU(),
+    mxpert.ClampedSiLU(),
+    mxpert.SiTUv2(),
+    mxpert.GELU(),
+    mxpert.GELU("tanh"),
+    mxpert.SwiGLU(limit=None, beta=0.25),
+)
 ROWS, TOP_K, WIDTH = 4096, 8, 2880
 targets = pytest.mark.parametrize("target", TARGETS)
 
@@ -53,7 +61,7 @@ def check(metrics: Metrics) -> None:
 
 
 @targets
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.name)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_activation(launches: list[RecordedLaunch], activation: Activation, target: str) -> None:
     gate_up = torch.zeros(ROWS, 2 * WIDTH, dtype=torch.bfloat16)
     check(metrics_of(launches, target, Op.ACTIVATE_ROWS, activation, gate_up=gate_up))
