@@ -336,23 +336,8 @@ class MoE(torch.nn.Module):
             require(ranks.top_k == top_k, op, "top_k", need=ranks.top_k, got=top_k)
             weights = local_weights(op, ranks, weights)
         experts = weights.num_experts if ranks is None else ranks.placement.num_experts
-        require_tensor(
-            router_weight,
-            op,
-            "router_weight",
-            dtype=FLOAT_DTYPES,
-            shape=(experts, weights.hidden_size),
-            device=weights.device,
-        )
-        if router_bias is not None:
-            require_tensor(
-                router_bias,
-                op,
-                "router_bias",
-                dtype=router_weight.dtype,
-                shape=(experts,),
-                device=weights.device,
-            )
+        shape = experts, weights.hidden_size
+        _check_router(op, router_weight, router_bias, shape, weights.device)
         check_route_topk(router_weight.new_empty(0, experts), top_k, routing, correction_bias, op)
         check_weight_on_input(op, apply_router_weight_on_input, top_k)
         self.top_k, self.routing = top_k, routing
@@ -466,6 +451,20 @@ def quantize_weights(
         for bias in (gate_up_bias, down_bias)
     ]
     return MoEWeights(gate_up, down, biases[0], biases[1], gate_up_order=gate_up_order)
+
+
+def _check_router(
+    op: str,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    shape: tuple[int, int],
+    device: torch.device,
+) -> None:
+    """Check a router of E experts for rows of H values: weight [E, H], bias [E] or None."""
+    require_tensor(weight, op, "router_weight", dtype=FLOAT_DTYPES, shape=shape, device=device)
+    if bias is not None:
+        size = shape[:1]
+        require_tensor(bias, op, "router_bias", dtype=weight.dtype, shape=size, device=device)
 
 
 def _float32_kept(before: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:

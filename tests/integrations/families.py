@@ -38,13 +38,10 @@ def config_of(family: str, **changes: Any) -> Any:
                 | changes
             )
         case "llama4":  # its first layer is dense, its router chooses one expert
-            return transformers.Llama4TextConfig(
-                **common
-                | dict(intermediate_size=INTERMEDIATE, intermediate_size_mlp=96, head_dim=32)
-                | dict(num_local_experts=EXPERTS, num_experts_per_tok=1)
-                | dict(num_hidden_layers=3, moe_layers=[1, 2])
-                | changes
-            )
+            layers = dict(num_hidden_layers=3, moe_layers=[1, 2], intermediate_size_mlp=96)
+            one = dict(intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS, head_dim=32)
+            one |= dict(num_experts_per_tok=1)
+            return transformers.Llama4TextConfig(**common | layers | one | changes)
         case "qwen3_moe":
             return transformers.Qwen3MoeConfig(
                 **common
