@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,20 +20,17 @@ from .core.problem import (
 from .distributed import ExpertParallel
 from .errors import Checks, UnsupportedError, message, require, require_device, require_tensor
 from .formats.gate_up import GateUpOrderLike
-from .formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFP4, ScaleRule, ScaleRuleLike
-from .formats.tensor import Layout, MXTensor
+from .formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, ScaleRule, ScaleRuleLike
+from .formats.tensor import Layout
 from .moe import published_tensors as published
-from .moe.checks import check_gate
+from .moe.checks import check_gate, check_weight_on_input
 from .moe.local_weights import check_local_weights, local_weights
 from .moe.op import fused_moe
 from .moe.requantize import requantize_ as requantize_
+from .moe.stacked import quantize_stacked
 from .moe.weights import GateUpOrder, MoEWeights, parse_order
 from .moe.weights_state import PROJECTIONS
-from .quantize.op import quantize
 from .routing.op import check_route_topk, route_topk
-
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
-"""Weights quantised at a time: temporaries that stay in a CPU's cache; few launches on a GPU."""
 
 
 class PreparedExperts(torch.nn.Module):
@@ -50,6 +47,8 @@ class PreparedExperts(torch.nn.Module):
         activation: what stands between the two GEMMs; an object or its name.
         activation_format: "bf16", "mxfp8", "mxfp4" or "fp8_token"; may be assigned later.
         dtype: dtype of the biases in the state dict.
+        apply_router_weight_on_input: multiply x by the routing weight, instead of the result, as
+            Llama 4 does; for one expert per token alone.
         expert_parallel: mxpert.distributed.ExpertParallel, where `weights` are the local experts of
             this rank. All ranks then call the module at the same time. ``state_dict`` has the local
             experts; ``load_state_dict`` takes these, or all experts, of which it takes its part.
@@ -76,10 +75,13 @@ class PreparedExperts(torch.nn.Module):
         *,
         activation_format: ActivationFormat = "bf16",
         dtype: torch.dtype = torch.float32,
+        apply_router_weight_on_input: bool = False,
         expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         op = type(self).__name__
+        check_weight_on_input(op, apply_router_weight_on_input, 1)
+        self.apply_router_weight_on_input = apply_router_weight_on_input
         self.activation, self.dtype = parse_activation(activation, op), dtype
         check_gate(self.activation, weights.has_gate, Checks(op))
         self.expert_parallel = expert_parallel
@@ -112,6 +114,7 @@ class PreparedExperts(torch.nn.Module):
         Raises:
             UnsupportedError: x requires a gradient and the module is in training mode. In
                 evaluation mode the error comes with the backward pass.
+            ValueError: several experts per token with `apply_router_weight_on_input`.
         """
         if self.training and x.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(
@@ -125,7 +128,9 @@ class PreparedExperts(torch.nn.Module):
             )
         if not torch.compiler.is_compiling():
             self._refuse_exchanged_buffers()
-        width = self.weights.hidden_size
+        on_input, width = self.apply_router_weight_on_input, self.weights.hidden_size
+        if on_input:
+            check_weight_on_input(type(self).__name__, on_input, topk_ids.shape[-1])
         if x.dim() != 2 and x.shape[-1:] != (width,):
             need = f"[..., {width}]"
             raise ValueError(message(type(self).__name__, "x.shape", need, list(x.shape)))
@@ -139,6 +144,7 @@ class PreparedExperts(torch.nn.Module):
             topk_ids,
             activation=self.activation,
             activation_format=self.activation_format,
+            apply_router_weight_on_input=on_input,
             out_dtype=x.dtype,
             expert_parallel=self.expert_parallel,
         )
@@ -237,6 +243,7 @@ class PreparedExperts(torch.nn.Module):
             f"num_experts={weights.num_experts}, hidden_size={weights.hidden_size}, "
             f"intermediate_size={weights.intermediate_size}, activation={self.activation}, "
             f"activation_format={self.activation_format!r}, layout={weights.layout.name}"
+            + (", apply_router_weight_on_input=True" if self.apply_router_weight_on_input else "")
             + ("" if self.expert_parallel is None else f", {self.expert_parallel}")
         )
 
@@ -270,6 +277,8 @@ class MoE(torch.nn.Module):
         router_bias: [E] in the dtype of `router_weight`, added to the logits, or None.
         correction_bias: float32 [E], added to the scores for the choice only, or None.
         routing: mxpert.TopKOptions: scoring, groups and scaling, as for `route_topk`.
+        apply_router_weight_on_input: multiply x by the routing weight, instead of the experts'
+            result; with ``top_k=1`` alone. Llama 4 does, and scores by an unnormalised sigmoid.
         expert_parallel: a mxpert.distributed.ExpertParallel with the layer's sizes, on the device
             of `weights`; None for all experts in this process.
 
@@ -310,6 +319,7 @@ class MoE(torch.nn.Module):
         router_bias: torch.Tensor | None = None,
         correction_bias: torch.Tensor | None = None,
         routing: TopKOptions = TopKOptions(),
+        apply_router_weight_on_input: bool = False,
         expert_parallel: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
@@ -328,24 +338,10 @@ class MoE(torch.nn.Module):
             require(ranks.top_k == top_k, op, "top_k", need=ranks.top_k, got=top_k)
             weights = local_weights(op, ranks, weights)
         experts = weights.num_experts if ranks is None else ranks.placement.num_experts
-        require_tensor(
-            router_weight,
-            op,
-            "router_weight",
-            dtype=FLOAT_DTYPES,
-            shape=(experts, weights.hidden_size),
-            device=weights.device,
-        )
-        if router_bias is not None:
-            require_tensor(
-                router_bias,
-                op,
-                "router_bias",
-                dtype=router_weight.dtype,
-                shape=(experts,),
-                device=weights.device,
-            )
+        shape = experts, weights.hidden_size
+        _check_router(op, router_weight, router_bias, shape, weights.device)
         check_route_topk(router_weight.new_empty(0, experts), top_k, routing, correction_bias, op)
+        check_weight_on_input(op, apply_router_weight_on_input, top_k)
         self.top_k, self.routing = top_k, routing
         self.router = torch.nn.Linear(
             weights.hidden_size, experts, device="meta", bias=router_bias is not None
@@ -357,7 +353,11 @@ class MoE(torch.nn.Module):
         if weights.layout is Layout.ROW_MAJOR and weights.fold_certificates is None:
             weights = weights.prepare(device=weights.device)
         self.experts = PreparedExperts(
-            weights, activation, activation_format=activation_format, expert_parallel=ranks
+            weights,
+            activation,
+            activation_format=activation_format,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            expert_parallel=ranks,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -457,39 +457,18 @@ def quantize_weights(
     return MoEWeights(gate_up, down, biases[0], biases[1], gate_up_order=gate_up_order)
 
 
-def quantize_stacked(
+def _check_router(
+    op: str,
     weight: torch.Tensor,
-    *,
-    transposed: bool,
-    scale_rule: ScaleRule,
+    bias: torch.Tensor | None,
+    shape: tuple[int, int],
     device: torch.device,
-    experts: Sequence[int] | None = None,
-) -> MXTensor:
-    """Quantise stacked weights along their reduction, a part at a time.
-
-    Args:
-        weight: [E, N, K], or [E, K, N] if `transposed`.
-        device: where to quantise and leave the result.
-        experts: which ones, in the order of the result; None is all of them.
-
-    Returns:
-        MXFP4 [E, N, K], or as many as `experts` has.
-    """
-    rows = weight.detach().transpose(1, 2) if transposed else weight.detach()
-    chosen = range(len(rows)) if experts is None else experts
-    _, count, columns = rows.shape
-    size = len(chosen), count
-    qdata = torch.empty(*size, columns // 2, dtype=torch.uint8, device=device)
-    scale = torch.empty(*size, columns // MX_BLOCK_SIZE, dtype=torch.uint8, device=device)
-    limit = CHUNK_ELEMENTS.get(device.type, CHUNK_ELEMENTS["cuda"])
-    step = max(1, limit // max(1, columns))
-    for place, expert in enumerate(chosen):
-        for start in range(0, count, step):
-            part = rows[expert, start : start + step].to(device).contiguous()
-            quantized = quantize(part, MXFP4, scale_rule=scale_rule)
-            qdata[place, start : start + step] = quantized.qdata
-            scale[place, start : start + step] = quantized.scale
-    return MXTensor(qdata, scale, MXFP4)
+) -> None:
+    """Check a router of E experts for rows of H values: weight [E, H], bias [E] or None."""
+    require_tensor(weight, op, "router_weight", dtype=FLOAT_DTYPES, shape=shape, device=device)
+    if bias is not None:
+        size = shape[:1]
+        require_tensor(bias, op, "router_bias", dtype=weight.dtype, shape=size, device=device)
 
 
 def _float32_kept(before: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:

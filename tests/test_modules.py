@@ -55,7 +55,8 @@ def weights_of(seed: int = 0, *, bias: bool = False) -> MoEWeights:
 
 
 def layer(seed: int = 0, *, bias: bool = False, **options: Any) -> mxpert.MoE:
-    return mxpert.MoE(weights_of(seed, bias=bias), dense(seed)[2], top_k=K, **options).eval()
+    options = {"top_k": K} | options
+    return mxpert.MoE(weights_of(seed, bias=bias), dense(seed)[2], **options).eval()
 
 
 def rows(*shape: int) -> torch.Tensor:
@@ -100,6 +101,37 @@ def test_it_computes_routing_and_fused_moe(activation: Any, routing: TopKOptions
         out_dtype=torch.float32,
     )
     torch.testing.assert_close(moe(x), wanted.view(x.shape), rtol=1e-5, atol=1e-6)
+
+
+def test_router_weights_on_the_input_are_llama_4s() -> None:
+    """One expert by an unnormalised sigmoid, whose score multiplies x: ``expert(w · x)``."""
+    routing = TopKOptions("sigmoid", normalize=False)
+    moe = layer(routing=routing, top_k=1, apply_router_weight_on_input=True)
+    x = rows(23).bfloat16()
+    topk_weights, topk_ids = mxpert.route_topk(
+        x.float() @ dense()[2].T, 1, scoring="sigmoid", normalize=False
+    )
+    expected = mxpert.fused_moe(
+        x,
+        weights_of(),
+        topk_weights,
+        topk_ids,
+        activation=SiLU(),
+        apply_router_weight_on_input=True,
+    )
+    assert_exact(moe(x), expected, "MoE")
+    assert_exact(moe.experts(x, topk_weights, topk_ids), expected, "PreparedExperts")
+    on_output = layer(routing=routing, top_k=1)
+    assert not torch.equal(on_output(x), expected)
+    assert "apply_router_weight_on_input=True" in repr(moe)
+    assert "apply_router_weight_on_input" not in repr(on_output)
+
+
+def test_router_weights_on_the_input_of_several_experts_are_refused() -> None:
+    moe = layer(top_k=1, apply_router_weight_on_input=True)
+    routing = mxpert.route_topk(rows(5) @ dense()[2].T, K)
+    with pytest.raises(ValueError, match=r"PreparedExperts: top_k — need 1 .*, got 2; call fused"):
+        moe.experts(rows(5), *routing)
 
 
 def test_it_is_the_formula_in_the_docstring() -> None:
@@ -231,6 +263,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "top_k bool": ({"top_k": True}, TypeError, "top_k — need an int"),
     "activation": ({"activation": "gelu"}, ValueError, "activation — need an activation object"),
     "format": ({"activation_format": "int8"}, ValueError, "activation_format — need one of"),
+    "on input": (
+        {"apply_router_weight_on_input": True},
+        ValueError,
+        "top_k — need 1 with apply_router_weight_on_input, got 2",
+    ),
+    "on input int": (
+        {"apply_router_weight_on_input": 1, "top_k": 1},
+        TypeError,
+        "apply_router_weight_on_input — need a bool",
+    ),
     "groups": ({"routing": mxpert.TopKOptions(num_groups=3)}, ValueError, "num_groups — need"),
     "routing": ({"routing": "softmax"}, TypeError, "routing — need TopKOptions"),
     "device": ({"router_weight": torch.zeros(E, H, device="meta")}, ValueError, "device"),

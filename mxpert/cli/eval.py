@@ -98,6 +98,7 @@ def evaluate_checkpoint(
     check_target(json_to, "eval")
     _check_files(text, plot)
     folder = local_checkpoint(checkpoint, "eval")
+    name = checkpoint.name if folder == checkpoint else str(checkpoint)  # an id as it was given
     check_checkpoint(folder, "eval")
     _require_transformers()
     target = require_device(
@@ -115,11 +116,11 @@ def evaluate_checkpoint(
             batch=batch,
             on_progress=advance,
         )
-    print_report(report, checkpoint.name, json_to)
-    names_of = {"kind": "eval", "checkpoint": checkpoint.name, "text": text.name}
+    print_report(report, name, json_to)
+    names_of = {"kind": "eval", "checkpoint": name, "text": text.name}
     write_report(json_to, {**names_of, "environment": environment(target), **report.as_json()})
     if plot is not None:
-        draw(plot, report, checkpoint.name)
+        draw(plot, report, name)
 
 
 def _require_transformers() -> None:

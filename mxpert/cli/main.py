@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ EXIT_CODES = """Exit codes: 0 success; 1 a check failed; 2 bad input, or somethi
 lacks, said in one line; 3 a defect of mxpert, with its traceback; 130 interrupted."""
 EXAMPLES = "Examples:"
 """Starts the last part of a command's docstring: a line for each example."""
+_TABLE_WIDTH = 80
 _MESSAGE_MARK = " — "  # the library's own messages have it, and say all there is to say
 
 
@@ -126,13 +129,49 @@ class _Examples:
 
     def format_help(self, ctx: object, formatter: SupportsWrite[str]) -> None:
         super().format_help(ctx, formatter)  # type: ignore[misc]
+        width = shutil.get_terminal_size().columns
         lines = [line.strip() for line in self.examples.splitlines() if line.strip()]
-        formatter.write(
-            "".join(f"{line}\n" for line in (EXAMPLES, *(f"  {each}" for each in lines)))
-        )
+        examples = (f"{_folded(each, width)}\n" for each in lines)
+        formatter.write("".join((f"{EXAMPLES}\n", *examples)))
 
 
-class _Command(_Examples, TyperCommand):
+def _filled(text: str, width: int, indent: int) -> str:
+    """Lines of whole words, below each other at `indent`."""
+    lines = textwrap.wrap(text, width - indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.indent("\n".join(lines), " " * indent)
+
+
+def _folded(example: str, width: int) -> str:
+    r"""An example below its heading; where it is too long, a shell's continued lines.
+
+    >>> print(_folded("mxpert eval ./mixtral-bf16 --text wiki.txt", 40))
+      mxpert eval ./mixtral-bf16 \
+          --text wiki.txt
+    """
+    if len(example) + 2 <= width:
+        return f"  {example}"
+    first, *rest = _filled(example, width - 8, 0).splitlines()
+    return " \\\n      ".join([f"  {first}", *rest])
+
+
+class _Body(TyperCommand):
+    """Help in one column where a terminal is narrow: tables of rich would cut words there."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        width = shutil.get_terminal_size().columns
+        if width >= _TABLE_WIDTH:
+            super().format_help(ctx, formatter)
+            return
+        paragraphs = [ctx.get_usage()]
+        paragraphs += [_filled(each, width, 2) for each in (self.help or "").split("\n\n")]
+        records = (parameter.get_help_record(ctx) for parameter in self.get_params(ctx))
+        for names, text in filter(None, records):
+            paragraphs.append(f"{_filled(names, width, 2)}\n{_filled(text, width, 6)}")
+        paragraphs.append(_filled(self.epilog or "", width, 2))
+        formatter.write("\n\n".join(paragraphs).replace("`", "") + "\n\n")
+
+
+class _Command(_Examples, _Body):
     """A subcommand. Only while it runs an interrupt raises KeyboardInterrupt."""
 
     # Any, here and below: click's types, which releases of typer keep in different places.

@@ -20,10 +20,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, require
 from ..formats.spec import ScaleRule
-from ..modules import quantize_stacked
 from ..moe.published_tensors import published_shapes
+from ..moe.stacked import quantize_stacked
 from ..moe.weights import GateUpOrder
 from .checkpoint_names import fitting, module_of
+from .checkpoints.convertible import stacked_order
 from .checkpoints.expert_sources import ExpertSource, find_expert_sources
 from .checkpoints.safetensors_files import CheckpointReader
 from .models.convert import check_ranks, forbid_saving, with_progress
@@ -170,10 +171,8 @@ def _sources_of(
         ValueError, UnsupportedError: a layer that the checkpoint does not have once, or has in
             other sizes; tensors of an unknown kind.
     """
-    renamed = {
-        module_of(model, source.tensors[0]): source
-        for source in find_expert_sources(reader, reader.config())
-    }
+    found_sources = find_expert_sources(reader, reader.config(), lambda: stacked_order(layers))
+    renamed = {module_of(model, source.tensors[0]): source for source in found_sources}
     sources = {}
     for found in layers:
         fits = [renamed[name] for name in fitting(renamed, found.name)]

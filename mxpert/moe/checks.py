@@ -246,10 +246,7 @@ def _cached_options(op: str, *choices: Any) -> MoEOptions:  # Any: those of _che
 
 def _check_options(options: MoEOptions, op: str) -> None:
     need = Checks(op)
-    if not isinstance(options.apply_router_weight_on_input, bool):
-        raise need.type_error(
-            "apply_router_weight_on_input", "a bool", repr(options.apply_router_weight_on_input)
-        )
+    _check_bool(options.apply_router_weight_on_input, need)
     need.dtype(options.out_dtype, OUT_DTYPES, "out_dtype")
     need(
         op != "fused_moe" or options.combine is not Combine.FLAT,
@@ -258,6 +255,28 @@ def _check_options(options: MoEOptions, op: str) -> None:
         "FLAT",
         "call make_routing_plan, moe_gate_up and moe_down: FLAT rows need the plan",
     )
+
+
+def check_weight_on_input(op: str, on_input: bool, top_k: int) -> None:
+    """Check `apply_router_weight_on_input` of a module.
+
+    Raises:
+        TypeError: not a bool. ValueError: more than one expert per token, as vLLM refuses it.
+    """
+    need = Checks(op)
+    _check_bool(on_input, need)
+    need(
+        top_k == 1 or not on_input,
+        "top_k",
+        "1 with apply_router_weight_on_input",
+        top_k,
+        "call fused_moe, which scales one copy of x for each expert of a token",
+    )
+
+
+def _check_bool(on_input: object, need: Checks) -> None:
+    if not isinstance(on_input, bool):
+        raise need.type_error("apply_router_weight_on_input", "a bool", repr(on_input))
 
 
 def _check_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ def test_examples_stand_each_on_a_line(
     command: str, rich: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("typer.core.HAS_RICH", rich, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")  # narrower ones continue a long example on the next line
     outcome = runner.invoke(main.app, [*command.split(), "--help"])
     assert outcome.exit_code == 0, outcome.output
     *_, last = outcome.output.rstrip().partition("Examples:\n")
@@ -183,3 +185,27 @@ def test_a_missing_extra_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> 
     outcome = runner.invoke(main.app, ["demo"])
     assert outcome.exit_code == main.EXIT_USER_ERROR
     assert "pip install transformers" in outcome.output
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("command", ["", *main.COMMANDS])
+def test_help_cuts_no_word(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every word of every text is there as a whole, and no line is wider than the terminal."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = runner.invoke(main.app, [*command.split(), "--help"]).output
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    parser = main._load(command) if command else typer.main.get_command(main.app)
+    texts = [parser.help, parser.examples, parser.epilog]
+    for parameter in parser.params:
+        texts += [getattr(parameter, "help", None), ",".join(parameter.opts)]
+        if isinstance(parameter.default, str) and parameter.show_default is not False:
+            texts.append(parameter.default)
+    if not command:
+        texts += [text for name, entry in main.COMMANDS.items() for text in (name, entry.summary)]
+    found = set(words(shown.replace("│", " ")))
+    assert not set(words(" ".join(filter(None, texts)))) - found
+
+
+def words(text: str) -> list[str]:
+    return re.sub(r"[\[\];,]", " ", text.replace("`", "")).split()

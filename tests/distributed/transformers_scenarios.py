@@ -19,13 +19,13 @@ import transformers
 
 import mxpert
 import mxpert.integrations.transformers
-from mxpert import modules
 from mxpert.distributed import ExpertParallel, Transport
 from mxpert.errors import UnsupportedError
 from mxpert.integrations import dense_checkpoints
 from mxpert.integrations.checkpoints.expert_sources import ExpertSource
 from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
 from mxpert.integrations.models.convert import mx_experts, restore
+from mxpert.moe import stacked
 from mxpert.testing.numerics import is_exact, relative_l2, requantisation_error
 from mxpert.training import MXFP8Recipe, full_state_dict, local_expert_parameters
 from support.incomplete import copy_without
@@ -35,6 +35,7 @@ from tests.integrations.families import FAMILIES, PROMPT, VOCABULARY, build, ora
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 
+EVERY_FAMILY = (*FAMILIES, "llama4")
 TRANSPORTS = (Transport.GATHER, Transport.ALL_TO_ALL)
 NEW_TOKENS = 16
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3}
@@ -119,9 +120,9 @@ def ranks_may_generate_from_different_prompts() -> None:
 
 
 def every_family_computes_what_one_rank_does() -> None:
-    for family in FAMILIES:
+    for family in EVERY_FAMILY:
         model = build(family)
-        ep = parallel(combine_dtype=torch.float32)
+        ep = parallel(top_k=model.config.num_experts_per_tok, combine_dtype=torch.float32)
         ranks = converted(model, ep)
         wanted = logits(converted(model, None), 24 + dist.get_rank())
         assert relative_l2(logits(ranks, 24 + dist.get_rank()), wanted) < logits_bound(model)
@@ -144,7 +145,7 @@ def a_rank_holds_its_experts_alone() -> None:
     layer = prepared_bytes(converted(build("gpt_oss", **SIZES), None)) // 3
     peaks = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(modules.CHUNK_ELEMENTS, "cpu", 1 << 14)  # small as the layers are
+        patch.setitem(stacked.CHUNK_ELEMENTS, "cpu", 1 << 14)  # small as the layers are
         for name, ranks in (("whole", None), ("local", ep)):
             made: list[Any] = []
             peaks[name] = peak_bytes(
@@ -254,7 +255,7 @@ def read_in_part(path: Path, ep: ExpertParallel) -> tuple[int, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ExpertSource, "read", recorded)
-        patch.setitem(modules.CHUNK_ELEMENTS, "cpu", 1 << 14)  # small as the layers are
+        patch.setitem(stacked.CHUNK_ELEMENTS, "cpu", 1 << 14)  # small as the layers are
         file = (path / "model.safetensors").stat().st_size
         peak = peak_bytes(lambda: None, lambda _: made.append(load(path, ep)), mapped=file)
     assert experts == set(ep.local_experts)
@@ -295,9 +296,11 @@ def check_same(found: Any, wanted: Any) -> None:
 
 def bf16_checkpoints_load_as_they_convert() -> None:
     """Every family, in the dtype that was asked for; no key is missing or unexpected."""
-    ep = parallel(combine_dtype=torch.float32)
-    for family in FAMILIES:
-        with checkpoint_of(build(family)) as path:
+    for family in EVERY_FAMILY:
+        model = build(family)
+        ep = parallel(top_k=model.config.num_experts_per_tok, combine_dtype=torch.float32)
+        with checkpoint_of(model) as path, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dense_checkpoints, "_logger", None)  # none is loaded as a whole
             options = dict(dtype=torch.bfloat16)  # of float32: rounded, then quantised
             name = "mxpert_mxfp8"
             local, info = load(
@@ -396,10 +399,12 @@ def training_gives_the_gradients_of_one_rank() -> None:
     """With a recipe: the local experts' gradients are those of the mean of the ranks' losses."""
     size, rank = dist.get_world_size(), dist.get_rank()
     recipe = MXFP8Recipe(enabled=False)
-    for family in ("gpt_oss", "qwen3_moe"):  # transposed, interleaved, with biases; and not
+    # transposed, interleaved, with biases; none of these; weights on the input
+    for family in ("gpt_oss", "qwen3_moe", "llama4"):
         model = build(family).train()
         whole = mxpert.convert(copy.deepcopy(model), recipe=recipe)
-        ep = parallel(transport=Transport.ALL_TO_ALL)
+        top_k = model.config.num_experts_per_tok
+        ep = parallel(top_k=top_k, transport=Transport.ALL_TO_ALL)
         local = mxpert.convert(copy.deepcopy(model), recipe=recipe, expert_parallel=ep)
         ids = [torch.arange(20 + each, 40 + 2 * each)[None] % VOCABULARY for each in range(size)]
         for each in ids:

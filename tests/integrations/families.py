@@ -1,4 +1,4 @@
-"""Tiny random models of the four families, and heads that give their greedy tokens a margin."""
+"""Tiny random models of a few families, and heads that give their greedy tokens a margin."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import transformers
 from mxpert.integrations.models.convert import convert, restore
 
 FAMILIES = ("gpt_oss", "qwen3_moe", "mixtral", "deepseek_v3")
+"""Those whose experts get ids and weights; "llama4" is another."""
 VOCABULARY, HIDDEN, INTERMEDIATE, EXPERTS = 48, 128, 64, 8
 PROMPT, NEW_TOKENS = 8, 64
 
@@ -36,6 +37,11 @@ def config_of(family: str, **changes: Any) -> Any:
                 | dict(intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS, head_dim=32)
                 | changes
             )
+        case "llama4":  # its first layer is dense, its router chooses one expert
+            layers = dict(num_hidden_layers=3, moe_layers=[1, 2], intermediate_size_mlp=96)
+            one = dict(intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS, head_dim=32)
+            one |= dict(num_experts_per_tok=1)
+            return transformers.Llama4TextConfig(**common | layers | one | changes)
         case "qwen3_moe":
             return transformers.Qwen3MoeConfig(
                 **common
@@ -94,8 +100,8 @@ def build(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **c
                 normal(parameter, 2 / parameter.shape[-1] ** 0.5)
             elif name.endswith(("bias", "sinks")):
                 normal(parameter, 0.1)
-            elif parameter.dim() > 1:  # gpt-oss's experts are [E, K, N]
-                transposed = family == "gpt_oss" and ".experts." in name
+            elif parameter.dim() > 1:  # some experts are [E, K, N]
+                transposed = family in ("gpt_oss", "llama4") and ".experts." in name
                 normal(parameter, parameter.shape[-2 if transposed else -1] ** -0.5)
     return model.eval()
 

@@ -52,7 +52,8 @@ _GEMMA4 = dict(
     num_global_key_value_heads=2,
     hidden_size_per_layer_input=0,
 )
-_LLAMA4 = dict(intermediate_size_mlp=64, interleave_moe_layer_step=1)
+_LLAMA4 = dict(intermediate_size_mlp=64, interleave_moe_layer_step=2, num_experts_per_tok=1)
+"""A dense layer, then one with experts."""
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("DeepSeek-V2", _DEEPSEEK),
@@ -102,8 +103,8 @@ class Support:
         return f"| {name} | `{model_type}` | {' | '.join(marks)} | {self.reason} |"
 
 
-def build(model_type: str) -> Any:
-    """A tiny random model whose experts matter."""
+def build(model_type: str, **changes: Any) -> Any:
+    """A tiny random model whose experts matter; `changes` replace values of its config."""
     common: dict[str, Any] = dict(
         vocab_size=64,
         hidden_size=HIDDEN,
@@ -122,7 +123,9 @@ def build(model_type: str) -> Any:
         bos_token_id=None,
         eos_token_id=None,
     )
-    config = transformers.AutoConfig.for_model(model_type, **common | FAMILIES[model_type][1])
+    config = transformers.AutoConfig.for_model(
+        model_type, **common | FAMILIES[model_type][1] | changes
+    )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

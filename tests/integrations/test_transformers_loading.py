@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 
 import mxpert
 import mxpert.integrations.transformers as integration
-from mxpert import modules
 from mxpert.formats.names import FORMAT_OF
 from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
 from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from mxpert.integrations.models import convert as convert_module
 from mxpert.integrations.models.convert import convert, mx_experts, restore
 from mxpert.integrations.models.expert_modules import StoredExperts
+from mxpert.moe import stacked
 from mxpert.testing.numerics import assert_exact, cosine
 from support.incomplete import copy_without
 from support.memory import peak_bytes
@@ -198,7 +198,7 @@ def dense_layer_bytes(model: Any) -> int:
 
 
 def test_conversion_holds_one_layer_twice_at_most(monkeypatch) -> None:
-    monkeypatch.setitem(modules.CHUNK_ELEMENTS, "cpu", 1 << 14)  # small as the layers are
+    monkeypatch.setitem(stacked.CHUNK_ELEMENTS, "cpu", 1 << 14)  # small as the layers are
     layer = dense_layer_bytes(build("mixtral", **SIZES)) // 2
     peak = peak_bytes(
         lambda: build("mixtral", dtype=torch.bfloat16, **SIZES),

@@ -317,3 +317,27 @@ def test_out_may_be_the_input() -> None:
     x = inputs.x.clone()
     run(replace(inputs, x=x), out=x)
     assert_exact(x, want, "fused_moe")
+
+
+@pytest.mark.parametrize("activation_format", FORMATS)
+@pytest.mark.parametrize("exact", [True, False], ids=["powers_of_two", "any_weights"])
+def test_when_x_may_be_scaled_before_it_is_quantised(activation_format, exact, float64) -> None:
+    """Codes are those of x if the weight is a power of two: only the scale of a block moves.
+
+    Any other weight moves values across the borders of codes. Both results then stand within the
+    rounding of x, so kernels multiply the GEMM's float32 result, which rounds nothing.
+    """
+    shape = replace(SHAPE, top_k=1, has_bias=False)
+    inputs = random_moe_problem(shape, 33, seed=5)
+    generator = torch.Generator().manual_seed(6)
+    weights = torch.rand(33, 1, generator=generator) + 0.25
+    if exact:
+        weights = torch.exp2(torch.randint(-6, 3, (33, 1), generator=generator).float())
+    inputs = replace(inputs, topk_weights=weights)
+    scaled = replace(
+        inputs, x=(inputs.x * weights).bfloat16(), topk_weights=torch.ones_like(weights)
+    )
+    options = dict(activation_format=activation_format, out_dtype=torch.float64)
+    after = run(inputs, apply_router_weight_on_input=True, **options)
+    before = run(scaled, **options)
+    assert torch.equal(after, before) == exact

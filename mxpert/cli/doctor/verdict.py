@@ -33,7 +33,7 @@ class Verdict:
     """What a machine is good for.
 
     Args:
-        device: in words. status: of docs/supported-gpus.md, or what is broken.
+        device: in words. status: what is broken, then the status of docs/supported-gpus.md.
         broken: names of what is missing, too old or wrong.
         fast: operations that have kernels here. slow: those that run plain torch.
         command: to type next. why: what the command does.
@@ -77,14 +77,14 @@ def judge(
     broken = [each.name for each in findings if each.state == BROKEN]
     broken += [*(row["op"] for row in operations if row["chosen"] is None), *wrong]
     support = support_of(target)
-    if broken:
-        status, kind = f"broken: {', '.join(broken)}", "broken"
-    elif target.kind == "cpu":
+    if target.kind == "cpu":
         status, kind = "no GPU; right results, slow", "cpu"
     elif not support.has_kernels:
         status, kind = f"{support.status.value}; {remedy_of(target)}", "reference"
     else:
         status = support.status.value
         kind = "measured" if support.status is Status.MEASURED else "kernels"
+    if broken:  # what the GPU would be good for stays to be read
+        status, kind = f"broken: {', '.join(broken)}; {status}", "broken"
     device = target.name if target.kind == "cpu" else f"{target.name} ({target.arch})"
     return Verdict(device, status, tuple(broken), fast, slow, *NEXT[kind])

@@ -11,7 +11,7 @@ from ...core.problem import ActivationFormat, OwnFormat, parse_activation_format
 from ...distributed import ExpertParallel
 from ...errors import UnsupportedError, message, require, require_device
 from ...formats.spec import ScaleRule, ScaleRuleLike
-from ...modules import quantize_stacked
+from ...moe.stacked import quantize_stacked
 from ...moe.weights import MoEWeights
 from ...moe.weights_state import BIASES, PROJECTIONS
 from ...training.expert_parallel import check_expert_parallel

@@ -14,7 +14,7 @@ import torch
 from ...core.problem import SHORT_NAMES, parse_activation_format
 from ...errors import message, require, require_tensor
 from .convert import convert, mx_experts
-from .experts import find_experts
+from .experts import FoundExperts, find_experts
 
 BASELINE = "bf16"
 DEFAULT_FORMATS = ("a16w4", "a8w4", "a4w4")
@@ -126,12 +126,13 @@ def evaluate(
     windows = _windows(token_ids, context, op)
     formats = parse_formats(formats, op)
     require(batch > 0, op, "batch", need="at least 1", got=batch)
-    names = [found.name for found in find_experts(model, op)]
+    found = find_experts(model, op)
+    names = [experts.name for experts in found]
     total, done = windows.numel() * (1 + len(formats)), 0
     losses: dict[str, torch.Tensor] = {}
     seconds: dict[str, float] = {}
     model.eval()
-    calls = _capture(model, names, windows[:1])
+    calls = _capture(model, found, windows[:1])
     sqnr: list[dict[str, float | None]] = [{} for _ in names]
     for name in (BASELINE, *formats):
         if name != BASELINE:
@@ -227,8 +228,11 @@ def _hooks(model: torch.nn.Module, names: list[str], calls: list[_Call]) -> Iter
 
 
 @torch.no_grad()
-def _capture(model: torch.nn.Module, names: list[str], windows: torch.Tensor) -> list[_Call]:
-    """Arguments and result of each experts module for these windows."""
+def _capture(
+    model: torch.nn.Module, found: list[FoundExperts], windows: torch.Tensor
+) -> list[_Call]:
+    """Arguments and result of each experts module for these windows, as mxpert's are called."""
+    names = [experts.name for experts in found]
     calls: list[_Call] = []
     with _hooks(model, names, calls):
         _forward(model, windows)
@@ -241,7 +245,7 @@ def _capture(model: torch.nn.Module, names: list[str], windows: torch.Tensor) ->
                 f"{len(calls)} calls",
             )
         )
-    return calls
+    return [each.routed(*call) for each, call in zip(found, calls, strict=True)]
 
 
 @torch.no_grad()

@@ -57,6 +57,7 @@ class MXExperts(PreparedExperts):
             activation,
             activation_format=activation_format,
             dtype=dtype,
+            apply_router_weight_on_input=source.weight_on_input,
             expert_parallel=expert_parallel,
         )
         self._source, self._frozen = source, frozen
@@ -191,6 +192,8 @@ class TrainableExperts(torch.nn.Module):
     ) -> torch.Tensor:
         """hidden_states [..., H], ids and weights [T, top_k] → the shape and dtype of the first."""
         tokens, weights = hidden_states.reshape(-1, self._source.hidden_size), topk_weights.float()
+        if self._source.weight_on_input:  # as the model: x is rounded once more, before the GEMM
+            tokens, weights = tokens * topk_weights.to(tokens.dtype), torch.ones_like(weights)
         if self.expert_parallel is None:
             pairs = sort_by_expert(topk_ids, self._source.num_experts)
             combined = run_experts(self._experts, tokens, weights, pairs)

@@ -2,9 +2,9 @@
 
 Transformers (5 and later) stacks the experts of a layer in one module, decorated with
 ``use_experts_implementation``: parameters ``gate_up_proj`` and ``down_proj``, flags for their
-layout, and a method ``_apply_gate``. The activation is recognised by calling that method on sample
-values (``act_fn`` where there is no gate), not by its name. This module does not import
-transformers.
+layout, and a method ``_apply_gate``. Llama 4 has such parameters without flags or method, and a
+block of its own around them. The activation is recognised by calling that method on sample values
+(``act_fn`` where there is no gate), not by its name. This module does not import transformers.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from ...moe.weights import GateUpOrder, gate_up_rows
 from ...training.activation import gated_activation
 
 _FLAGS = ("is_transposed", "has_bias", "_apply_gate")
+_LLAMA4 = "transformers.models.llama4.modeling_llama4"
 _LIMITS = ("limit", "swiglu_limit")
 _ALPHAS = ("alpha", "swiglu_alpha")
 _SAMPLE_FEATURES = 64
@@ -45,6 +48,7 @@ class FoundExperts:
         order: order of gate and up rows; None where the experts have no gate.
         transposed: projections are [E, K, N] instead of [E, N, K].
         has_bias: whether there are ``gate_up_proj_bias`` [E, 2F] and ``down_proj_bias`` [E, H].
+        weight_on_input: whether the router weights multiply the experts' input (Llama 4).
 
     Experts without a gate have ``up_proj`` [E, F, H] and ``up_proj_bias`` [E, F] instead.
     """
@@ -59,6 +63,19 @@ class FoundExperts:
     order: GateUpOrder | None
     transposed: bool
     has_bias: bool
+    weight_on_input: bool = False
+
+    def routed(
+        self, arguments: tuple[torch.Tensor, ...], result: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """A call of the module and its result, as ``experts(x, topk_ids, topk_weights)`` has it."""
+        llama4 = _llama4_of(self.module)
+        if llama4 is None:
+            return arguments, result
+        call: tuple[tuple[torch.Tensor, ...], torch.Tensor] = llama4.routed_call(
+            arguments[0], result, self.num_experts
+        )
+        return call
 
     @property
     def projections(self) -> tuple[str, str]:
@@ -73,9 +90,12 @@ class FoundExperts:
         return module
 
     def replace_by(self, module: torch.nn.Module) -> None:
-        """Put `module` in all of the places."""
+        """Put `module` in all of the places; Llama 4's blocks call it as they call this module."""
+        llama4 = _llama4_of(self.module)
         for parent, attribute in self.places:
             setattr(parent, attribute, module)
+            if llama4 is not None:
+                llama4.route(parent, routed=module is not self.module)
 
 
 def find_experts(model: torch.nn.Module, op: str) -> list[FoundExperts]:
@@ -172,8 +192,17 @@ def starred(path: str) -> str:
 
 
 def is_experts(module: torch.nn.Module) -> bool:
-    """Whether a module declares itself as stacked experts."""
-    return all(hasattr(module, flag) for flag in _FLAGS)
+    """Whether a module declares itself as stacked experts, or is Llama 4's."""
+    return all(hasattr(module, flag) for flag in _FLAGS) or _llama4_of(module) is not None
+
+
+def _llama4_of(module: torch.nn.Module) -> ModuleType | None:
+    """The module `llama4` if `module` is the experts of that model, else None."""
+    if type(module).__module__ != _LLAMA4:
+        return None
+    from . import llama4
+
+    return llama4 if llama4.is_experts(module) else None
 
 
 def stays_dense(module: torch.nn.Module) -> bool:
@@ -204,7 +233,11 @@ def _describe(
     _check_tensors(name, module, (first, second), op)
     need = Checks(op)
     gate_up, down = getattr(module, first), module.down_proj
-    transposed = bool(module.is_transposed)
+    llama4 = _llama4_of(module)
+    if llama4 is not None:
+        llama4.check_blocks(name, [parent for parent, _ in places], op)
+    transposed = llama4 is not None or bool(module.is_transposed)
+    has_bias = llama4 is None and bool(module.has_bias)
     experts, hidden, intermediate = down.shape
     if transposed:
         hidden, intermediate = intermediate, hidden
@@ -216,7 +249,7 @@ def _describe(
         wanted = f"a {what} that is a multiple of {MX_BLOCK_SIZE}"
         remedy = "MXFP4 has no partial blocks; pad the model first"
         need(size % MX_BLOCK_SIZE == 0, name, wanted, size, remedy)
-    if module.has_bias:
+    if has_bias:
         for projection, rows in ((first, wide), (second, hidden)):
             have, shape = list(getattr(module, f"{projection}_bias").shape), [experts, rows]
             need(have == shape, f"{name}.{projection}_bias.shape", shape, have)
@@ -235,7 +268,8 @@ def _describe(
         activation,
         order,
         transposed,
-        bool(module.has_bias),
+        has_bias,
+        llama4 is not None,
     )
 
 
@@ -280,7 +314,8 @@ def recognise_gate(
     is the module's.
 
     Args:
-        module: an experts module; ``_apply_gate`` takes [R, 2F] and returns [R, F].
+        module: an experts module; ``_apply_gate`` takes [R, 2F] and returns [R, F]. Llama 4's is
+            found by its forward.
         name, op: for the message.
 
     Returns:
@@ -290,8 +325,10 @@ def recognise_gate(
         UnsupportedError: no activation gives these results in this order.
     """
     values = _samples(2 * _SAMPLE_FEATURES)
+    llama4 = _llama4_of(module)
     with torch.no_grad():
-        expected = module._apply_gate(values.clone())
+        gate = module._apply_gate if llama4 is None else partial(llama4.gate_of, module)
+        expected = gate(values.clone())
     orders = [GateUpOrder.CONCATENATED, GateUpOrder.INTERLEAVED]
     if hasattr(module, "is_concatenated"):  # the first releases of transformers 5 have no such flag
         orders = orders[:1] if module.is_concatenated else orders[1:]

@@ -103,6 +103,19 @@ def test_a_broken_machine_is_called_broken(monkeypatch: pytest.MonkeyPatch) -> N
     assert "broken: numpy" in outcome.output.rpartition("Verdict")[2]
 
 
+@pytest.mark.parametrize("arch", VERDICTS)
+def test_a_broken_machine_still_names_its_gpu(
+    arch: str, on: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on(DEVICES[arch])
+    monkeypatch.setitem(findings.MINIMUM_VERSIONS, "numpy", "99.0")
+    outcome = runner.invoke(main.app, ["doctor", "--json", "-"])
+    verdict = json.loads(outcome.stdout)["verdict"]
+    assert verdict["device"].endswith(f"({arch})")
+    status = VERDICTS[arch][0].partition("): ")[2]
+    assert verdict["status"].startswith(f"broken: numpy; {status}")
+
+
 def test_a_report_names_versions_and_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a bug report has to tell, in the text too."""
     monkeypatch.setattr(report, "commit", lambda: "0123456789abcdef+changes")

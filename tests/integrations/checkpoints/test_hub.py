@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from support.mixtral import tiny_mixtral
 
 MIXTRAL, GPT_OSS, OF_BYTES = "acme/mixtral-tiny", "acme/gpt-oss.tiny", "acme/of_bytes"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OTHER_COMMIT = COMMIT[::-1]
+REVISIONS = ("v1.0", "refs/pr/1", OTHER_COMMIT)
+"""A tag, a branch and the hash of another commit of MIXTRAL and OF_BYTES, whose experts differ."""
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +35,16 @@ def of_bytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def other_bytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another one, with three layers."""
+    path = tmp_path_factory.mktemp("other-bytes")
+    tiny_mixtral(vocab_size=256, num_hidden_layers=3).save_pretrained(path)
+    return path
+
+
 @pytest.fixture
-def hub(tmp_path, monkeypatch, sources, demo, of_bytes) -> Path:
+def hub(tmp_path, monkeypatch, sources, demo, of_bytes, other_bytes) -> Path:
     """A cache with three models, and no network; returns an empty folder."""
     cache = tmp_path / "cache"
     for name, source in ((MIXTRAL, sources["mixtral"]), (GPT_OSS, demo), (OF_BYTES, of_bytes)):
@@ -40,6 +52,12 @@ def hub(tmp_path, monkeypatch, sources, demo, of_bytes) -> Path:
         shutil.copytree(source, folder / "snapshots" / COMMIT)
         (folder / "refs").mkdir()
         (folder / "refs" / "main").write_text(COMMIT)
+    for name in (MIXTRAL, OF_BYTES):
+        folder = cache / f"models--{name.replace('/', '--')}"
+        shutil.copytree(other_bytes, folder / "snapshots" / OTHER_COMMIT)
+        (folder / "refs" / "refs" / "pr").mkdir(parents=True)
+        for ref in ("v1.0", "refs/pr/1"):
+            (folder / "refs" / ref).write_text(OTHER_COMMIT)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "work").mkdir()
@@ -59,6 +77,42 @@ def test_functions_take_ids(hub, sources, demo) -> None:
         assert len(list(found)) == len(list(wanted)) > 0
     assert inspect_checkpoint(GPT_OSS) == inspect_checkpoint(demo)
     assert load_transformers_oracle(GPT_OSS, num_layers=1).config.num_hidden_layers == 1
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_an_id_may_name_a_revision(revision, hub) -> None:
+    name = f"{MIXTRAL}@{revision}"
+    assert local_checkpoint(name, "op").name == OTHER_COMMIT
+    assert local_checkpoint(MIXTRAL, "op").name == COMMIT
+    assert quantize_checkpoint(name, hub / "quantised").verified
+    assert len(list(load_expert_weights(hub / "quantised"))) == 3
+    assert len(inspect_checkpoint(hub / "quantised", source=name)) == 6
+    (hub / "acme").mkdir()
+    folder = (hub / "acme" / "mixtral-tiny@v1.0").absolute()
+    folder.mkdir()
+    assert local_checkpoint("acme/mixtral-tiny@v1.0", "op") == folder.relative_to(hub)
+
+
+def test_commands_take_revisions(hub) -> None:
+    (hub / "text.txt").write_text("\x01\x02" * 32)
+    runs = (
+        ("quantize", f"{MIXTRAL}@v1.0", "quantised"),
+        ("inspect", "quantised", "--source", f"{MIXTRAL}@v1.0"),
+        ("eval", f"{OF_BYTES}@refs/pr/1", "--text", "text.txt", "--context", "16", "--bytes")
+        + ("--format", "a16w4", "--json", "eval.json"),
+    )
+    for arguments in runs:
+        outcome = CliRunner().invoke(app, list(arguments))
+        assert outcome.exit_code == 0, outcome.output
+    report = json.loads((hub / "eval.json").read_text("utf-8"))
+    assert report["checkpoint"] == f"{OF_BYTES}@refs/pr/1"
+    assert len(report["layers"]) == 3
+
+
+@pytest.mark.parametrize("revision", ["v2", COMMIT[:7], "main..v1"])
+def test_a_revision_that_is_not_there_is_refused_by_name(revision, hub) -> None:
+    with pytest.raises(ValueError, match=f"load_expert_weights: {MIXTRAL}@{revision} — need "):
+        load_expert_weights(f"{MIXTRAL}@{revision}")
 
 
 def test_transformers_takes_ids(hub) -> None:
