@@ -1,0 +1,645 @@
+"""Cases of MoE layers and of their stages, and their comparison with float64.
+
+`tests.moe.oracle` computes each row of a layer alone, without the library's code. Sizes are no
+multiples of the tiles, memory that may not be read is NaN. Exact cases (`support.exact`) have the
+bits of float64 in any order of the sums; others have tolerances of `mxpert.testing.numerics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+import torch
+
+import mxpert
+from mxpert import Combine, GateUpOrder, MoEWeights, RoutingPlan, ScaleRule
+from mxpert.configs import Cdna4GemmConfig, GemmConfig, MoEConfig
+from mxpert.core.backend import BACKENDS
+from mxpert.core.problem import (
+    Activation,
+    ClampedSiLU,
+    MoEOptions,
+    MoEProblem,
+    Op,
+    OwnFormat,
+    SiLU,
+    SiTUv2,
+    SwiGLU,
+    Target,
+    activation_mx_format,
+)
+from mxpert.formats import Layout, MXTensor, quantize_blocks
+from mxpert.moe.cdna4.config import prefill_config
+from mxpert.testing.numerics import (
+    assert_close_relative,
+    assert_exact,
+    end_to_end_tolerance,
+    stage_tolerance,
+)
+from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem, random_routing
+from support import hopper
+from support.exact import exact_moe_problem
+from support.executors import Executor
+from support.poison import poison_weights
+from tests.moe.oracle import Rows, moe_layer
+
+FORMATS: tuple[OwnFormat, ...] = ("bf16", "mxfp8", "mxfp4", "fp8_token")
+EXACT_FORMATS = FORMATS[:3]
+"""Their scales are powers of two."""
+ACTIVATIONS = (SiLU(), SwiGLU(), ClampedSiLU(), SiTUv2())
+ORDERS, RULES = tuple(GateUpOrder), tuple(ScaleRule)
+COMBINES = (Combine.REDUCE, Combine.ATOMIC, Combine.FLAT)
+BAD_TOKEN = 5
+
+
+def decode(
+    block_m: int = 16, k_slices: int = 1, k_splits: int = 1, stages: int = 4, warps: int = 4
+) -> Cdna4GemmConfig:
+    block_n = 64 * warps // k_slices
+    return Cdna4GemmConfig("decode", block_m, block_n, warps, stages, k_splits, k_slices)
+
+
+def both(stage: Cdna4GemmConfig, unit: int = 0) -> MoEConfig:
+    return MoEConfig(unit or stage.block_m, stage, stage)
+
+
+def tile(unit: int, gate_up: GemmConfig, down: GemmConfig) -> MoEConfig:
+    return MoEConfig(unit, gate_up, down)
+
+
+TILES: dict[str, dict[str, MoEConfig]] = {
+    "chosen": {},
+    "small": {
+        "triton": tile(16, GemmConfig(16, 64, 128), GemmConfig(16, 128, 128)),
+        "cdna4": both(decode()),
+    },
+    "wide": {
+        "triton": tile(32, GemmConfig(32, 64, 128), GemmConfig(32, 128, 64)),
+        "cdna4": both(decode(warps=8)),
+    },
+    "small_in_units": {
+        "triton": tile(64, GemmConfig(16, 32, 128), GemmConfig(32, 64, 64)),
+        "cdna4": both(decode(), 32),
+    },
+    "grouped": {
+        "triton": tile(16, GemmConfig(16, 64, 128, group_m=2), GemmConfig(16, 128, 128, group_m=2)),
+        "cdna4": both(decode(stages=2)),
+    },
+    "split": {
+        "triton": tile(
+            32,
+            GemmConfig(32, 128, 64, split_k=2, group_m=4),
+            GemmConfig(32, 256, 64, split_k=2, group_m=2),
+        ),
+        "cdna4": both(decode(32, k_splits=3)),
+    },
+    "more_splits_than_steps": {
+        "triton": tile(64, GemmConfig(64, 64, 128, split_k=4), GemmConfig(64, 128, 128, split_k=4)),
+        "cdna4": both(decode(k_splits=2, warps=1)),
+    },
+    "sliced": {
+        "triton": tile(32, GemmConfig(32, 64, 256), GemmConfig(32, 256, 64)),
+        "cdna4": both(decode(32, k_slices=4)),
+    },
+    "sliced_and_split": {
+        "triton": tile(32, GemmConfig(32, 64, 128, split_k=2), GemmConfig(32, 128, 64, split_k=2)),
+        "cdna4": both(decode(32, 2, 2, stages=2)),
+    },
+    "high_64": {
+        "triton": tile(64, GemmConfig(64, 64, 128), GemmConfig(64, 128, 64)),
+        "cdna4": both(prefill_config(64)),
+    },
+    "high_128": {
+        "triton": tile(128, GemmConfig(128, 64, 64), GemmConfig(128, 128, 64)),
+        "cdna4": both(prefill_config(128)),
+    },
+    "high_128_in_units": {
+        "triton": tile(128, GemmConfig(32, 64, 128), GemmConfig(64, 128, 64)),
+        "cdna4": both(prefill_config(128), 256),
+    },
+    "high_256": {
+        "triton": tile(128, GemmConfig(128, 64, 128), GemmConfig(128, 128, 128)),
+        "cdna4": both(prefill_config(256)),
+    },
+}
+"""Configs of both stages by backend. A backend that is not named chooses its own."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Dimensions of a layer; `experts` are the local ones."""
+
+    hidden: int = 160
+    inner: int = 96
+    experts: int = 3
+    top_k: int = 2
+    tokens: int = 20
+
+
+SMALL = Sizes()
+"""Two steps of depth, the second a quarter full, and one."""
+DEEP = Sizes(2336, experts=2, top_k=1)
+"""73 blocks of depth: several copies of activations to LDS, the last unit a quarter full."""
+HIGH = Sizes(tokens=70)
+"""A row block of 64 and a part of one."""
+HIGH_DEEP = Sizes(1312, experts=2, top_k=1, tokens=70)
+
+
+@dataclass(frozen=True)
+class MoECase:
+    """One layer, or its two stages.
+
+    Args:
+        exact: compare bits; otherwise normal values and a tolerance.
+        tile: one of `TILES`.
+        expert_map: global → local expert, −1 for those of other ranks.
+        local_tokens: the others' activations are NaN. stray_ids: some ids name no expert.
+        ids_dtype, weights_dtype: of the router's results.
+        x: how activations arrive: bfloat16, quantised, or as a view at an odd address or with gaps.
+        out: written by the op: a new tensor, or x itself. poisoned: weights lie in larger storage
+            that is NaN. bad: stands in one element of one token, which has no finite result then.
+    """
+
+    a_format: OwnFormat
+    activation: Activation = ACTIVATIONS[1]
+    order: GateUpOrder = GateUpOrder.INTERLEAVED
+    combine: Combine = Combine.REDUCE
+    has_bias: bool = True
+    on_input: bool = False
+    rule: ScaleRule = ScaleRule.RCEIL
+    out_dtype: torch.dtype = torch.bfloat16
+    sizes: Sizes = SMALL
+    exact: bool = True
+    tile: str = "chosen"
+    routing: Routing = Routing.UNIFORM
+    expert_map: tuple[int, ...] | None = None
+    local_tokens: int | None = None
+    stray_ids: bool = False
+    ids_dtype: torch.dtype = torch.int32
+    weights_dtype: torch.dtype = torch.float32
+    x: Literal["plain", "quantised", "shifted", "gaps"] = "plain"
+    out: Literal["new", "x"] | None = None
+    poisoned: bool = False
+    bad: float | None = None
+    seed: int = 0
+
+    def problem(self, target: Target, layout: Layout) -> MoEProblem:
+        """The problem that a backend is asked for."""
+        sizes = self.sizes
+        options = MoEOptions(
+            self.activation, self.a_format, self.rule, self.on_input, self.combine, self.out_dtype
+        )
+        dimensions = sizes.tokens, sizes.top_k, sizes.experts, sizes.hidden, sizes.inner
+        return MoEProblem(Op.FUSED_MOE, target, *dimensions, options, layout)
+
+    def served_by(self, backend: str) -> bool:
+        """`test_backends_serve_what_the_cases_say` compares this with the kernels."""
+        return backend in BACKENDS
+
+    def config(self, executor: Executor) -> MoEConfig | None:
+        """The tiles of the executor's backend; None: it chooses."""
+        return TILES[self.tile].get(executor.backend)
+
+    def inputs(self) -> MoEInputs:
+        """Operands on the CPU, with whole bfloat16 activations."""
+        sizes, draw = self.sizes, torch.Generator().manual_seed(self.seed)
+        shape = MoEShape(
+            sizes.hidden,
+            sizes.inner,
+            sizes.experts,
+            sizes.top_k if self.expert_map is None else 1,
+            self.activation,
+            self.order,
+            self.has_bias,
+        )
+        if self.exact:
+            made = exact_moe_problem(
+                shape,
+                sizes.tokens,
+                seed=self.seed,
+                routing=self.routing,
+                apply_router_weight_on_input=self.on_input,
+            )
+        else:
+            made = random_moe_problem(shape, sizes.tokens, seed=self.seed, routing=self.routing)
+        if self.expert_map is not None:
+            weights, ids = random_routing(
+                sizes.tokens, len(self.expert_map), sizes.top_k, generator=draw
+            )
+            weights = (weights > 0.5) / 2 + 0.5
+            made = replace(made, topk_weights=weights, topk_ids=ids)
+        if self.stray_ids:
+            made.topk_ids[0, 0], made.topk_ids[1], made.topk_ids[2, 0] = -1, 99, 2**31 - 1
+        return replace(
+            made,
+            topk_weights=made.topk_weights.to(self.weights_dtype),
+            topk_ids=made.topk_ids.to(self.ids_dtype),
+        )
+
+    def expected(self, inputs: MoEInputs) -> Rows:
+        """Every row, by the oracle."""
+        ids = inputs.topk_ids
+        if self.local_tokens is not None:
+            beyond = torch.arange(self.sizes.tokens)[:, None] >= self.local_tokens
+            ids = ids.masked_fill(beyond, -1)
+        return moe_layer(
+            inputs.x,
+            inputs.weights,
+            inputs.topk_weights,
+            ids,
+            activation=inputs.activation,
+            activation_format=self.a_format,
+            scale_rule=self.rule,
+            apply_router_weight_on_input=self.on_input,
+            expert_map=None if self.expert_map is None else torch.tensor(self.expert_map),
+        )
+
+    def given(self, inputs: MoEInputs, executor: Executor) -> MoEInputs:
+        """The operands as the executor gets them."""
+        weights, x = inputs.weights, inputs.x.clone()
+        if self.local_tokens is not None:
+            x[self.local_tokens :] = torch.nan
+        if self.bad is not None:
+            x[BAD_TOKEN, 7] = self.bad
+        if self.poisoned:
+            weights = poison_weights(weights)
+        device = executor.device
+        return replace(
+            inputs,
+            x=self._arrive(x.to(device)),
+            weights=weights.prepare(device=device, layout=layout_of(executor.backend)),
+            topk_weights=inputs.topk_weights.to(device),
+            topk_ids=inputs.topk_ids.to(device),
+        )
+
+    def _arrive(self, x: torch.Tensor) -> Any:
+        """Activations as `self.x` says: a tensor or an MXTensor."""
+        if self.x == "quantised":
+            fmt = activation_mx_format(self.a_format)
+            assert fmt is not None
+            return quantize_blocks(x, fmt, -1, self.rule)
+        if self.x == "plain":
+            return x
+        before, after = (1, 2) if self.x == "shifted" else (0, 40)
+        wide = x.new_full((x.shape[0], before + x.shape[1] + after), torch.nan)
+        view = wide[:, before : before + x.shape[1]]
+        return view.copy_(x)
+
+    def run(self, inputs: MoEInputs) -> torch.Tensor:
+        """The layer's result."""
+        device, options = inputs.topk_ids.device, {}
+        if self.expert_map is not None:
+            options["expert_map"] = torch.tensor(self.expert_map, dtype=torch.int32, device=device)
+        if self.local_tokens is not None:
+            options["num_local_tokens"] = torch.tensor(
+                [self.local_tokens], dtype=torch.int32, device=device
+            )
+        x = inputs.x
+        if self.out == "x":
+            options["out"] = x = x.clone()
+        elif self.out == "new":
+            options["out"] = torch.full_like(x, torch.nan, dtype=self.out_dtype)
+        y = mxpert.fused_moe(
+            x,
+            inputs.weights,
+            inputs.topk_weights,
+            inputs.topk_ids,
+            activation=inputs.activation,
+            activation_format=self.a_format,
+            combine=self.combine,
+            scale_rule=self.rule,
+            apply_router_weight_on_input=self.on_input,
+            out_dtype=self.out_dtype,
+            **options,
+        )
+        assert y is options.get("out", y)
+        return y
+
+    def check(self, executor: Executor) -> None:
+        """Run the layer and compare. On a GPU later calls are replayed."""
+        inputs = self.inputs()
+        expected, given = self.expected(inputs), self.given(inputs, executor)
+        with executor.serving(self.config(executor)):
+            for _ in range(4 if executor.way == "gpu" else 1):
+                self.compare(self.run(given).cpu(), inputs, expected, executor.backend)
+
+    def compare(
+        self, actual: torch.Tensor, inputs: MoEInputs, expected: Rows, backend: str = ""
+    ) -> None:
+        """Raise unless the layer's result is right."""
+        wanted = expected.y.sum(1)
+        assert (actual.dtype, actual.shape) == (self.out_dtype, wanted.shape)
+        assert not actual[~expected.valid.any(1)].any()
+        if self.bad is not None:
+            assert not actual[BAD_TOKEN].isfinite().any()
+            others = torch.arange(len(actual)) != BAD_TOKEN
+            actual, wanted = actual[others], wanted[others]
+        if self.exact:
+            assert_exact(actual, wanted.to(self.out_dtype), "layer", ignore_zero_sign=True)
+        elif backend == "hopper":
+            bound = hopper.layer_tolerance(self.a_format, self.out_dtype, inputs, len(actual))
+            assert_close_relative(actual, wanted, bound, "layer")
+        else:
+            sizes = self.sizes.hidden, self.sizes.inner
+            bound = end_to_end_tolerance(
+                self.a_format, self.out_dtype, *sizes, **self._sum(expected, actual)
+            )
+            assert_close_relative(actual, wanted, bound, "layer")
+
+    def _sum(self, expected: Rows, actual: torch.Tensor) -> dict[str, Any]:
+        """What a tolerance depends on: the rows that are summed, and the number of values."""
+        cancellation = (expected.y.norm() / expected.y.sum(1).norm()).item()
+        flat = self.combine is Combine.FLAT
+        return {
+            "top_k": self.sizes.top_k if self.combine is Combine.REDUCE else 1,
+            "numel": actual.numel(),
+            "cancellation": 1.0 if flat else max(1.0, cancellation),
+        }
+
+    # ---- stages -----------------------------------------------------------------------------
+
+    def check_stages(self, executor: Executor) -> None:
+        """Run each stage on the oracle's operands and compare."""
+        inputs, config = self.inputs(), self.config(executor)
+        expected, given = self.expected(inputs), self.given(inputs, executor)
+        with mxpert.override(backend="reference"):
+            plan = mxpert.make_routing_plan(
+                given.topk_weights,
+                given.topk_ids,
+                num_experts=self.sizes.experts,
+                routing_block_m=64 if config is None else config.routing_block_m,
+            )
+        middle = self.intermediate(expected)
+        padded = _padded(middle, plan)
+        options: Mapping[str, Any] = {
+            "activation_format": self.a_format,
+            "apply_router_weight_on_input": self.on_input,
+        }
+        # REDUCE rounds each row. In float32 the tolerance is the accumulator's.
+        rounds = not self.exact and self.combine is Combine.REDUCE
+        case = replace(self, out_dtype=torch.float32) if rounds else self
+        with executor.serving(config):
+            h = mxpert.moe_gate_up(
+                given.x,
+                given.weights,
+                plan,
+                activation=inputs.activation,
+                scale_rule=self.rule,
+                **options,
+            )
+            y = mxpert.moe_down(
+                padded.to(executor.device),
+                given.weights,
+                plan,
+                combine=self.combine,
+                out_dtype=case.out_dtype,
+                **options,
+            )
+        rows = plan.slot_rows.flatten().long()
+        self.compare_gate_up(_rows_of(h, rows).to("cpu"), middle, executor.backend)
+        if self.combine is Combine.FLAT:
+            y = y[rows]
+        case.compare_down(y.cpu(), inputs, expected, executor.backend)
+
+    def intermediate(self, expected: Rows) -> torch.Tensor | MXTensor:
+        """Stage 1's rows by (token, slot) as it stores them."""
+        rows = expected.h.flatten(0, 1).float().bfloat16()
+        fmt = activation_mx_format(self.a_format)
+        return rows if fmt is None else quantize_blocks(rows, fmt, -1, self.rule)
+
+    def compare_gate_up(
+        self, h: torch.Tensor | MXTensor, expected: torch.Tensor | MXTensor, backend: str
+    ) -> None:
+        """Raise unless stage 1's rows by (token, slot) are right."""
+        assert type(h) is type(expected)
+        if self.exact:
+            assert_exact(h, expected, "stage 1", ignore_zero_sign=True)
+            return
+        numel = expected.shape[0] * expected.shape[1]
+        dtype = None if isinstance(h, MXTensor) else torch.bfloat16
+        if backend == "hopper":
+            bound = hopper.intermediate_tolerance(self.a_format, numel)
+        else:
+            bound = stage_tolerance(self.a_format, dtype, self.sizes.hidden, numel=numel)
+        assert_close_relative(h, expected, bound, "stage 1")
+
+    def compare_down(
+        self, y: torch.Tensor, inputs: MoEInputs, expected: Rows, backend: str
+    ) -> None:
+        """Raise unless stage 2's sums, or with FLAT its rows by (token, slot), are right."""
+        flat = self.combine is Combine.FLAT
+        wanted = expected.y.flatten(0, 1) if flat else expected.y.sum(1)
+        assert (y.dtype, y.shape) == (self.out_dtype, wanted.shape)
+        if self.exact:
+            assert_exact(y, wanted.to(self.out_dtype), "stage 2", ignore_zero_sign=True)
+            return
+        if backend == "hopper":
+            bound = hopper.down_tolerance(self.a_format, self.out_dtype, inputs, len(y))
+        else:
+            bound = stage_tolerance(
+                self.a_format, self.out_dtype, self.sizes.inner, **self._sum(expected, y)
+            )
+        assert_close_relative(y, wanted, bound, "stage 2")
+
+
+def layout_of(backend: str) -> Layout:
+    """The layout that a backend's kernels read."""
+    own = BACKENDS[backend].weight_layout
+    return Layout.ROW_MAJOR if own is None else own
+
+
+def _rows_of(h: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor | MXTensor:
+    if isinstance(h, MXTensor):
+        return replace(h, qdata=h.qdata[rows], scale=h.scale[rows])
+    return h[rows]
+
+
+def _padded(rows: torch.Tensor | MXTensor, plan: RoutingPlan) -> torch.Tensor | MXTensor:
+    """Rows by (token, slot) in the plan's order; padding decodes to NaN."""
+    places = plan.slot_rows.flatten().long().cpu()
+    if isinstance(rows, MXTensor):
+        qdata = rows.qdata.new_full((plan.capacity, rows.qdata.shape[1]), 0x77)
+        scale = rows.scale.new_full((plan.capacity, rows.scale.shape[1]), 255)
+        qdata[places], scale[places] = rows.qdata, rows.scale
+        return replace(rows, qdata=qdata, scale=scale)
+    padded = rows.new_full((plan.capacity, rows.shape[1]), torch.nan)
+    padded[places] = rows
+    return padded
+
+
+# ---- the list -----------------------------------------------------------------------------------
+
+Cases = dict[str, MoECase]
+FOUR_TILES = ("small", "small_in_units", "split", "more_splits_than_steps")
+EXACT: Cases = {
+    f"{a_format}-{ACTIVATIONS[i].name}-{tile}": MoECase(
+        a_format,
+        ACTIVATIONS[i],
+        ORDERS[(i + j) % 3],
+        COMBINES[(i + j) % 2],
+        has_bias=i % 2 == 0,
+        on_input=i == 1,
+        rule=RULES[(i + j) % len(RULES)],
+        tile=tile,
+        sizes=Sizes(tokens=33),
+    )
+    for (i, tile), (j, a_format) in product(enumerate(FOUR_TILES), enumerate(EXACT_FORMATS))
+}
+"""Every tile with every format."""
+DEEP_CASES: Cases = {
+    "bf16": MoECase("bf16", ACTIVATIONS[2], ORDERS[2], sizes=DEEP, tile="small"),
+    "mxfp4-sliced": MoECase(
+        "mxfp4",
+        ACTIVATIONS[3],
+        combine=Combine.ATOMIC,
+        sizes=replace(DEEP, tokens=40),
+        tile="sliced",
+    ),
+    "mxfp8-split": MoECase("mxfp8", sizes=replace(DEEP, tokens=40), tile="split"),
+    "bf16-sliced_and_split": MoECase(
+        "bf16", combine=Combine.ATOMIC, sizes=DEEP, tile="sliced_and_split"
+    ),
+    "mxfp8-floor": MoECase(
+        "mxfp8", ACTIVATIONS[0], rule=ScaleRule.FLOOR, sizes=DEEP, tile="grouped"
+    ),
+    "mxfp4-wide": MoECase("mxfp4", ACTIVATIONS[0], rule=ScaleRule.EVEN, tile="wide"),
+    "fp8_token": MoECase(
+        "fp8_token", ACTIVATIONS[3], has_bias=False, on_input=True, tile="small_in_units"
+    ),
+    "fp8_token-high": MoECase(
+        "fp8_token", ACTIVATIONS[3], has_bias=False, on_input=True, sizes=HIGH, tile="high_64"
+    ),
+}
+HIGH_TILES: Cases = {
+    "mxfp4-256": MoECase("mxfp4", sizes=HIGH, tile="high_256"),
+    "mxfp8-256-deep": MoECase(
+        "mxfp8", ACTIVATIONS[0], ORDERS[0], Combine.ATOMIC, sizes=HIGH_DEEP, tile="high_256"
+    ),
+    "mxfp4-128-deep": MoECase(
+        "mxfp4",
+        ACTIVATIONS[3],
+        combine=Combine.ATOMIC,
+        rule=ScaleRule.EVEN,
+        sizes=replace(HIGH_DEEP, tokens=150),
+        tile="high_128",
+    ),
+    "mxfp8-128-units": MoECase(
+        "mxfp8",
+        ACTIVATIONS[2],
+        rule=ScaleRule.FLOOR,
+        sizes=replace(HIGH, tokens=100),
+        tile="high_128_in_units",
+    ),
+    "mxfp8-64-deep": MoECase("mxfp8", order=ORDERS[2], sizes=HIGH_DEEP, tile="high_64"),
+    "mxfp4-64": MoECase(
+        "mxfp4", ACTIVATIONS[0], has_bias=False, on_input=True, sizes=HIGH, tile="high_64"
+    ),
+    "mxfp8-one_expert": MoECase(
+        "mxfp8",
+        sizes=replace(HIGH, tokens=130, top_k=1),
+        routing=Routing.ONE_EXPERT,
+        tile="high_128_in_units",
+    ),
+}
+STAGES: Cases = {
+    f"{a_format}-{activation.name}": MoECase(
+        a_format,
+        activation,
+        ORDERS[(i + j) % 3],
+        COMBINES[(i + 2 * j) % 3],
+        has_bias=j != 3,
+        on_input=j % 4 == i,
+        rule=RULES[j],
+        exact=False,
+        tile=("wide", "sliced_and_split")[(i + j) % 2],
+        sizes=Sizes(experts=5, tokens=64),
+    )
+    for (i, a_format), (j, activation) in product(enumerate(FORMATS), enumerate(ACTIVATIONS))
+}
+"""Pairwise: every format with every activation, order, combine and tile, every activation with
+every order and combine."""
+ROUNDED: Cases = {
+    f"{a_format}-{str(dtype).removeprefix('torch.')}": MoECase(
+        a_format,
+        out_dtype=dtype,
+        exact=False,
+        tile="wide",
+        sizes=Sizes(experts=5, tokens=64),
+        seed=1,
+    )
+    for a_format, dtype in (
+        *((a_format, torch.bfloat16) for a_format in FORMATS),
+        ("bf16", torch.float32),
+        ("mxfp8", torch.float16),
+    )
+}
+MAP = (1, -1, 0, -1, -1)
+ROUTED: Cases = {
+    **{
+        f"{tokens}_tokens-{a_format}": MoECase(a_format, sizes=Sizes(experts=5, tokens=tokens))
+        for tokens, a_format in product((0, 1, 3), ("bf16", "mxfp4"))
+    },
+    **{
+        f"{routing.value}": MoECase(
+            "mxfp8", routing=routing, sizes=Sizes(experts=7, top_k=3, tokens=45), tile="grouped"
+        )
+        for routing in Routing
+    },
+    "one_expert_of_one": MoECase("bf16", sizes=Sizes(experts=1, top_k=1)),
+    **{
+        f"map-{a_format}-{combine.value}": MoECase(
+            a_format,
+            combine=combine,
+            expert_map=MAP,
+            local_tokens=17,
+            stray_ids=True,
+            sizes=Sizes(experts=2),
+            tile="wide",
+        )
+        for a_format, combine in (("bf16", COMBINES[0]), ("mxfp4", COMBINES[1]))
+    },
+    "stray_ids": MoECase("mxfp8", stray_ids=True),
+    "no_local_tokens": MoECase("bf16", local_tokens=0),
+}
+OPERANDS: Cases = {
+    "quantised-mxfp4": MoECase("mxfp4", x="quantised", rule=ScaleRule.EVEN),
+    "quantised-mxfp8": MoECase("mxfp8", x="quantised"),
+    "shifted-bf16": MoECase("bf16", x="shifted"),
+    "shifted-mxfp8": MoECase("mxfp8", x="shifted"),
+    "gaps-bf16": MoECase("bf16", x="gaps"),
+    "gaps-fp8_token": MoECase("fp8_token", x="gaps", exact=False, sizes=Sizes(experts=5)),
+    "router-bf16": MoECase(
+        "bf16", stray_ids=True, ids_dtype=torch.int64, weights_dtype=torch.bfloat16
+    ),
+    "router-float16-map": MoECase(
+        "mxfp8",
+        stray_ids=True,
+        expert_map=MAP,
+        ids_dtype=torch.int64,
+        weights_dtype=torch.float16,
+        sizes=Sizes(experts=2),
+    ),
+    "poisoned-mxfp8": MoECase("mxfp8", poisoned=True),
+    "poisoned-bf16": MoECase("bf16", poisoned=True, tile="split"),
+    "nan-bf16": MoECase("bf16", ACTIVATIONS[0], bad=torch.nan),
+    "nan-mxfp8": MoECase("mxfp8", bad=torch.nan, sizes=HIGH, tile="high_64"),
+    "infinity-mxfp4": MoECase("mxfp4", ACTIVATIONS[0], bad=-torch.inf),
+    "infinity-fp8_token": MoECase(
+        "fp8_token", ACTIVATIONS[0], bad=torch.inf, exact=False, sizes=Sizes(experts=5)
+    ),
+}
+"""Activations, router results and weights of other dtypes, strides and contents."""
+OUT: Cases = {
+    f"{out}-{str(dtype).removeprefix('torch.')}-{combine.value}-{tile}": MoECase(
+        "bf16", combine=combine, out_dtype=dtype, out=out, tile=tile, sizes=Sizes(tokens=33)
+    )
+    for tile, combine, (out, dtype) in product(
+        ("small", "split"),
+        COMBINES[:2],
+        (("new", torch.bfloat16), ("new", torch.float32), ("x", torch.bfloat16)),
+    )
+} | {"no_tokens": MoECase("bf16", out="new", sizes=Sizes(tokens=0))}
+ALL = (EXACT, DEEP_CASES, HIGH_TILES, STAGES, ROUNDED, ROUTED, OPERANDS, OUT)
