@@ -9,7 +9,6 @@ import torch
 
 import mxpert
 from mxpert.core.problem import Op
-from mxpert.testing.numerics import relative_l2
 from support.devices import DEVICES
 from support.executors import CHIPS, Executor
 from support.kernels import kernels_of
@@ -43,6 +42,11 @@ def test_each_stage_rounds_once(case: MoECase, executor: Executor) -> None:
     case.check_stages(executor)
 
 
+@pytest.mark.cases(cases.NO_TOKENS)
+def test_stages_without_tokens(case: MoECase, executor: Executor) -> None:
+    case.check_stages(executor)
+
+
 @pytest.mark.cases(cases.ROUNDED)
 def test_layer_rounds_as_its_formats(case: MoECase, executor: Executor) -> None:
     case.check(executor)
@@ -72,8 +76,17 @@ def test_backends_serve_what_the_cases_say(arch: str) -> None:
         assert case.served_by(backend) == (refused is None), f"{name}: {refused}"
 
 
+@pytest.mark.parametrize("name", cases.EXACT)
+def test_exact_cases_are_exact(name: str) -> None:
+    """Every value of the float64 result is a bfloat16 number, and most are not zero."""
+    case = cases.EXACT[name]
+    y = case.expected(case.inputs()).y.sum(1)
+    assert torch.equal(y.bfloat16().double(), y)
+    assert y.count_nonzero() > y.numel() / 2
+
+
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "rounded"])
-@pytest.mark.parametrize("a_format", cases.FORMATS[:3])
+@pytest.mark.parametrize("a_format", cases.EXACT_FORMATS)
 @pytest.mark.parametrize("name", PLANTED_ERRORS)
 def test_the_comparison_catches(name: str, a_format: str, exact: bool) -> None:
     case = replace(cases.EXACT[f"{a_format}-silu-small"], exact=exact)
