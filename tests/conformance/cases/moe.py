@@ -201,6 +201,11 @@ class MoECase:
         """`test_backends_serve_what_the_cases_say` compares this with the kernels."""
         return backend in BACKENDS
 
+    def is_exact_on(self, backend: str) -> bool:
+        """Whether to compare bits. Scales of fp8_token are no powers of two, and FP8 tensor cores
+        round the sums of its codes."""
+        return self.exact and (backend, self.a_format) != ("hopper", "fp8_token")
+
     def config(self, executor: Executor) -> MoEConfig | None:
         """The tiles of the executor's backend; None: it chooses."""
         return TILES[self.tile].get(executor.backend)
@@ -339,7 +344,7 @@ class MoECase:
             assert not actual[BAD_TOKEN].isfinite().any()
             others = torch.arange(len(actual)) != BAD_TOKEN
             actual, wanted = actual[others], wanted[others]
-        if self.exact:
+        if self.is_exact_on(backend):
             assert_exact(actual, wanted.to(self.out_dtype), "layer", ignore_zero_sign=True)
         elif backend == "hopper":
             bound = hopper.layer_tolerance(self.a_format, self.out_dtype, inputs, len(actual))
