@@ -160,7 +160,7 @@ def problem(num_tokens: int, a_format: str = "mxfp4", **changes: object) -> MoEP
 def test_gfx950_chooses_cdna4_and_says_why_not() -> None:
     inputs = random_moe_problem(SMALL, 4)
     with emulate():
-        chosen = explain_layer(replace(inputs, weights=prepared(inputs.weights)))
+        chosen = explain_layer(inputs, weights=prepared(inputs.weights))
         plain = explain_layer(inputs)
     assert chosen.resolution.kernel.backend == "cdna4"
     assert "kernel=decode block_m=16" in str(chosen)
