@@ -27,7 +27,7 @@ def test_layer_is_exact(case: MoECase, executor: Executor) -> None:
     case.check(executor)
 
 
-@pytest.mark.cases(cases.DEEP_CASES)
+@pytest.mark.cases(cases.OTHER_TILES)
 def test_other_tiles_and_depths(case: MoECase, executor: Executor) -> None:
     case.check(executor)
 
@@ -76,17 +76,16 @@ def test_backends_serve_what_the_cases_say(arch: str) -> None:
         assert case.served_by(backend) == (refused is None), f"{name}: {refused}"
 
 
-@pytest.mark.parametrize("name", cases.EXACT)
-def test_exact_cases_are_exact(name: str) -> None:
+def test_exact_cases_are_exact() -> None:
     """Every value of the float64 result is a bfloat16 number, and most are not zero."""
-    case = cases.EXACT[name]
-    y = case.expected(case.inputs()).y.sum(1)
-    assert torch.equal(y.bfloat16().double(), y)
-    assert y.count_nonzero() > y.numel() / 2
+    for name, case in cases.EXACT.items():
+        y = case.expected(case.inputs()).y.sum(1)
+        assert torch.equal(y.bfloat16().double(), y), name
+        assert y.count_nonzero() > y.numel() / 2, name
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "rounded"])
-@pytest.mark.parametrize("a_format", cases.EXACT_FORMATS)
+@pytest.mark.parametrize("a_format", ["bf16", "mxfp4"])
 @pytest.mark.parametrize("name", PLANTED_ERRORS)
 def test_the_comparison_catches(name: str, a_format: str, exact: bool) -> None:
     case = replace(cases.EXACT[f"{a_format}-silu-small"], exact=exact)

@@ -49,7 +49,8 @@ from tests.moe.oracle import Rows, moe_layer
 FORMATS: tuple[OwnFormat, ...] = ("bf16", "mxfp8", "mxfp4", "fp8_token")
 EXACT_FORMATS = FORMATS[:3]
 """Their scales are powers of two."""
-ACTIVATIONS = (SiLU(), SwiGLU(), ClampedSiLU(), SiTUv2())
+SWIGLU = SwiGLU()
+ACTIVATIONS = (SiLU(), SWIGLU, ClampedSiLU(), SiTUv2())
 TIGHT = (SiLU(), SwiGLU(alpha=1.3, limit=1.0), ClampedSiLU(0.5), SiTUv2(beta=0.7, beta_up=1.1))
 """Parameters that change many of normal values."""
 ORDERS, RULES = tuple(GateUpOrder), tuple(ScaleRule)
@@ -110,21 +111,14 @@ TILES: dict[str, dict[str, MoEConfig]] = {
         "triton": tile(32, GemmConfig(32, 64, 128, split_k=2), GemmConfig(32, 128, 64, split_k=2)),
         "cdna4": both(decode(32, 2, 2, stages=2)),
     },
-    "high_64": {
-        "triton": tile(64, GemmConfig(64, 64, 128), GemmConfig(64, 128, 64)),
-        "cdna4": both(prefill_config(64)),
-    },
-    "high_128": {
-        "triton": tile(128, GemmConfig(128, 64, 64), GemmConfig(128, 128, 64)),
-        "cdna4": both(prefill_config(128)),
-    },
-    "high_128_in_units": {
-        "triton": tile(128, GemmConfig(32, 64, 128), GemmConfig(64, 128, 64)),
-        "cdna4": both(prefill_config(128), 256),
-    },
-    "high_256": {
-        "triton": tile(128, GemmConfig(128, 64, 128), GemmConfig(128, 128, 128)),
-        "cdna4": both(prefill_config(256)),
+    **{
+        name: {"triton": tile(64, GemmConfig(64, 64, 128), GemmConfig(64, 128, 64)), "cdna4": own}
+        for name, own in {
+            "high_64": both(prefill_config(64)),
+            "high_128": both(prefill_config(128)),
+            "high_128_in_units": both(prefill_config(128), 256),
+            "high_256": both(prefill_config(256)),
+        }.items()
     },
 }
 """Configs of both stages by backend. A backend that is not named chooses its own."""
@@ -166,7 +160,7 @@ class MoECase:
     """
 
     a_format: OwnFormat
-    activation: Activation = ACTIVATIONS[1]
+    activation: Activation = SWIGLU
     order: GateUpOrder = GateUpOrder.INTERLEAVED
     combine: Combine = Combine.REDUCE
     has_bias: bool = True
@@ -175,7 +169,7 @@ class MoECase:
     out_dtype: torch.dtype = torch.bfloat16
     sizes: Sizes = SMALL
     exact: bool = True
-    tile: str = "chosen"
+    tile: str = "small"
     routing: Routing = Routing.UNIFORM
     expert_map: tuple[int, ...] | None = None
     local_tokens: int | None = None
@@ -494,38 +488,32 @@ EXACT: Cases = {
     for (i, tile), (j, a_format) in product(enumerate(FOUR_TILES), enumerate(EXACT_FORMATS))
 }
 """Every tile with every format."""
-DEEP_CASES: Cases = {
-    "bf16": MoECase("bf16", ACTIVATIONS[2], ORDERS[2], sizes=DEEP, tile="small"),
+OTHER_TILES: Cases = {
+    "bf16": MoECase("bf16", ClampedSiLU(), GateUpOrder.INTERLEAVED_16, sizes=DEEP, tile="small"),
     "mxfp4-sliced": MoECase(
-        "mxfp4",
-        ACTIVATIONS[3],
-        combine=Combine.ATOMIC,
-        sizes=replace(DEEP, tokens=40),
-        tile="sliced",
+        "mxfp4", SiTUv2(), combine=Combine.ATOMIC, sizes=replace(DEEP, tokens=40), tile="sliced"
     ),
     "mxfp8-split": MoECase("mxfp8", sizes=replace(DEEP, tokens=40), tile="split"),
     "bf16-sliced_and_split": MoECase(
         "bf16", combine=Combine.ATOMIC, sizes=DEEP, tile="sliced_and_split"
     ),
-    "mxfp8-floor": MoECase(
-        "mxfp8", ACTIVATIONS[0], rule=ScaleRule.FLOOR, sizes=DEEP, tile="grouped"
-    ),
-    "mxfp4-wide": MoECase("mxfp4", ACTIVATIONS[0], rule=ScaleRule.EVEN, tile="wide"),
+    "mxfp8-floor": MoECase("mxfp8", SiLU(), rule=ScaleRule.FLOOR, sizes=DEEP, tile="grouped"),
+    "mxfp4-wide": MoECase("mxfp4", SiLU(), rule=ScaleRule.EVEN, tile="wide"),
     "fp8_token": MoECase(
-        "fp8_token", ACTIVATIONS[3], has_bias=False, on_input=True, tile="small_in_units"
+        "fp8_token", SiTUv2(), has_bias=False, on_input=True, tile="small_in_units"
     ),
     "fp8_token-high": MoECase(
-        "fp8_token", ACTIVATIONS[3], has_bias=False, on_input=True, sizes=HIGH, tile="high_64"
+        "fp8_token", SiTUv2(), has_bias=False, on_input=True, sizes=HIGH, tile="high_64"
     ),
 }
 HIGH_TILES: Cases = {
     "mxfp4-256": MoECase("mxfp4", sizes=HIGH, tile="high_256"),
     "mxfp8-256-deep": MoECase(
-        "mxfp8", ACTIVATIONS[0], ORDERS[0], Combine.ATOMIC, sizes=HIGH_DEEP, tile="high_256"
+        "mxfp8", SiLU(), GateUpOrder.CONCATENATED, Combine.ATOMIC, sizes=HIGH_DEEP, tile="high_256"
     ),
     "mxfp4-128-deep": MoECase(
         "mxfp4",
-        ACTIVATIONS[3],
+        SiTUv2(),
         combine=Combine.ATOMIC,
         rule=ScaleRule.EVEN,
         sizes=replace(HIGH_DEEP, tokens=150),
@@ -533,15 +521,15 @@ HIGH_TILES: Cases = {
     ),
     "mxfp8-128-units": MoECase(
         "mxfp8",
-        ACTIVATIONS[2],
+        ClampedSiLU(),
         rule=ScaleRule.FLOOR,
         sizes=replace(HIGH, tokens=100),
         tile="high_128_in_units",
     ),
-    "mxfp8-64-deep": MoECase("mxfp8", order=ORDERS[2], sizes=HIGH_DEEP, tile="high_64"),
-    "mxfp4-64": MoECase(
-        "mxfp4", ACTIVATIONS[0], has_bias=False, on_input=True, sizes=HIGH, tile="high_64"
+    "mxfp8-64-deep": MoECase(
+        "mxfp8", order=GateUpOrder.INTERLEAVED_16, sizes=HIGH_DEEP, tile="high_64"
     ),
+    "mxfp4-64": MoECase("mxfp4", SiLU(), has_bias=False, on_input=True, sizes=HIGH, tile="high_64"),
     "mxfp8-one_expert": MoECase(
         "mxfp8",
         sizes=replace(HIGH, tokens=130, top_k=1),
@@ -557,99 +545,92 @@ STAGES: Cases = {
         COMBINES[(i + 2 * j) % 3],
         has_bias=j % 2 == 0,
         on_input=j % 4 == i,
-        rule=RULES[j],
+        rule=RULES[j % 4],
         exact=False,
-        tile=FOUR_TILES[j],
+        tile=FOUR_TILES[j % 4],
         sizes=Sizes(experts=5, tokens=64),
     )
     for i, a_format in enumerate(FORMATS)
     for j, activation in enumerate((ACTIVATIONS, TIGHT)[i % 2])
 }
-"""Pairwise: every format with every activation, order, combine and tile, every activation with
-every order and combine."""
+"""Pairwise: every format with every activation, order, combine, rule and tile, every activation
+with every order and combine. An activation more is one in `ACTIVATIONS` and in `TIGHT`."""
 NO_TOKENS: Cases = {
     combine.value: MoECase("mxfp8", combine=combine, sizes=Sizes(tokens=0)) for combine in COMBINES
 }
 ROUNDED: Cases = {
-    f"{a_format}-{str(dtype).removeprefix('torch.')}": MoECase(
-        a_format,
-        out_dtype=dtype,
-        exact=False,
-        tile="small",
-        sizes=Sizes(experts=5, tokens=64),
-        seed=1,
+    a_format: MoECase(
+        a_format, out_dtype=dtype, exact=False, sizes=Sizes(experts=5, tokens=64), seed=1
     )
     for a_format, dtype in (
-        *((a_format, torch.bfloat16) for a_format in FORMATS),
         ("bf16", torch.float32),
         ("mxfp8", torch.float16),
+        ("mxfp4", torch.bfloat16),
+        ("fp8_token", torch.bfloat16),
     )
-}
+} | {"mxfp8-deep": MoECase("mxfp8", exact=False, sizes=replace(DEEP, tokens=40))}
 MAP = (1, -1, 0, -1, -1)
 ROUTED: Cases = {
     **{
-        f"{tokens}_tokens-{a_format}": MoECase(a_format, sizes=Sizes(experts=5, tokens=tokens))
+        f"{tokens}_tokens-{a_format}": MoECase(
+            a_format, sizes=Sizes(experts=5, tokens=tokens), tile="chosen"
+        )
         for tokens, a_format in product((0, 1, 3), ("bf16", "mxfp4"))
     },
     **{
-        f"{routing.value}": MoECase(
+        routing.value: MoECase(
             "mxfp8", routing=routing, sizes=Sizes(experts=7, top_k=3, tokens=45), tile="grouped"
         )
-        for routing in Routing
+        for routing in (Routing.ZIPF, Routing.ONE_EXPERT, Routing.HALF)
     },
     "one_expert_of_one": MoECase("bf16", sizes=Sizes(experts=1, top_k=1)),
     "many_slots": MoECase("mxfp4", sizes=Sizes(experts=7, top_k=6, tokens=9)),
     **{
-        f"map-{a_format}-{combine.value}": MoECase(
+        f"map-{combine.value}": MoECase(
             a_format,
             combine=combine,
             expert_map=MAP,
             local_tokens=17,
             stray_ids=True,
             sizes=Sizes(experts=2),
-            tile="small",
         )
-        for a_format, combine in (("bf16", COMBINES[0]), ("mxfp4", COMBINES[1]))
+        for a_format, combine in (("bf16", Combine.REDUCE), ("mxfp4", Combine.ATOMIC))
     },
-    "stray_ids": MoECase("mxfp8", stray_ids=True),
+    "stray_ids": MoECase("mxfp8", stray_ids=True, tile="chosen"),
     "no_local_tokens": MoECase("bf16", local_tokens=0),
 }
 OPERANDS: Cases = {
-    "quantised-mxfp4": MoECase("mxfp4", x="quantised", rule=ScaleRule.EVEN),
-    "quantised-mxfp8": MoECase("mxfp8", x="quantised"),
-    "shifted-bf16": MoECase("bf16", x="shifted"),
-    "shifted-mxfp8": MoECase("mxfp8", x="shifted"),
-    "gaps-bf16": MoECase("bf16", x="gaps"),
-    "gaps-fp8_token": MoECase("fp8_token", x="gaps", exact=False, sizes=Sizes(experts=5)),
-    "router-bf16": MoECase(
-        "bf16", stray_ids=True, ids_dtype=torch.int64, weights_dtype=torch.bfloat16
+    "quantised": MoECase("mxfp4", x="quantised", rule=ScaleRule.EVEN),
+    "shifted": MoECase("bf16", x="shifted"),
+    "gaps-router_bf16": MoECase(
+        "bf16", x="gaps", stray_ids=True, ids_dtype=torch.int64, weights_dtype=torch.bfloat16
     ),
-    "router-float16-map": MoECase(
+    "shifted-router_float16-map": MoECase(
         "mxfp8",
+        x="shifted",
         stray_ids=True,
         expert_map=MAP,
         ids_dtype=torch.int64,
         weights_dtype=torch.float16,
         sizes=Sizes(experts=2),
     ),
-    "poisoned-mxfp8": MoECase("mxfp8", poisoned=True),
-    "poisoned-bf16": MoECase("bf16", poisoned=True, tile="split"),
-    "nan-bf16": MoECase("bf16", ACTIVATIONS[0], bad=torch.nan),
+    "gaps-fp8_token": MoECase("fp8_token", x="gaps", exact=False, sizes=Sizes(experts=5)),
+    "poisoned": MoECase("mxfp8", poisoned=True, tile="split"),
+    "nan": MoECase("bf16", bad=torch.nan),
     "nan-mxfp8": MoECase("mxfp8", bad=torch.nan, sizes=HIGH, tile="high_64"),
-    "infinity-mxfp4": MoECase("mxfp4", ACTIVATIONS[0], bad=-torch.inf),
-    "infinity-fp8_token": MoECase(
-        "fp8_token", ACTIVATIONS[0], bad=torch.inf, exact=False, sizes=Sizes(experts=5)
-    ),
+    "infinity-mxfp4": MoECase("mxfp4", SiLU(), bad=-torch.inf),
+    "infinity-fp8_token": MoECase("fp8_token", bad=torch.inf, exact=False, sizes=Sizes(experts=5)),
 }
 """Activations, router results and weights of other dtypes, strides and contents."""
 OUT: Cases = {
     f"{out}-{str(dtype).removeprefix('torch.')}-{combine.value}-{tile}": MoECase(
         "bf16", combine=combine, out_dtype=dtype, out=out, tile=tile, sizes=Sizes(tokens=33)
     )
-    for tile, combine, (out, dtype) in product(
-        ("small", "split"),
-        COMBINES[:2],
-        (("new", torch.bfloat16), ("new", torch.float32), ("x", torch.bfloat16)),
+    for out, dtype, tiles in (
+        ("new", torch.bfloat16, ("small", "split")),
+        ("new", torch.float32, ("split", "small")),
+        ("x", torch.bfloat16, ("small", "split")),
     )
+    for combine, tile in zip(COMBINES[:2], tiles, strict=True)
 } | {"no_tokens": MoECase("bf16", out="new", sizes=Sizes(tokens=0))}
-ALL = (EXACT, DEEP_CASES, HIGH_TILES, STAGES, NO_TOKENS, ROUNDED, ROUTED, OPERANDS, OUT)
+ALL = (EXACT, OTHER_TILES, HIGH_TILES, STAGES, NO_TOKENS, ROUNDED, ROUTED, OPERANDS, OUT)
