@@ -14,7 +14,7 @@ from support.executors import CHIPS, Executor
 from support.kernels import kernels_of
 from support.poison import PLANTED_ERRORS
 from tests.conformance.cases import moe as cases
-from tests.conformance.cases.moe import MoECase
+from tests.conformance.cases.moe_case import MoECase, layout_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
@@ -70,7 +70,7 @@ def test_out_is_written(case: MoECase, executor: Executor) -> None:
 @pytest.mark.parametrize("arch", [*CHIPS, "sm_100"])
 def test_backends_serve_what_the_cases_say(arch: str) -> None:
     backend = CHIPS.get(arch, "triton")
-    kernel, layout = kernels_of(backend)[Op.FUSED_MOE], cases.layout_of(backend)
+    kernel, layout = kernels_of(backend)[Op.FUSED_MOE], layout_of(backend)
     for name, case in [item for group in cases.ALL for item in group.items()]:
         refused = kernel.unsupported(case.problem(DEVICES[arch], layout))
         assert case.served_by(backend) == (refused is None), f"{name}: {refused}"

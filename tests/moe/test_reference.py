@@ -22,7 +22,7 @@ from mxpert.testing.problems import MoEShape, Routing, random_moe_problem
 from support.exact import exact_moe_problem
 from support.layers import run_layer
 from tests.conformance.cases import moe as cases
-from tests.conformance.cases.moe import MoECase
+from tests.conformance.cases.moe_case import MoECase
 
 FLOAT64 = ReferenceConfig(torch.float64)
 SHAPE = MoEShape(96, 64, 5, 3, SwiGLU(), has_bias=True)

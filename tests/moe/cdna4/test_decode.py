@@ -25,7 +25,8 @@ from support.executors import Executor
 from support.kernels import kernels_of
 from support.layers import explain_layer
 from support.poison import nan_filled_scratch
-from tests.conformance.cases.moe import MoECase, Sizes, decode
+from tests.conformance.cases.moe_case import MoECase, Sizes
+from tests.conformance.cases.moe_tiles import decode
 
 SMALL = MoEShape(hidden_size=160, intermediate_size=96, num_experts=3, top_k=2)
 CDNA4 = Executor("cdna4", "emulated")

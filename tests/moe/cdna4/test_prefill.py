@@ -27,7 +27,8 @@ from mxpert.moe.cdna4.layout import CDNA4_FRAGMENT
 from mxpert.moe.cdna4.prefill_scales import arrange_scales
 from mxpert.testing.gfx950 import MI355X, emulate
 from support.executors import Executor
-from tests.conformance.cases.moe import HIGH_TILES, MoECase, Sizes
+from tests.conformance.cases.moe import HIGH_TILES
+from tests.conformance.cases.moe_case import MoECase, Sizes
 
 CDNA4 = Executor("cdna4", "emulated")
 KERNEL = "_moe_gemm_prefill_cdna4_kernel"
