@@ -8,7 +8,7 @@ import torch
 
 import mxpert
 from mxpert import MoEWeights
-from mxpert.explain import Explanation
+from mxpert.core.registry import Explanation
 from mxpert.testing.problems import MoEInputs
 
 
