@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 import mxpert
-from mxpert import Combine, GateUpOrder, RoutingPlan, ScaleRule
+from mxpert import Combine, GateUpOrder, MoEWeights, RoutingPlan, ScaleRule
 from mxpert.configs import MoEConfig
 from mxpert.core.backend import BACKENDS
 from mxpert.core.problem import (
@@ -179,21 +179,27 @@ class MoECase:
 
     def given(self, inputs: MoEInputs, executor: Executor) -> MoEInputs:
         """The operands as the executor gets them."""
-        weights, x = inputs.weights, inputs.x.clone()
+        device, x = executor.device, inputs.x.clone()
         if self.local_tokens is not None:
             x[self.local_tokens :] = torch.nan
         if self.bad is not None:
             x[BAD_TOKEN, 7] = self.bad
-        if self.poisoned:
-            weights = poison_weights(weights)
-        device = executor.device
         return replace(
             inputs,
             x=self._arrive(x.to(device)),
-            weights=weights.prepare(device=device, layout=layout_of(executor.backend)),
+            weights=self._prepared(inputs.weights, executor),
             topk_weights=inputs.topk_weights.to(device),
             topk_ids=inputs.topk_ids.to(device),
         )
+
+    def _prepared(self, weights: MoEWeights, executor: Executor) -> MoEWeights:
+        """Weights as the executor's kernels read them; preparing copies to dense storage."""
+        layout = layout_of(executor.backend)
+        if not self.poisoned:
+            return weights.prepare(device=executor.device, layout=layout)
+        if layout is Layout.ROW_MAJOR:
+            return poison_weights(weights.prepare(device=executor.device, layout=layout))
+        return poison_weights(weights).prepare(device=executor.device, layout=layout)
 
     def _arrive(self, x: torch.Tensor) -> Any:
         """Activations as `self.x` says: a tensor or an MXTensor."""
