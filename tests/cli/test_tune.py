@@ -19,9 +19,9 @@ from mxpert.core.problem import GemmConfig, MoEConfig, MoEProblem, Op
 from mxpert.core.registry import override
 from mxpert.formats.tensor import Layout
 from mxpert.moe.inputs import FusedMoEInputs
+from mxpert.moe.op import fused_moe
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.testing.timing import Timing
-from support.layers import run_layer
 from support.outcomes import assert_one_line
 
 runner = CliRunner()
@@ -199,8 +199,11 @@ class FakeKernel:
         self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs
     ) -> torch.Tensor:
         with override(backend="reference"):
-            result = run_layer(
-                inputs,
+            result = fused_moe(
+                inputs.x,
+                inputs.weights,
+                inputs.topk_weights,
+                inputs.topk_ids,
                 activation=problem.options.activation,
                 activation_format=problem.options.activation_format,
             )
