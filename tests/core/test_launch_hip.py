@@ -19,6 +19,7 @@ from mxpert.core.problem import GemmConfig
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape, random_moe_problem
 from mxpert.testing.timing import _l2_sweep, read_bandwidth
 from support.hip import LEADING, REPLAY_MS, replayed_graphs, stub_driver, stub_torch
+from support.layers import run_layer
 
 MI355X = TARGETS["amd-instinct-mi355x"]
 SHAPE = MoEShape(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, has_bias=True)
@@ -38,17 +39,6 @@ def test_the_device_is_detected_without_its_features() -> None:
     target._gpu_target.cache_clear()
 
 
-def fused_moe(inputs: object, **options: object) -> torch.Tensor:
-    return mxpert.fused_moe(
-        inputs.x,
-        inputs.weights,
-        inputs.topk_weights,
-        inputs.topk_ids,
-        activation=inputs.activation,
-        **options,
-    )
-
-
 @pytest.mark.parametrize("a_format", ["bf16", "mxfp8", "mxfp4", "fp8_token"])
 def test_a_layer_is_launched(launches: list[tuple], replays: list[object], a_format: str) -> None:
     """Every call makes the same launches of gfx950 binaries, with the addresses of its tensors.
@@ -60,7 +50,7 @@ def test_a_layer_is_launched(launches: list[tuple], replays: list[object], a_for
     for _ in range(3):
         launches.clear()
         with mxpert.override(backend="triton"):
-            fused_moe(inputs, activation_format=a_format)
+            run_layer(inputs, activation_format=a_format)
         seen.append([(call[1:4], call[4], call[5]) for call in launches])
         (gate_up,) = (call for call in launches if call[5] == "_moe_gate_up_kernel")
         tensors = [each for each in gate_up[LEADING:] if isinstance(each, torch.Tensor)]

@@ -15,6 +15,7 @@ from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from support.launches import H200, without_device
+from support.layers import run_layer
 
 HEIGHTS = (
     (4, r"\w+\.(op|dual_op|checks)|core\.(ops|schema)"),  # 1 check, 2 describe
@@ -29,13 +30,8 @@ def layer_call() -> Callable[[], object]:
     shape = MoEShape(64, 64, num_experts=4, top_k=2, activation=mxpert.SwiGLU())
     inputs = random_moe_problem(shape, 16)
     weights = inputs.weights.prepare(device="cpu", layout=Layout.HOPPER_FRAGMENT)
-    return lambda: mxpert.fused_moe(
-        inputs.x,
-        weights,
-        inputs.topk_weights,
-        inputs.topk_ids,
-        activation=shape.activation,
-        activation_format="mxfp8",
+    return lambda: run_layer(
+        inputs, weights=weights, activation=shape.activation, activation_format="mxfp8"
     )
 
 

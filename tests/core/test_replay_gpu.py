@@ -17,6 +17,7 @@ import mxpert
 from mxpert.core.problem import ACTIVATION_FORMATS
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from support.layers import run_layer
 from support.replays import tensors_of, without_replay
 
 pytestmark = pytest.mark.gpu
@@ -42,14 +43,7 @@ def make(
 
 
 def fused(inputs: MoEInputs, a_format: str) -> torch.Tensor:
-    return mxpert.fused_moe(
-        inputs.x,
-        inputs.weights,
-        inputs.topk_weights,
-        inputs.topk_ids,
-        activation=inputs.activation,
-        activation_format=a_format,
-    )
+    return run_layer(inputs, activation_format=a_format)
 
 
 def routed(inputs: MoEInputs) -> Any:

@@ -18,6 +18,7 @@ from mxpert.formats.spec import MXFormatLike, ScaleRuleLike, ScaleSpanLike, get_
 from mxpert.formats.tensor import LayoutLike
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.training import MXFP8Recipe
+from support.layers import run_layer
 
 HINTS = {
     ScaleRule: ScaleRuleLike,
@@ -71,15 +72,7 @@ def test_a_scale_rule(rule: ScaleRule) -> None:
     ):
         assert torch.equal(call(name).scale, call(rule).scale)
     y = [
-        mxpert.fused_moe(
-            LAYER.x,
-            LAYER.weights,
-            LAYER.topk_weights,
-            LAYER.topk_ids,
-            activation="silu",
-            activation_format="a8w4",
-            scale_rule=each,
-        )
+        run_layer(LAYER, activation="silu", activation_format="a8w4", scale_rule=each)
         for each in (name, rule)
     ]
     assert torch.equal(*y)

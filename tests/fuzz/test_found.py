@@ -15,6 +15,7 @@ from mxpert.core.geometry import describe
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.training import MXGroupedLinear
 from mxpert.training.rows.op import combine_rows
+from support.layers import run_layer
 
 LAYER = random_moe_problem(MoEShape(64, 32, 4, 2), 5)
 W = formats.quantize_blocks(torch.randn(2, 64), "mxfp4")
@@ -22,14 +23,7 @@ ARRAY = numpy.ones(3)
 BAD: dict[str, Callable[[], Any]] = {
     "no columns": lambda: formats.quantize_token_rows(torch.zeros(3, 0)),
     "array as limit": lambda: mxpert.SwiGLU(limit=ARRAY),  # type: ignore[arg-type]
-    "array as out_dtype": lambda: mxpert.fused_moe(
-        LAYER.x,
-        LAYER.weights,
-        LAYER.topk_weights,
-        LAYER.topk_ids,
-        activation=mxpert.SiLU(),
-        out_dtype=ARRAY,
-    ),  # type: ignore[arg-type]
+    "array as out_dtype": lambda: run_layer(LAYER, activation=mxpert.SiLU(), out_dtype=ARRAY),  # type: ignore[arg-type]
     "array as dtype": lambda: W.dequantize(ARRAY),  # type: ignore[arg-type]
     "array as groups": lambda: mxpert.route_topk(torch.zeros(1, 4), 1, top_groups=ARRAY),  # type: ignore[arg-type]
     "device as certificate": lambda: formats.fold(W, torch.device("cpu")),  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ from mxpert.testing.gfx950 import MI355X
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from support.gfx950_exchange import captured
 from support.gfx950_mutants import Launch, Mutant, Trial, capture, digest, sample, tally
+from support.layers import run_layer
 
 RECORD = Path(__file__).with_name("mutants.json")
 """By case: the kernel, Triton's version, a digest of the listing, how many mutants of each kind
@@ -126,12 +127,9 @@ def layer_launch(case: Layer) -> Launch:
         config = mxpert.configs.MoEConfig(case.block_m, *[prefill_config(case.block_m)] * 2)
     override = mxpert.override(backend=case.backend, config=config)
     with capture(GEMMS, case.stage) as launches, override:
-        mxpert.fused_moe(
-            inputs.x,
-            inputs.weights if portable else inputs.weights.prepare(device="cpu"),
-            inputs.topk_weights,
-            inputs.topk_ids,
-            activation=inputs.activation,
+        run_layer(
+            inputs,
+            weights=None if portable else inputs.weights.prepare(device="cpu"),
             activation_format=case.a_format,
         )
     return launches[-1]

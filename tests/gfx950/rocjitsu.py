@@ -37,6 +37,7 @@ def dump(folder: Path) -> None:
     from mxpert.testing.problems import MoEShape
     from support.exact import exact_moe_problem
     from support.gfx950_mutants import capture
+    from support.layers import run_layer
 
     inputs = exact_moe_problem(MoEShape(160, 96, 2, 1, mxpert.SiLU(), has_bias=True), 16)
     with capture() as launches:
@@ -44,12 +45,9 @@ def dump(folder: Path) -> None:
             portable = backend == "triton"
             for a_format in ("bf16", "mxfp8", "mxfp4"):
                 with mxpert.override(backend=backend):
-                    mxpert.fused_moe(
-                        inputs.x,
-                        inputs.weights if portable else inputs.weights.prepare(device="cpu"),
-                        inputs.topk_weights,
-                        inputs.topk_ids,
-                        activation=inputs.activation,
+                    run_layer(
+                        inputs,
+                        weights=None if portable else inputs.weights.prepare(device="cpu"),
                         activation_format=a_format,
                     )
     chosen = [launch for launch in launches if launch.name.startswith(KERNELS)]

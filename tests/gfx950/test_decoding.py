@@ -31,6 +31,7 @@ from mxpert.testing.gfx950 import MI355X, Emulation
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
 from support.gfx950_exchange import turns
+from support.layers import run_layer
 
 pytestmark = pytest.mark.filterwarnings("ignore::mxpert.errors.PerformanceWarning")
 """Weights in the published layout run on the portable kernels, which are wanted, too."""
@@ -71,14 +72,7 @@ def _call_ops() -> None:
     inputs = exact_moe_problem(MoEShape(256, 256, 4, 2, has_bias=True), 16)
     published, native = inputs.weights, inputs.weights.prepare(device="cpu")
     for name, weights in itertools.product(("mxfp8", "mxfp4", "bf16"), (published, native)):
-        mxpert.fused_moe(
-            inputs.x,
-            weights,
-            inputs.topk_weights,
-            inputs.topk_ids,
-            activation=inputs.activation,
-            activation_format=name,
-        )
+        run_layer(inputs, weights=weights, activation_format=name)
     x, b = torch.zeros(64, 256).bfloat16(), torch.zeros(2, 128, 256).bfloat16()
     for name in ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp4"):
         for axis in (-1, -2):

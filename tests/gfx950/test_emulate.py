@@ -23,6 +23,7 @@ from mxpert.moe.weights import MoEWeights
 from mxpert.testing import gfx950
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
+from support.layers import run_layer
 
 SHAPE = MoEShape(256, 128, 4, 2, has_bias=True)
 
@@ -71,14 +72,7 @@ def test_a_layer_is_exact_in_all_schedules_and_with_all_garbage(
     prepared = inputs.weights.prepare(device="cpu", layout=layout) if native else inputs.weights
 
     def layer(weights: MoEWeights = prepared) -> torch.Tensor:
-        return mxpert.fused_moe(
-            inputs.x,
-            weights,
-            inputs.topk_weights,
-            inputs.topk_ids,
-            activation=inputs.activation,
-            activation_format=activation_format,
-        )
+        return run_layer(inputs, weights=weights, activation_format=activation_format)
 
     want = layer(inputs.weights)
     for options in ({}, {"seed": 1}, {"schedule": "random"}, {"schedule": "random", "seed": 2}):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,13 +17,14 @@ import torch
 import mxpert
 from mxpert.core.backend import BACKENDS
 from mxpert.core.launch import record_launches
-from mxpert.core.problem import ACTIVATION_FORMATS, Op
+from mxpert.core.problem import Op
 from mxpert.testing.gfx950 import emulate
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape
 from mxpert.training.rows import op as row_ops
 from support.exact import exact_moe_problem
 from support.gfx950_suite import SCHEDULES
+from support.layers import run_layer
 from support.poison import nan_filled_scratch
 
 ELSEWHERE = {"reference", "hopper"}
@@ -52,43 +53,20 @@ def integers(*size: int, seed: int = 0, largest: int = 3) -> torch.Tensor:
     return torch.randint(-largest, largest + 1, size, generator=draw(seed)).float()
 
 
-def layer(a_format: str) -> MoEInputs:
+def layer() -> MoEInputs:
     """21 tokens on 5 experts, with ragged tiles in every dimension."""
-    shape = MoEShape(160, 96, 5, 2, mxpert.SwiGLU(), has_bias=True)
-    return exact_moe_problem(shape, 21, seed=ACTIVATION_FORMATS.index(a_format))
+    inputs = exact_moe_problem(MoEShape(160, 96, 5, 2, mxpert.SwiGLU(), has_bias=True), 21)
+    return replace(inputs, weights=inputs.weights.prepare(device="cpu"))
 
 
-def fused(a_format: str, **options: Any) -> Call:
-    def call() -> torch.Tensor:
-        inputs = layer(a_format)
-        return mxpert.fused_moe(
-            inputs.x,
-            inputs.weights.prepare(device="cpu"),
-            inputs.topk_weights,
-            inputs.topk_ids,
-            activation=inputs.activation,
-            activation_format=a_format,
-            **options,
-        )
-
-    return call
-
-
-def stages(a_format: str) -> Call:
+def stages() -> torch.Tensor:
     """Plan, stage 1 and stage 2 one by one."""
-
-    def call() -> torch.Tensor:
-        inputs = layer(a_format)
-        weights = inputs.weights.prepare(device="cpu")
-        plan = mxpert.make_routing_plan(
-            inputs.topk_weights, inputs.topk_ids, num_experts=5, routing_block_m=32
-        )
-        h = mxpert.moe_gate_up(
-            inputs.x, weights, plan, activation=inputs.activation, activation_format=a_format
-        )
-        return mxpert.moe_down(h, weights, plan, activation_format=a_format)
-
-    return call
+    inputs = layer()
+    plan = mxpert.make_routing_plan(
+        inputs.topk_weights, inputs.topk_ids, num_experts=5, routing_block_m=32
+    )
+    h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, activation=inputs.activation)
+    return mxpert.moe_down(h, inputs.weights, plan)
 
 
 def routed() -> tuple[torch.Tensor, torch.Tensor]:
@@ -184,10 +162,9 @@ CASES = {
     "dequantize-e4m3": Case(Op.DEQUANTIZE, lambda: mxpert.dequantize(quantized(E4M3, -2)())),
     "route_topk": Case(Op.ROUTE_TOPK, routed),
     "make_routing_plan": Case(Op.ROUTING_PLAN, plan),
-    **{f"fused_moe-{fmt}": Case(Op.FUSED_MOE, fused(fmt)) for fmt in ACTIVATION_FORMATS},
-    "fused_moe-atomic": Case(Op.FUSED_MOE, fused("mxfp8", combine=mxpert.Combine.ATOMIC)),
-    **{f"moe_gate_up-{fmt}": Case(Op.MOE_GATE_UP, stages(fmt)) for fmt in ACTIVATION_FORMATS},
-    **{f"moe_down-{fmt}": Case(Op.MOE_DOWN, stages(fmt)) for fmt in ("bf16", "mxfp8")},
+    "layer": Case(Op.FUSED_MOE, lambda: run_layer(layer(), activation_format="mxfp8")),
+    "moe_gate_up": Case(Op.MOE_GATE_UP, stages),
+    "moe_down": Case(Op.MOE_DOWN, stages),
     "quantize_dual": Case(Op.QUANTIZE_DUAL, lambda: operands(E4M3, 1)),
     "grouped_gemm-bf16": Case(Op.GROUPED_GEMM, grouped("bf16", "bf16")),
     "grouped_gemm-e4m3": Case(Op.GROUPED_GEMM, grouped(E4M3, E4M3)),

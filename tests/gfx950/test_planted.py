@@ -26,6 +26,7 @@ from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
 from support.gfx950_mutants import changed, copied, mutants
 from support.gfx950_suite import SCHEDULES
+from support.layers import run_layer
 
 
 class Bug(NamedTuple):
@@ -69,14 +70,7 @@ def original() -> LaunchRecord:
     tile = mxpert.configs.Cdna4GemmConfig("decode", block_m=16, block_n=256)
     config = mxpert.configs.MoEConfig(16, tile, tile)
     with emulate(), record_launches() as records, mxpert.override(backend="cdna4", config=config):
-        mxpert.fused_moe(
-            inputs.x,
-            inputs.weights.prepare(device="cpu"),
-            inputs.topk_weights,
-            inputs.topk_ids,
-            activation=inputs.activation,
-            activation_format="mxfp8",
-        )
+        run_layer(inputs, weights=inputs.weights.prepare(device="cpu"), activation_format="mxfp8")
     first, _ = (
         record for record in records if record.launch.kernel is decode._moe_gemm_decode_cdna4_kernel
     )

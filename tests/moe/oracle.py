@@ -8,6 +8,7 @@ whole with transformers.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -67,6 +68,20 @@ def activated(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> t
     return gated * activation.beta_up * torch.tanh(up / activation.beta_up)
 
 
+class Rows(NamedTuple):
+    """What a layer computes for each token and slot.
+
+    Args:
+        h: the activation's output in float64 [T, k, F], before it is rounded. y: rows of stage 2
+            from the rounded `h`, times the routing weight unless stage 1 has applied it, [T, k, H].
+        valid: bool [T, k], whether the slot has a local expert; other rows are zero.
+    """
+
+    h: torch.Tensor
+    y: torch.Tensor
+    valid: torch.Tensor
+
+
 def moe_layer(
     x: torch.Tensor | MXTensor,
     weights: MoEWeights,
@@ -78,11 +93,13 @@ def moe_layer(
     scale_rule: ScaleRule = ScaleRule.RCEIL,
     apply_router_weight_on_input: bool = False,
     expert_map: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """float64 [T, H] with the intermediate rounded to `activation_format` and nothing else."""
+) -> Rows:
+    """Each row of the layer, with x and the intermediate in `activation_format`."""
     w_gate_up = dequantize_blocks(weights.gate_up_proj, torch.float64)
     w_down = dequantize_blocks(weights.down_proj, torch.float64)
-    out = torch.zeros(topk_ids.shape[0], weights.hidden_size, dtype=torch.float64)
+    sizes = weights.intermediate_size, weights.hidden_size
+    h, y = (torch.zeros(*topk_ids.shape, size, dtype=torch.float64) for size in sizes)
+    valid = torch.zeros(topk_ids.shape, dtype=torch.bool)
     for token in range(topk_ids.shape[0]):
         row = (
             dequantize_blocks(x[token], torch.float64)
@@ -91,10 +108,8 @@ def moe_layer(
         )
         for slot in range(topk_ids.shape[1]):
             expert = int(topk_ids[token, slot])
-            if expert_map is not None and 0 <= expert < len(expert_map):
-                expert = int(expert_map[expert])
-            elif expert_map is not None:
-                continue
+            if expert_map is not None:
+                expert = int(expert_map[expert]) if 0 <= expert < len(expert_map) else -1
             if not 0 <= expert < weights.num_experts:
                 continue
             weight = float(topk_weights[token, slot])
@@ -104,9 +119,10 @@ def moe_layer(
                 values, weight = values * weight, 1.0
             if weights.gate_up_bias is not None:
                 values = values + weights.gate_up_bias[expert]
-            h = activated(activation, *split(values, weights.gate_up_order))
-            y = w_down[expert] @ rounded(h, activation_format, scale_rule)
+            out = activated(activation, *split(values, weights.gate_up_order))
+            row_out = w_down[expert] @ rounded(out, activation_format, scale_rule)
             if weights.down_bias is not None:
-                y = y + weights.down_bias[expert]
-            out[token] += weight * y
-    return out
+                row_out = row_out + weights.down_bias[expert]
+            h[token, slot], y[token, slot] = out, weight * row_out
+            valid[token, slot] = True
+    return Rows(h, y, valid)

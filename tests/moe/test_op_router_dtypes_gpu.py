@@ -13,6 +13,7 @@ import mxpert
 from mxpert.core.problem import ACTIVATION_FORMATS
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from support.layers import run_layer
 from support.poison import nan_filled_scratch
 
 pytestmark = pytest.mark.gpu
@@ -54,15 +55,7 @@ def as_router(inputs: MoEInputs) -> MoEInputs:
 
 
 def run(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:
-    return mxpert.fused_moe(
-        inputs.x,
-        inputs.weights,
-        inputs.topk_weights,
-        inputs.topk_ids,
-        activation=inputs.activation,
-        activation_format=a_format,
-        **options,
-    )
+    return run_layer(inputs, activation_format=a_format, **options)
 
 
 @LAYOUTS

@@ -22,6 +22,7 @@ from mxpert.testing.numerics import (
     sqnr_db,
 )
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from support.layers import run_layer
 
 GPT_OSS = MoEShape(256, 192, 6, 3, SwiGLU(), GateUpOrder.INTERLEAVED, has_bias=True)
 MIXTRAL = MoEShape(256, 192, 6, 2, SiLU(), GateUpOrder.CONCATENATED)
@@ -79,14 +80,7 @@ def test_gpt_oss_layer_keeps_the_sqnr_floor(activation_format) -> None:
     inputs = random_moe_problem(GPT_OSS, 64)
     layer = gpt_oss_layer(inputs, torch.float64)
     theirs = layer.experts(inputs.x.double(), inputs.topk_ids.long(), inputs.topk_weights.double())
-    ours = mxpert.fused_moe(
-        inputs.x,
-        inputs.weights,
-        inputs.topk_weights,
-        inputs.topk_ids,
-        activation=SwiGLU(),
-        activation_format=activation_format,
-    )
+    ours = run_layer(inputs, activation=SwiGLU(), activation_format=activation_format)
     found, floor = sqnr_db(ours, theirs), sqnr_floor_db(activation_format)
     assert floor <= found <= floor + 6, f"{found:.2f} dB against a floor of {floor:.2f} dB"
 
@@ -96,9 +90,7 @@ def test_gpt_oss_layer_in_bfloat16() -> None:
     layer = gpt_oss_layer(inputs, torch.bfloat16)
     # Weights of 4 bits and a power-of-two scale survive bfloat16; transformers' sums do not.
     theirs = layer.experts(inputs.x, inputs.topk_ids.long(), inputs.topk_weights.bfloat16())
-    ours = mxpert.fused_moe(
-        inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids, activation=SwiGLU()
-    )
+    ours = run_layer(inputs, activation=SwiGLU())
     assert cosine(ours, theirs) >= 0.9999
 
 
@@ -115,24 +107,10 @@ def test_mixtral_experts() -> None:
     expected = theirs.double()(
         inputs.x.double(), inputs.topk_ids.long(), inputs.topk_weights.double()
     )
-    actual = mxpert.fused_moe(
-        inputs.x,
-        inputs.weights,
-        inputs.topk_weights,
-        inputs.topk_ids,
-        activation=SiLU(),
-        out_dtype=torch.float64,
-    )
+    actual = run_layer(inputs, activation=SiLU(), out_dtype=torch.float64)
     assert 5e-4 < relative_l2(actual, expected) < 2.1e-3  # bfloat16 h alone
     wrong = replace(inputs.weights, gate_up_order=GateUpOrder.INTERLEAVED)
-    other = mxpert.fused_moe(
-        inputs.x,
-        wrong,
-        inputs.topk_weights,
-        inputs.topk_ids,
-        activation=SiLU(),
-        out_dtype=torch.float64,
-    )
+    other = run_layer(inputs, weights=wrong, activation=SiLU(), out_dtype=torch.float64)
     with pytest.raises(AssertionError, match="relative L2"):
         assert_close_relative(other, expected, 0.5, "wrong order")
 
@@ -153,8 +131,5 @@ def test_the_order_of_rows_changes_nothing_once_declared(order) -> None:
             scale=weights.gate_up_proj.scale[:, rows],
         ),
     )
-    results = [
-        mxpert.fused_moe(inputs.x, w, inputs.topk_weights, inputs.topk_ids, activation=SwiGLU())
-        for w in (weights, moved)
-    ]
+    results = [run_layer(inputs, weights=w, activation=SwiGLU()) for w in (weights, moved)]
     assert_exact(*results, "fused_moe")

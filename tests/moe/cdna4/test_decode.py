@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
 import mxpert
-from mxpert import Combine, GateUpOrder, MoEWeights, RoutingPlan, ScaleRule
+from mxpert import Combine, MoEWeights, RoutingPlan
 from mxpert.configs import Cdna4GemmConfig
-from mxpert.core.problem import (
-    ACTIVATIONS,
-    MoEConfig,
-    MoEOptions,
-    MoEProblem,
-    Op,
-    ReferenceConfig,
-    SiLU,
-)
+from mxpert.core.problem import MoEConfig, MoEOptions, MoEProblem, Op, OwnFormat, SiLU
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.moe.cdna4.config import prefill_config, require_valid
 from mxpert.moe.cdna4.layout import CDNA4_FRAGMENT
 from mxpert.routing.plan import TOKEN_MASK
 from mxpert.testing.gfx950 import MI355X, Emulation, emulate
-from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
-from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
+from mxpert.testing.numerics import assert_exact
+from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from support.exact import exact_moe_problem
+from support.executors import Executor
 from support.kernels import kernels_of
+from support.layers import explain_layer
 from support.poison import nan_filled_scratch
+from tests.conformance.cases.moe_case import MoECase, Sizes
+from tests.conformance.cases.moe_tiles import decode
 
-FLOAT64 = ReferenceConfig(torch.float64)
-SMALL = MoEShape(hidden_size=160, intermediate_size=96, num_experts=3, top_k=2, has_bias=True)
-DEEP = replace(SMALL, hidden_size=2336, num_experts=2, top_k=1)
-"""73 blocks of depth: more than one copy of activations, and a last unit that is a quarter full."""
+SMALL = MoEShape(hidden_size=160, intermediate_size=96, num_experts=3, top_k=2)
+CDNA4 = Executor("cdna4", "emulated")
 
 
 @pytest.fixture(autouse=True)
@@ -44,98 +38,11 @@ def _uninitialised_memory_is_nan() -> Iterator[None]:
         yield
 
 
-def tile(
-    block_m: int = 16, k_slices: int = 1, k_splits: int = 1, num_stages: int = 4, num_warps: int = 4
-) -> Cdna4GemmConfig:
-    block_n = 64 * num_warps // k_slices
-    return Cdna4GemmConfig("decode", block_m, block_n, num_warps, num_stages, k_splits, k_slices)
-
-
-FOUR_WAVES = tile()
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layer with its options and one tile for both stages."""
-
-    a_format: str
-    activation: str
-    tile: Cdna4GemmConfig = FOUR_WAVES
-    combine: Combine = Combine.REDUCE
-    shape: MoEShape = SMALL
-    order: GateUpOrder = GateUpOrder.INTERLEAVED
-    on_input: bool = False
-    rule: ScaleRule = ScaleRule.RCEIL
-    unit: int = 0
-    num_tokens: int = 20
-
-    def __str__(self) -> str:
-        deep = "-deep" if self.shape.hidden_size > 1000 else ""
-        shared = f"x{self.tile.k_splits}" if self.tile.k_splits > 1 else ""
-        return f"{self.a_format}-{self.activation}-{self.tile.block_m}{shared}{deep}"
-
-    def inputs(self) -> MoEInputs:
-        shape = replace(
-            self.shape, activation=ACTIVATIONS[self.activation](), gate_up_order=self.order
-        )
-        return exact_moe_problem(shape, self.num_tokens, apply_router_weight_on_input=self.on_input)
-
-
-CASES = (
-    Case("mxfp4", "swiglu"),
-    Case("mxfp8", "silu", order=GateUpOrder.CONCATENATED, combine=Combine.ATOMIC),
-    Case("bf16", "clamped_silu", shape=DEEP, order=GateUpOrder.INTERLEAVED_16),
-    Case("fp8_token", "situ_v2", unit=32, on_input=True, shape=replace(SMALL, has_bias=False)),
-    Case("mxfp4", "situ_v2", tile(32, k_slices=4), Combine.ATOMIC, DEEP, num_tokens=40),
-    Case("mxfp8", "swiglu", tile(32, k_splits=3), shape=DEEP, num_tokens=40),
-    Case("bf16", "swiglu", tile(32, 2, 2, num_stages=2), Combine.ATOMIC, DEEP),
-    Case("mxfp8", "silu", tile(num_stages=2), shape=DEEP, rule=ScaleRule.FLOOR),
-    Case("bf16", "silu", tile(k_splits=2, num_warps=1), num_tokens=3, on_input=True),
-    Case("mxfp4", "silu", tile(num_warps=8), rule=ScaleRule.EVEN),
-)
-
-
-def layer(
-    inputs: MoEInputs, weights: MoEWeights, case: Case, backend: str, config: object
-) -> torch.Tensor:
-    with mxpert.override(backend=backend, config=config):  # type: ignore[arg-type]
-        return mxpert.fused_moe(
-            inputs.x,
-            weights,
-            inputs.topk_weights,
-            inputs.topk_ids,
-            activation=inputs.activation,
-            activation_format=case.a_format,
-            scale_rule=case.rule,
-            combine=case.combine,
-            apply_router_weight_on_input=case.on_input,
-        )
+FOUR_WAVES = decode()
 
 
 def prepared(weights: MoEWeights) -> MoEWeights:
     return weights.prepare(device="cpu", layout=Layout.CDNA4_FRAGMENT)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_exact_layer_is_bit_identical(case: Case) -> None:
-    inputs = case.inputs()
-    expected = layer(inputs, inputs.weights, case, "reference", FLOAT64)
-    config = MoEConfig(case.unit or case.tile.block_m, case.tile, case.tile)
-    with emulate() as emulation:
-        actual = layer(inputs, prepared(inputs.weights), case, "cdna4", config)
-    assert_exact(actual, expected, str(case), ignore_zero_sign=True)
-    assert any(name.startswith("v_mfma") for name in emulation.counts)
-
-
-@pytest.mark.parametrize("case", CASES[4:6], ids=str)
-def test_the_order_of_waves_changes_nothing(case: Case) -> None:
-    """A random schedule gives the bits of the fixed one, which are the exact ones."""
-    inputs = case.inputs()
-    expected = layer(inputs, inputs.weights, case, "reference", FLOAT64)
-    config = MoEConfig(32, case.tile, case.tile)
-    with emulate(schedule="random", seed=1):
-        actual = layer(inputs, prepared(inputs.weights), case, "cdna4", config)
-    assert_exact(actual, expected, str(case), ignore_zero_sign=True)
 
 
 def plan_of(inputs: MoEInputs, unit: int) -> RoutingPlan:
@@ -155,29 +62,6 @@ def take(h: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor:
     return (h.dequantize() if isinstance(h, MXTensor) else h)[rows]
 
 
-@pytest.mark.parametrize("a_format", ["mxfp4", "bf16"])
-def test_each_stage_is_as_near_to_float64_as_its_formats_allow(a_format: str) -> None:
-    inputs = random_moe_problem(SMALL, 20)
-    plan, weights = plan_of(inputs, 16), prepared(inputs.weights)
-    rows = valid_rows(plan)
-    gate_up = {"activation": inputs.activation, "activation_format": a_format}
-    down = {"combine": Combine.FLAT, "out_dtype": torch.float32, "activation_format": a_format}
-    with mxpert.override(backend="reference", config=FLOAT64):
-        expected_h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, **gate_up)
-        expected = mxpert.moe_down(expected_h, inputs.weights, plan, **down)
-    with emulate(), mxpert.override(backend="cdna4"):
-        h = mxpert.moe_gate_up(inputs.x, weights, plan, **gate_up)
-        y = mxpert.moe_down(expected_h, weights, plan, **down)
-    h_dtype = torch.bfloat16 if a_format == "bf16" else None
-    size = len(rows) * SMALL.intermediate_size
-    tolerance = stage_tolerance(a_format, h_dtype, SMALL.hidden_size, numel=size)
-    assert_close_relative(take(h, rows), take(expected_h, rows), tolerance, "stage 1")
-    tolerance = stage_tolerance(
-        a_format, torch.float32, SMALL.intermediate_size, top_k=1, numel=y[rows].numel()
-    )
-    assert_close_relative(y[rows], expected[rows], tolerance, "stage 2")
-
-
 def _with_padding(tensor: MXTensor) -> MXTensor:
     """A prepared tensor with padding that may not reach a result.
 
@@ -193,9 +77,9 @@ def _with_padding(tensor: MXTensor) -> MXTensor:
 
 
 @pytest.mark.parametrize("a_format", ["mxfp8", "bf16"])
-def test_padded_weights_reach_no_result(a_format: str) -> None:
+def test_padded_weights_reach_no_result(a_format: OwnFormat) -> None:
     """Without the mask of depth, MXFP8 rows would be read beyond their end."""
-    case = Case(a_format, "silu")
+    case = MoECase(a_format, SiLU(), tile="small")
     inputs = case.inputs()
     weights = prepared(inputs.weights)
     poisoned = replace(
@@ -203,60 +87,19 @@ def test_padded_weights_reach_no_result(a_format: str) -> None:
         gate_up_proj=_with_padding(weights.gate_up_proj),
         down_proj=_with_padding(weights.down_proj),
     )
-    config = MoEConfig(16, case.tile, case.tile)
-    expected = layer(inputs, inputs.weights, case, "reference", FLOAT64)
-    with emulate():
-        actual = layer(inputs, poisoned, case, "cdna4", config)
-    assert_exact(actual, expected, a_format, ignore_zero_sign=True)
+    with emulate(), CDNA4.serving(case.config(CDNA4)):
+        actual = case.run(replace(inputs, weights=poisoned))
+    case.compare(actual, inputs, case.expected(inputs))
 
 
-def test_nan_stays_in_its_token_and_its_output() -> None:
-    """A NaN activation makes its token NaN; a NaN weight scale its output of each token."""
-    case = Case("bf16", "silu", shape=replace(SMALL, num_experts=1, top_k=1, has_bias=False))
+def test_a_nan_scale_stays_in_its_output() -> None:
+    case = MoECase("bf16", SiLU(), has_bias=False, sizes=Sizes(experts=1, top_k=1))
     inputs = case.inputs()
-    inputs.x[3, 5] = float("nan")
     inputs.weights.down_proj.scale[0, 7, 1] = 255
-    with emulate():
-        y = layer(inputs, prepared(inputs.weights), case, "cdna4", None)
-    expected = torch.zeros_like(y, dtype=torch.bool)
-    expected[3], expected[:, 7] = True, True
-    assert torch.equal(y.isnan(), expected)
-
-
-@pytest.mark.parametrize("routing", [Routing.ONE_EXPERT, Routing.UNIFORM], ids=lambda r: r.value)
-def test_routing_of_any_kind(routing: Routing) -> None:
-    """Experts without rows, experts of other ranks, several row blocks of one expert."""
-    shape = replace(SMALL, num_experts=6)
-    inputs = exact_moe_problem(shape, 20, routing=routing)
-    local = torch.tensor([2, -1, 0, -1, 1, 3], dtype=torch.int32)
-    weights = MoEWeights(
-        *(
-            MXTensor(part.qdata[[2, 4, 0, 5]], part.scale[[2, 4, 0, 5]], part.format)
-            for part in (inputs.weights.gate_up_proj, inputs.weights.down_proj)
-        ),
-        gate_up_order=inputs.weights.gate_up_order,
-    )
-    arguments = dict(activation=inputs.activation, activation_format="mxfp4", expert_map=local)
-    operands = (inputs.topk_weights, inputs.topk_ids)
-    with mxpert.override(backend="reference", config=FLOAT64):
-        expected = mxpert.fused_moe(inputs.x, weights, *operands, **arguments)
-    with emulate(), mxpert.override(backend="cdna4"):
-        actual = mxpert.fused_moe(inputs.x, prepared(weights), *operands, **arguments)
-    assert_exact(actual, expected, routing.value, ignore_zero_sign=True)
-
-
-def test_activations_that_are_views_are_read() -> None:
-    """Rows that do not start at a multiple of 16 bytes, and rows with gaps."""
-    case = Case("bf16", "silu")
-    inputs = case.inputs()
-    expected = layer(inputs, inputs.weights, case, "reference", FLOAT64)
-    for offset, gap in ((1, 0), (0, 3), (0, 8)):
-        wide = torch.full((20, 160 + offset + gap), float("nan"), dtype=torch.bfloat16)
-        view = wide[:, offset : offset + 160]
-        view.copy_(inputs.x)
-        with emulate():
-            actual = layer(replace(inputs, x=view), prepared(inputs.weights), case, "cdna4", None)
-        assert_exact(actual, expected, f"{offset} {gap}", ignore_zero_sign=True)
+    with emulate(), CDNA4.serving():
+        y = case.run(replace(inputs, weights=prepared(inputs.weights)))
+    assert torch.equal(y.isnan().all(0), torch.arange(y.shape[1]) == 7)
+    assert y.isnan().sum() == len(y)
 
 
 def spread(near: MXTensor, places: torch.Tensor, emulation: Emulation) -> MXTensor:
@@ -278,7 +121,7 @@ def spread(near: MXTensor, places: torch.Tensor, emulation: Emulation) -> MXTens
 )
 def test_weights_beyond_2_gib(unit: int, config: Cdna4GemmConfig) -> None:
     """Both stages give the same bits when experts stand far apart: the last one beyond 2 GiB."""
-    inputs = exact_moe_problem(replace(SMALL, has_bias=False), 20)
+    inputs = exact_moe_problem(SMALL, 20)
     plan, near = plan_of(inputs, unit), prepared(inputs.weights)
     places = torch.tensor([0, 60_000, 180_000])
     experts = plan.block_expert_ids
@@ -316,22 +159,14 @@ def problem(num_tokens: int, a_format: str = "mxfp4", **changes: object) -> MoEP
 
 
 def test_gfx950_chooses_cdna4_and_says_why_not() -> None:
-    inputs = SMALL_INPUTS
-    arguments = (inputs.topk_weights, inputs.topk_ids)
+    inputs = random_moe_problem(SMALL, 4)
     with emulate():
-        chosen = mxpert.explain(
-            mxpert.fused_moe, inputs.x, prepared(inputs.weights), *arguments, activation=SiLU()
-        )
-        plain = mxpert.explain(
-            mxpert.fused_moe, inputs.x, inputs.weights, *arguments, activation=SiLU()
-        )
+        chosen = explain_layer(inputs, weights=prepared(inputs.weights))
+        plain = explain_layer(inputs)
     assert chosen.resolution.kernel.backend == "cdna4"
     assert "kernel=decode block_m=16" in str(chosen)
     assert plain.resolution.kernel.backend == "triton"
     assert "call weights.prepare" in plain.resolution.slower
-
-
-SMALL_INPUTS = random_moe_problem(SMALL, 4)
 
 
 def test_refusals() -> None:
@@ -349,23 +184,22 @@ def test_refusals() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        replace(tile(), block_m=8),
-        replace(tile(), block_n=128),
-        replace(tile(), num_stages=3),
-        replace(tile(), num_warps=3, block_n=192),
+        replace(FOUR_WAVES, block_m=8),
+        replace(FOUR_WAVES, block_n=128),
+        replace(FOUR_WAVES, num_stages=3),
+        replace(FOUR_WAVES, num_warps=3, block_n=192),
     ],
     ids=["rows", "weight_rows", "stages", "warps"],
 )
 def test_tiles_that_no_kernel_has_are_refused(config: Cdna4GemmConfig) -> None:
-    inputs = SMALL_INPUTS
-    with emulate(), pytest.raises(ValueError, match=r"fused_moe: config — need .* configs\(\)"):
-        layer(
-            inputs,
-            prepared(inputs.weights),
-            Case("bf16", "silu"),
-            "cdna4",
-            MoEConfig(48, config, config),
-        )
+    case = MoECase("bf16")
+    inputs = case.inputs()
+    with (
+        emulate(),
+        CDNA4.serving(MoEConfig(48, config, config)),
+        pytest.raises(ValueError, match=r"fused_moe: config — need .* configs\(\)"),
+    ):
+        case.run(replace(inputs, weights=prepared(inputs.weights)))
 
 
 def test_every_offered_config_is_one_that_a_kernel_has() -> None:

@@ -21,6 +21,7 @@ from mxpert.formats.tensor import Layout
 from mxpert.testing.numerics import assert_close_relative
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from support.hopper import layer_tolerance
+from support.layers import run_layer
 from support.races import hopper_tiles
 
 heuristics = pytest.importorskip("mxpert.moe.hopper.config", reason="needs Gluon")
@@ -77,15 +78,7 @@ def first_tokens(inputs: MoEInputs, count: int) -> MoEInputs:
 
 
 def run(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:
-    return mxpert.fused_moe(
-        inputs.x,
-        inputs.weights,
-        inputs.topk_weights,
-        inputs.topk_ids,
-        activation=inputs.activation,
-        activation_format=a_format,
-        **options,
-    )
+    return run_layer(inputs, activation_format=a_format, **options)
 
 
 def reference(inputs: MoEInputs, a_format: str, **options: Any) -> torch.Tensor:

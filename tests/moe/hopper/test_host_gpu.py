@@ -16,6 +16,7 @@ from mxpert.formats.tensor import Layout
 from mxpert.testing.numerics import END_TO_END_GATE, assert_close_relative, assert_exact
 from mxpert.testing.problems import MODEL_SHAPES, Routing, random_moe_problem
 from support.launches import through_triton
+from support.layers import explain_layer
 from support.poison import nan_filled_scratch
 from tests.moe.hopper.problems import (
     CASES,
@@ -87,14 +88,7 @@ def test_wide_range_rows_fall_back(device: torch.device) -> None:
         run(packed, "bf16")
     expected = reference(wide, "bf16")
     with mxpert.override():
-        chosen = mxpert.explain(
-            mxpert.fused_moe,
-            packed.x,
-            weights,
-            packed.topk_weights,
-            packed.topk_ids,
-            activation=packed.activation,
-        )
+        chosen = explain_layer(packed, weights=weights)
         assert "backend: triton" in str(chosen)
         assert_close_relative(run(packed, "bf16"), expected, END_TO_END_GATE, "fallback")
 

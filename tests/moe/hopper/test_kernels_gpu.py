@@ -26,6 +26,7 @@ from mxpert.testing.numerics import (
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
 from support.exact import exact_moe_problem
 from support.hopper import intermediate_tolerance
+from support.layers import explain_layer
 from support.poison import nan_filled_scratch
 from tests.moe.hopper.problems import (
     CASES,
@@ -79,15 +80,7 @@ def test_the_chosen_tile_at_every_token_count(
     for num_tokens in TOKENS:
         with mxpert.override():
             tokens = first_tokens(problem.prepared, num_tokens)
-            chosen = mxpert.explain(
-                mxpert.fused_moe,
-                tokens.x,
-                tokens.weights,
-                tokens.topk_weights,
-                tokens.topk_ids,
-                activation=tokens.activation,
-                activation_format=a_format,
-            )
+            chosen = explain_layer(tokens, activation_format=a_format)
             assert "backend: hopper" in str(chosen)
             problem.check(num_tokens, str(chosen))
 
