@@ -14,11 +14,11 @@ from mxpert import ScaleRule
 from mxpert.device import exchange_wait as wait
 from mxpert.distributed.exchange import combine, dispatch
 from support.exchange import Case, random_tokens, send
+from tests.conformance.exchange_planted import planted
 from tests.conformance.exchange_ranks import (
     combine_is_nan,
     limit_wait,
     make,
-    planted,
     rank,
     run,
     small_schedules,

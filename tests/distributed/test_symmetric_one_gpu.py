@@ -23,8 +23,6 @@ pytestmark = pytest.mark.timeout(900)
 LAYERS = "tests.distributed.multi_gpu.expert_parallel_ranks"
 SCENARIOS = (
     *ANY_SIZE,
-    "quantised_rows_give_the_same_bits",
-    f"{LAYERS}.eager_layers_equal_one_gpu",
     f"{LAYERS}.graphs_equal_eager_calls",
     "tests.distributed.warm_up_gpu_ranks.no_kernel_compiles_after_warm_up",
 )
