@@ -15,6 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -123,6 +124,7 @@ def run(
         received, arrivals = send(exchange, tokens, bound, waits=sort is None)
         pause()
         if sort is None:
+            assert unused_slots(received, case, epoch, bound, count).eq(-1).all()
             rows = multiply(case, experts.factors, received)
         else:
             rows = experts(received, arrivals, sort)
@@ -132,6 +134,16 @@ def run(
         exchange.combine(rows, received, out)
         wrong += not torch.equal(out, expected(case, tokens))
     return wrong
+
+
+def unused_slots(
+    received: DispatchedTokens, case: Case, epoch: int, bound: int, count: int | None
+) -> torch.Tensor:
+    """Received ids of slots that no rank has a token for."""
+    slots = received.topk_ids.view(case.size, bound, case.top_k)
+    fewer = replace(case, max_tokens=bound)
+    counts = [len(random_tokens(fewer, r, epoch, count).x) for r in range(case.size)]
+    return torch.cat([ids[used:].flatten() for ids, used in zip(slots, counts, strict=True)])
 
 
 def cases() -> Iterator[Case]:
@@ -375,13 +387,20 @@ def closed_exchange_refuses() -> None:
 # ---- gfx950 code --------------------------------------------------------------------------------
 
 
-def _emulated(name: str, schedule: str) -> None:
-    with emulate(schedule=schedule, seed=rank()):  # type: ignore[arg-type]
-        globals()[name]()
+def in_order(scenarios: dict[str, Any]) -> Callable[[str], Callable[[], None]]:
+    """A module's ``__getattr__`` for ``NAME__ORDER`` of its scenarios."""
+
+    def emulated(name: str, schedule: str) -> None:
+        with emulate(schedule=schedule, seed=rank()):  # type: ignore[arg-type]
+            scenarios[name]()
+
+    def find(name: str) -> Callable[[], None]:
+        scenario, _, schedule = name.rpartition("__")
+        if not scenario or schedule not in ("lowest", "random"):
+            raise AttributeError(name)
+        return functools.partial(emulated, scenario, schedule)
+
+    return find
 
 
-def __getattr__(name: str) -> Callable[[], None]:
-    scenario, _, schedule = name.rpartition("__")
-    if not scenario or schedule not in ("lowest", "random"):
-        raise AttributeError(name)
-    return functools.partial(_emulated, scenario, schedule)
+__getattr__ = in_order(globals())

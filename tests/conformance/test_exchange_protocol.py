@@ -30,6 +30,7 @@ PLANTED = (
 )
 DIFFERENCES = (
     "other_calls_are_named",
+    "layers_in_another_order_are_named",
     "an_impatient_rank_overwrites_nothing",
     "a_forgotten_loss_is_seen",
 )
@@ -65,6 +66,7 @@ if not INTERPRETED:
         "two_streams_are_seen__lowest",
         "combine_without_a_wait_is_seen__random",
         "killed_rank_is_named__random",
+        "tests.conformance.exchange_differences.layers_in_another_order_are_named__lowest",
     )
     FOUR = ("many_epochs_are_exact__random", "a_loss_reaches_every_rank__lowest")
 

@@ -33,7 +33,7 @@ def of(module: str, names: list[str]) -> list[str]:
     return [f"tests.distributed.{module}_scenarios.{name}" for name in names]
 
 
-DIFFERING = of("differing", ["calls_that_differ_are_named"])
+DIFFERING = of("differing", ["calls_that_differ_are_named", "layers_in_another_order_are_named"])
 ON_TWO = [*of("exchange", TWO), *of("group", GROUPS), *of("calling", CALLERS), *DIFFERING]
 ON_FOUR = [*of("exchange", FOUR), *of("group", ["one_dimension_of_a_mesh"]), *DIFFERING]
 MODULE = "tests.distributed.exchange_scenarios"
