@@ -86,8 +86,10 @@ class PreparedExperts(torch.nn.Module):
         check_gate(self.activation, weights.has_gate, Checks(op))
         self.expert_parallel = expert_parallel
         self.activation_format = parse_activation_format(activation_format, op)
+        self._ranks: ExpertParallel | None = None
         if expert_parallel is not None:
             check_local_weights(op, expert_parallel, weights, self.activation_format)
+            self._ranks = expert_parallel.of_next_layer()
         self._hold(weights)
 
     @property
@@ -146,7 +148,7 @@ class PreparedExperts(torch.nn.Module):
             activation_format=self.activation_format,
             apply_router_weight_on_input=on_input,
             out_dtype=x.dtype,
-            expert_parallel=self.expert_parallel,
+            expert_parallel=self._ranks,
         )
         if x.dim() != 2:
             out = out.view(x.shape)

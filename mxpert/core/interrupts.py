@@ -55,3 +55,4 @@ if (
     and is_command()
 ):
     signal.signal(signal.SIGINT, end_at_once)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `testing.ranks` starts ranks so

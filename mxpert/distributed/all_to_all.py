@@ -133,7 +133,9 @@ class AllToAllExchange:
         traffic: _Traffic = dispatched.state
         return self._exchange(rows[traffic.tokens], traffic)
 
-    def layer_kernel(self, kernel: LayerKernel, *, bound: int, out_dtype: torch.dtype) -> None:
+    def layer_kernel(
+        self, kernel: LayerKernel, *, bound: int, out_dtype: torch.dtype, layer: int | None
+    ) -> None:
         """None: a local layer is a kernel of its own."""
 
     def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:

@@ -102,7 +102,7 @@ class _Dispatch(torch.autograd.Function):
         # The wire moves bytes: rows of any other dtype travel as rows of more bfloat16 values.
         sent = x if quantised else x.contiguous().view(torch.bfloat16)
         bound = ep.max_tokens
-        call = Call(bound, "MXMoE", scale_rule, sizes=str(x.dtype))
+        call = Call(bound, "MXMoE", scale_rule, sizes=str(x.dtype), layer=ep.layer)
         dispatched = _exchange(ep).dispatch(
             sent,
             weights,

@@ -14,8 +14,12 @@ from ..errors import message
 from ..formats.spec import ScaleRule
 from ..moe.weights import MoEWeights
 
+_LAYER = "layer"
 _REST = "the activation, sizes or biases of the layer"
 _NONE = "none"
+_LAYER_BITS = 12
+MOST_LAYERS = (1 << _LAYER_BITS) - 1
+"""Numbers of layers that calls tell apart; one more means no number."""
 _OPS = ("dispatch", "fused_moe", "MXMoE")
 _FIELDS: tuple[tuple[str, int, tuple[str, ...] | None], ...] = (
     ("the call", 2, _OPS),
@@ -24,7 +28,8 @@ _FIELDS: tuple[tuple[str, int, tuple[str, ...] | None], ...] = (
     ("scale_rule", 3, tuple(rule.name for rule in ScaleRule)),
     ("apply_router_weight_on_input", 1, ("False", "True")),
     ("combine", 2, (_NONE, *(mode.name for mode in Combine))),
-    (_REST, 27, None),
+    (_LAYER, _LAYER_BITS, None),
+    (_REST, 15, None),
 )
 """Name, bits, and the names of its values, from the highest bits down: 62 together."""
 
@@ -37,6 +42,7 @@ class Call:
         bound: slots of a rank: `max_tokens` of the view that is called.
         op: "dispatch", "fused_moe" or "MXMoE". scale_rule: of rows that are quantised on their way.
         options: of the layer; None where the caller computes it. sizes: of the layer, as text.
+        layer: its number, below MOST_LAYERS; None where it has none.
     """
 
     bound: int
@@ -44,6 +50,7 @@ class Call:
     scale_rule: ScaleRule = ScaleRule.RCEIL
     options: MoEOptions | None = None
     sizes: str = ""
+    layer: int | None = None
 
     @functools.cached_property
     def word(self) -> int:
@@ -51,6 +58,7 @@ class Call:
         options, names = self.options, {name: values for name, _, values in _FIELDS}
         given: dict[str, str | int] = {"the call": self.op, "max_tokens": self.bound}
         given["scale_rule"] = self.scale_rule.name
+        given[_LAYER] = 0 if self.layer is None else 1 + self.layer
         if options is not None:
             given["activation_format"] = options.activation_format
             given["combine"] = options.combine.name
@@ -66,16 +74,24 @@ class Call:
 
 
 @functools.lru_cache(maxsize=4096)
-def layer_call(bound: int, options: MoEOptions, intermediate_size: int, biases: int) -> Call:
+def layer_call(
+    bound: int, options: MoEOptions, intermediate_size: int, biases: int, layer: int | None = None
+) -> Call:
     """The call of `fused_moe` with these options; biases: how many of the two the weights have."""
     sizes = f"{intermediate_size} {biases}"
-    return Call(bound, "fused_moe", options.scale_rule, options, sizes)
+    return Call(bound, "fused_moe", options.scale_rule, options, sizes, layer)
 
 
-def call_of(options: MoEOptions, weights: MoEWeights, bound: int) -> Call:
-    """The call of a layer with these weights."""
+def call_of(options: MoEOptions, weights: MoEWeights, bound: int, layer: int | None) -> Call:
+    """The call of a layer with these weights and this number."""
     biases = (weights.gate_up_bias is not None) + (weights.down_bias is not None)
-    return layer_call(bound, options, weights.intermediate_size, biases)
+    return layer_call(bound, options, weights.intermediate_size, biases, layer)
+
+
+def without_layer(word: int) -> int:
+    """`Call.word` of the same call for a layer without a number."""
+    rest = _FIELDS[-1][1]
+    return word & ~(MOST_LAYERS << rest)
 
 
 def differences(words: Sequence[int]) -> str:
@@ -112,7 +128,10 @@ def _fields_of(word: int) -> dict[str, str]:
     for name, bits, values in reversed(_FIELDS):
         number = word & ((1 << bits) - 1)
         word >>= bits
-        found[name] = values[number] if values and number < len(values) else str(number)
+        text = values[number] if values and number < len(values) else str(number)
+        if name == _LAYER:
+            text = str(number - 1) if number else _NONE
+        found[name] = text
     return found
 
 

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.problem import MoEOptions
-from ..errors import message, require, require_device, require_dtype, require_int, require_tensor
+from ..errors import message, require_dtype, require_int, require_tensor
 from ..formats.spec import ScaleRule, ScaleRuleLike
-from ..formats.tensor import Layout, MXTensor
+from ..formats.tensor import MXTensor
 from ..moe.inputs import FusedMoEInputs, LayerKernel, LayerLaunch
-from ..routing.plan import require_topk
-from .calls import Call, StreamGuard
+from .arguments import OP as _OP
+from .arguments import check_tokens, checked_placement, indexed
+from .calls import MOST_LAYERS, Call, StreamGuard
 from .choice import choose, make_exchange
 from .groups import agree, default_device, find_group
 from .layer import LAYER, LAYER_OUT, OBJECTS, RanksOptions
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_OP = "ExpertParallel"
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _numbers = itertools.count()
@@ -51,7 +51,8 @@ class ExpertParallel:
     All ranks of the group make the object at the same time with the same arguments, and then make
     the same calls in the same order: the same op and options, and views of the same `max_tokens`.
     Where they differ, all ranks get a ValueError that names the difference. Calls for two layers of
-    the same sizes and options look alike. A rank without tokens takes part with T = 0. Make the
+    the same sizes and options differ if the layers have numbers: modules number themselves, other
+    callers take `with_layer`. A rank without tokens takes part with T = 0. Make the
     object and its first call before a CUDA graph capture: kernels compile and backends connect in
     it. One object serves one stream; make two for two micro-batches that overlap.
 
@@ -118,11 +119,11 @@ class ExpertParallel:
         try:
             transport = Transport.parse(transport, _OP, "transport")
             require_int(num_experts, _OP, "num_experts", least=size)
-            placement = _checked_placement(placement, num_experts, size)
+            placement = checked_placement(placement, num_experts, size)
             formats = wire_format, combine_dtype
             spec = ExchangeSpec("", rank, placement, *sizes[1:], *formats, timeout_s)
             spec.check(_OP)
-            self.device = default_device(group) if device is None else _indexed(device)
+            self.device = default_device(group) if device is None else indexed(device)
         except Exception as error:  # the other ranks wait for this one in `agree`
             agree(group, error)
             raise
@@ -141,6 +142,8 @@ class ExpertParallel:
         )
         self._spec = replace(spec, name=name)
         self.max_tokens = max_tokens
+        self.layer: int | None = None
+        self._next_layer = itertools.count()
         self.transport, self._why = choose(transport, group, size, self.device)
         self._exchange: Exchange = make_exchange(self.transport, group, self._spec, self.device)
         self._guard = StreamGuard(self.device)
@@ -228,8 +231,45 @@ class ExpertParallel:
         most = self._spec.max_tokens
         if max_tokens > most:
             raise ValueError(message(_OP, "max_tokens", f"at most {most}", max_tokens))
+        return self._view(max_tokens=max_tokens)
+
+    def with_layer(self, layer: int) -> ExpertParallel:
+        """Return a view for the calls of one layer, which shares buffers, flags and epochs.
+
+        Ranks that call two layers of the same sizes and options in another order get a ValueError
+        that names the layers; without numbers they exchange tokens of different layers.
+        `mxpert.MoE`, `mxpert.training.MXMoE` and converted models number their layers by
+        themselves, in the order in which they are made.
+
+        Args:
+            layer: the layer's number in the model, the same on every rank: 0 to 4094.
+
+        Returns:
+            An ExpertParallel; closing one closes both.
+
+        Raises:
+            TypeError, ValueError: no int in that range.
+
+        Example:
+            >>> from mxpert.distributed import ExpertParallel
+            >>> ep = ExpertParallel(num_experts=4, top_k=2, hidden_size=32, max_tokens=8)
+            >>> [ep.with_layer(number).layer for number in range(3)]
+            [0, 1, 2]
+        """
+        require_int(layer, _OP, "layer", least=0)
+        if layer >= MOST_LAYERS:
+            raise ValueError(message(_OP, "layer", f"at most {MOST_LAYERS - 1}", layer))
+        return self._view(layer=layer)
+
+    def of_next_layer(self) -> ExpertParallel:
+        """A view for a new layer, with the next number; the object itself if it has one already."""
+        if self.layer is not None:
+            return self
+        return self.with_layer(next(self._next_layer) % MOST_LAYERS)
+
+    def _view(self, **changes: int) -> ExpertParallel:
         view = copy.copy(self)
-        view.max_tokens = max_tokens
+        vars(view).update(changes)
         view._register()
         return view
 
@@ -351,7 +391,9 @@ class ExpertParallel:
     ) -> DispatchedTokens:
         """`dispatch` of arguments that were checked; call: of the layer that they are for."""
         self._guard.check(_OP)
-        options: dict[str, Any] = dict(bound=self.max_tokens, scale_rule=scale_rule)
+        bound = self.max_tokens
+        call = call or Call(bound, scale_rule=scale_rule, layer=self.layer)
+        options: dict[str, Any] = dict(bound=bound, scale_rule=scale_rule)
         return self._exchange.dispatch(
             x, topk_weights, topk_ids, **options, out_dtype=out_dtype, call=call
         )
@@ -366,7 +408,8 @@ class ExpertParallel:
             What `dispatch` raises.
         """
         self._guard.check(_OP)
-        return self._exchange.layer_kernel(kernel, bound=self.max_tokens, out_dtype=out_dtype)
+        given: dict[str, Any] = dict(bound=self.max_tokens, out_dtype=out_dtype, layer=self.layer)
+        return self._exchange.layer_kernel(kernel, **given)
 
     def combine_unchecked(
         self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor | None
@@ -391,28 +434,7 @@ class ExpertParallel:
         Raises:
             TypeError, ValueError: arguments that do not fit.
         """
-        if isinstance(x, MXTensor):
-            _check_mx_rows(op, x, self.wire_format)
-        else:
-            require_tensor(x, op, "x", dtype=torch.bfloat16)
-        assert isinstance(x, (torch.Tensor, MXTensor))  # checked by the lines above
-        shape = x.shape
-        if not (len(shape) == 2 and shape[1] == self.hidden_size):
-            raise ValueError(message(op, "x.shape", f"[T, {self.hidden_size}]", list(shape)))
-        require(x.device == self.device, op, "x.device", need=self.device, got=x.device)
-        require_topk(topk_weights, topk_ids, op, num_tokens=shape[0], device=self.device)
-        if topk_ids.shape[1] != self.top_k:
-            raise ValueError(message(op, "topk_ids.shape[1]", self.top_k, topk_ids.shape[1]))
-        if shape[0] > self.max_tokens:
-            raise ValueError(
-                message(
-                    op,
-                    "x.shape[0]",
-                    f"at most max_tokens = {self.max_tokens} tokens a rank",
-                    shape[0],
-                    "split the batch, or make ExpertParallel with a larger max_tokens",
-                )
-            )
+        check_tokens(op, self, x, topk_weights, topk_ids)
 
     def agree(self, arguments: dict[str, object] | Exception) -> None:
         """Wait for all ranks; raise where they give different values, or where one has an error."""
@@ -455,43 +477,4 @@ class ExpertParallel:
         return (
             f"ExpertParallel(rank {self.rank} of {self.size}, {self.placement!r}, "
             f"{self.transport.name}, max_tokens={self.max_tokens}, device='{self.device}')"
-        )
-
-
-def _indexed(device: torch.device | str) -> torch.device:
-    """The device that is named; "cuda" is the current GPU."""
-    named = require_device(device, _OP)
-    require(named.type in ("cpu", "cuda"), _OP, "device", need="a GPU or the CPU", got=named)
-    if named.type == "cuda" and named.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return named
-
-
-def _checked_placement(placement: object, num_experts: int, size: int) -> Placement:
-    """The placement, or a contiguous one for None; it must fit experts and ranks."""
-    if placement is None:
-        return Placement.contiguous(num_experts, size)
-    if not isinstance(placement, Placement):
-        need = "None or a Placement"
-        raise TypeError(message(_OP, "placement", need, type(placement).__name__))
-    for name, have, want in (
-        ("num_experts", placement.num_experts, num_experts),
-        ("num_ranks", placement.num_ranks, size),
-    ):
-        require(have == want, _OP, f"placement.{name}", need=want, got=have)
-    return placement
-
-
-def _check_mx_rows(op: str, x: MXTensor, wire_format: str) -> None:
-    """Check that an MXTensor can travel as it is."""
-    if wire_format != "mxfp8":
-        remedy = "make ExpertParallel with wire_format='mxfp8'"
-        raise ValueError(
-            message(op, "x", "a bfloat16 tensor", f"an MXTensor {x.format.name}", remedy)
-        )
-    fits = x.format.name == "mxfp8_e4m3" and x.axis == -1 and x.layout is Layout.ROW_MAJOR
-    if not (fits and x.qdata.is_contiguous() and x.scale.is_contiguous()):
-        need = "a contiguous mxfp8_e4m3 MXTensor along the last axis"
-        raise ValueError(
-            message(op, "x", need, repr(x), "quantise with mxpert.quantize(x, 'mxfp8')")
         )

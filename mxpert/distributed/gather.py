@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..core.schema import rebuild
 from ..formats.spec import ScaleRule
 from ..moe.inputs import LayerKernel
-from .calls import Call, require_same
+from .calls import Call, require_same, without_layer
 from .groups import Ranks
 from .transport import DispatchedTokens, ExchangeSpec, Rows, rows_from_wire, wire_parts
 
@@ -70,21 +70,22 @@ class GatherExchange:
     def _compare(self, word: int) -> None:
         """Compare the calls of all ranks, before shapes depend on them.
 
-        With NCCL the host waits only where its own call is another one than before. Else a
-        difference turns results into NaN, and `check` says what it is.
+        With NCCL the host waits only where its own call is another one than before, or of a layer
+        that it has not called yet. Else a difference turns results into NaN, and `check` says what
+        it is.
 
         Raises:
             ValueError: the ranks make different calls.
         """
         if self._ranks.size == 1:
             return
-        own = self._words.get(word)
+        own, plain = self._words.get(word), without_layer(word)
+        is_new, self._last = own is None or plain != self._last, plain
         if own is None:
             own = torch.tensor([word], dtype=torch.int64, device=self._device)
             self._words[word] = own
         calls = self._gather(own)
         on_gpu = self._device.type != "cpu"
-        is_new, self._last = word != self._last, word
         if not on_gpu or (is_new and not torch.cuda.is_current_stream_capturing()):
             require_same("ExpertParallel.dispatch", calls.tolist())
         if on_gpu:
@@ -112,7 +113,9 @@ class GatherExchange:
         sent = _padded(rows.contiguous(), dispatched.state)
         return self._gather(sent.view(torch.uint8)).view(rows.dtype)
 
-    def layer_kernel(self, kernel: LayerKernel, *, bound: int, out_dtype: torch.dtype) -> None:
+    def layer_kernel(
+        self, kernel: LayerKernel, *, bound: int, out_dtype: torch.dtype, layer: int | None
+    ) -> None:
         """None: a local layer is a kernel of its own."""
 
     def combine(self, rows: torch.Tensor, dispatched: DispatchedTokens, out: torch.Tensor) -> None:

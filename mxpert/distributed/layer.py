@@ -68,7 +68,7 @@ def _exchange(
         inputs.topk_ids,
         scale_rule=options.scale_rule,
         out_dtype=out_dtype,
-        call=call_of(options, weights, ranks.max_tokens),
+        call=call_of(options, weights, ranks.max_tokens, ranks.layer),
     )
     received = FusedMoEInputs(dispatched.x, weights, dispatched.topk_weights, dispatched.topk_ids)
     rows = fused_moe_received(received, options, ranks.local_top_k, call)

@@ -25,7 +25,7 @@ from .exchange import host
 from .exchange.schedule import most_ctas
 from .groups import gather_objects
 from .transport import DispatchedTokens, ExchangeSpec, Rows, rows_from_wire
-from .workspace import Workspace, make_workspace, plain_workspaces, refuse_group
+from .workspace import Workspace, make_workspace, refuse_group
 
 _OP = "ExpertParallel"
 _NEW_OBJECT = "make a new group of the ranks that are left, and an ExpertParallel on it"
@@ -86,16 +86,9 @@ class SymmetricExchange:
         }
         self._no_id = torch.full((1,), -1, dtype=torch.int32, device=device)
         self._buffers: dict[int, _Buffers] = {}
-        self._layers: dict[tuple[LayerKernel, int, torch.dtype], LayerLaunch] = {}
+        self._layers: dict[tuple[LayerKernel, int, torch.dtype, int | None], LayerLaunch] = {}
         self._is_dispatched = False
         self._lost: Exception | None = None
-
-    @classmethod
-    def virtual(cls, specs: list[ExchangeSpec], device: torch.device) -> list[SymmetricExchange]:
-        """The exchanges of ranks that live in one process, each on a stream of its own."""
-        memories = plain_workspaces(len(specs), layout_of(specs[0]).nbytes, device)
-        pairs = zip(specs, memories, strict=True)
-        return [cls(None, spec, device, memory) for spec, memory in pairs]
 
     @staticmethod
     def unavailable(group: dist.ProcessGroup | None, device: torch.device) -> str | None:
@@ -198,7 +191,7 @@ class SymmetricExchange:
         self._is_dispatched = False
 
     def layer_kernel(
-        self, kernel: LayerKernel, *, bound: int, out_dtype: torch.dtype
+        self, kernel: LayerKernel, *, bound: int, out_dtype: torch.dtype, layer: int | None
     ) -> LayerLaunch | None:
         """The whole layer as one kernel; None for the reference, whose sort does not wait.
 
@@ -208,7 +201,7 @@ class SymmetricExchange:
         self._begin("dispatch", not self._is_dispatched)
         if kernel.backend == "reference":
             return None
-        key = kernel, bound, out_dtype
+        key = kernel, bound, out_dtype, layer
         if key not in self._layers:
             (self._layers[key],) = replayed(_LayerKernel(self, *key))
         return self._layers[key]
@@ -273,14 +266,19 @@ class _LayerKernel:
         exchange: of the ranks.
         kernel: of the local layer; its sort waits for the tokens.
         bound: slots of each rank.
-        out_dtype: of the result.
+        out_dtype: of the result. layer: its number, if it has one.
     """
 
     def __init__(
-        self, exchange: SymmetricExchange, kernel: LayerKernel, bound: int, out_dtype: torch.dtype
+        self,
+        exchange: SymmetricExchange,
+        kernel: LayerKernel,
+        bound: int,
+        out_dtype: torch.dtype,
+        layer: int | None,
     ) -> None:
         self._exchange, self._kernel = weakref.proxy(exchange), kernel
-        self._bound, self._out_dtype = bound, out_dtype
+        self._bound, self._out_dtype, self._layer = bound, out_dtype, layer
 
     @property
     def resident(self) -> list[torch.Tensor]:
@@ -301,7 +299,7 @@ class _LayerKernel:
             scale_rule=problem.options.scale_rule,
             out_dtype=out_dtype,
             waits=False,
-            call=call_of(problem.options, weights, self._bound),
+            call=call_of(problem.options, weights, self._bound, self._layer),
         )
         local = FusedMoEInputs(
             received.x,

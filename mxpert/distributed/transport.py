@@ -191,14 +191,14 @@ class Exchange(Protocol):
         """
 
     def layer_kernel(
-        self, kernel: LayerKernel, *, bound: int, out_dtype: torch.dtype
+        self, kernel: LayerKernel, *, bound: int, out_dtype: torch.dtype, layer: int | None
     ) -> LayerLaunch | None:
         """Dispatch, a local layer and combine, as one kernel; None if the transport has none.
 
         Its `launch` takes the local layer's problem and config, and inputs without an expert map.
 
         Args:
-            kernel: of the local layer.
+            kernel: of the local layer. layer: its number, if it has one.
             bound, out_dtype: as for `dispatch`.
 
         Raises:

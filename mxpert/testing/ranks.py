@@ -13,11 +13,13 @@ import itertools
 import logging
 import signal
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TypeVar
 
@@ -90,7 +92,7 @@ def start_ranks(
     )
     with tempfile.TemporaryDirectory(prefix="mxpert-ranks-") as folder:
         try:
-            with _quiet_launcher():
+            with _quiet_launcher(), _interrupts_wait_in_ranks():
                 found = elastic_launch(config, _reporting)(folder, function, *arguments)
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
@@ -107,6 +109,7 @@ def start_ranks(
 
 def _reporting(folder: str, function: Callable[..., _Result], *arguments: object) -> _Result:
     """Call a function; note its error in `folder`, before other ranks see that this one is gone."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         return function(*arguments)
     except Exception as error:
@@ -122,6 +125,24 @@ def _first_report(folder: Path) -> str:
     found = [path.read_text("utf-8").partition(" ") for path in folder.glob("[0-9]*")]
     reports = sorted((float(moment), text) for moment, _, text in found)
     return reports[0][1] if reports else ""
+
+
+@contextlib.contextmanager
+def _interrupts_wait_in_ranks() -> Iterator[None]:
+    """Inside, processes start with interrupts blocked; ranks unblock them once they handle them.
+
+    Python prints a traceback of an interrupt during its own start. Another thread of this process
+    receives the signal, and its handlers run as ever.
+    """
+    resource_tracker.ensure_running()  # by starting it multiprocessing would unblock interrupts
+    done = threading.Event()
+    threading.Thread(target=done.wait, daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        done.set()
 
 
 @contextlib.contextmanager

@@ -141,9 +141,11 @@ class MXMoE(torch.nn.Module):
             torch.empty(num_experts, hidden_size, device=device, dtype=dtype)
         )
         self.expert_parallel, group_ids = expert_parallel, None
+        self._ranks: ExpertParallel | None = None
         if expert_parallel is not None:
             sizes = num_experts, top_k, hidden_size
             group_ids = check_expert_parallel(op, expert_parallel, sizes, recipe)
+            self._ranks = expert_parallel.of_next_layer()
         linear = functools.partial(
             MXGroupedLinear,
             num_experts,
@@ -181,12 +183,12 @@ class MXMoE(torch.nn.Module):
         topk_weights = chosen / chosen.sum(dim=-1, keepdim=True)  # [T, k]
         pairs = sort_by_expert(topk_ids, self.num_experts)
         self.aux_loss = self._balance(probabilities, pairs[2])
-        if self.expert_parallel is None:
+        if self._ranks is None:
             y = run_experts(self._experts, tokens, topk_weights, pairs)
         else:
             rule = self.gate_up_proj.recipe.scale_rule
             routed = tokens, topk_weights, topk_ids
-            y = run_on_ranks(self.expert_parallel, self._experts, *routed, rule)
+            y = run_on_ranks(self._ranks, self._experts, *routed, rule)
         return y.view(x.shape)
 
     def _experts(self, rows: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,13 @@ import pytest
 
 from support import executors
 
-SUITE = ("test_grouped.py", "test_moe.py", "test_quantize.py", "test_routing.py")
+SUITE = (
+    "test_exchange.py",
+    "test_grouped.py",
+    "test_moe.py",
+    "test_quantize.py",
+    "test_routing.py",
+)
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 if _INTERPRETED:

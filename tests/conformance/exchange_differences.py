@@ -10,21 +10,30 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import mxpert
 from mxpert import ScaleRule
+from mxpert.core.target import detect_target
 from mxpert.device import exchange_wait as wait
+from mxpert.distributed import Transport
 from mxpert.distributed.exchange import combine, dispatch
+from mxpert.moe.local_weights import take_experts
+from mxpert.testing.problems import random_moe_problem
 from support.exchange import Case, random_tokens, send
+from tests.conformance.cases import exchange as cases
+from tests.conformance.exchange_planted import planted
 from tests.conformance.exchange_ranks import (
+    CPU,
     combine_is_nan,
+    in_order,
     limit_wait,
     make,
-    planted,
     rank,
     run,
     small_schedules,
 )
 
 RCEIL, FLOOR = ScaleRule.RCEIL, ScaleRule.FLOOR
+MX_WIRE: dict[str, Any] = dict(shape=cases.FEW, wire="mxfp8", max_tokens=2)
 
 
 def other_calls_are_named() -> None:
@@ -55,6 +64,29 @@ def other_calls_are_named() -> None:
         assert out.isnan().all()
         with pytest.raises(ValueError, match=f"calls — need the same call .*{said}"):
             exchange.check()
+        dist.barrier()
+
+
+def layers_in_another_order_are_named() -> None:
+    """Two like layers: NaN at once where the last rank calls the second one first."""
+    shape = cases.FEW
+    weights = random_moe_problem(shape, 0).weights
+    last = rank() == dist.get_world_size() - 1
+    x = torch.ones(2, shape.hidden_size)
+    own = detect_target(CPU).kind == "hip"  # its prepared weights are not the reference's
+    for backend in (None,) if own else ("reference", "triton"):
+        ep = cases.ExchangeCase(**MX_WIRE).ranks(Transport.SYMMETRIC, dist.group.WORLD, CPU)
+        local = take_experts(weights, ep.local_experts)
+        router = torch.ones(shape.num_experts, shape.hidden_size)
+        options = dict(top_k=shape.top_k, activation=shape.activation, activation_format="mxfp8")
+        layers = [mxpert.MoE(local, router, **options, expert_parallel=ep).eval() for _ in range(2)]
+        with mxpert.override(backend=backend):
+            assert layers[0](x).isfinite().all()
+            ep.check()
+            dist.barrier()
+            assert layers[0 if last else 1](x).isnan().all()
+        with pytest.raises(ValueError, match="layer 1 on rank 0, 0 on rank 1"):
+            ep.check()
         dist.barrier()
 
 
@@ -111,3 +143,6 @@ def _changed_by_rank_0() -> list[str]:
     told = [changed]
     dist.broadcast_object_list(told, src=1)
     return told[0]
+
+
+__getattr__ = in_order(globals())

@@ -1,11 +1,13 @@
-"""What the processes of test_exchange.py do; each function runs on all ranks.
+"""What the processes of test_exchange_protocol.py do; each function runs on all ranks.
 
-Ranks share memory and have no barrier between epochs. Kernels are interpreted.
+Ranks share memory and have no barrier between epochs. Kernels are interpreted; in ``NAME__ORDER``
+they are executed as gfx950 code, with the waves in that order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -21,9 +23,8 @@ import torch
 import torch.distributed as dist
 
 import mxpert
-from mxpert import GateUpOrder, SiLU
+from mxpert import ScaleRule
 from mxpert.core.target import detect_target
-from mxpert.device import exchange_wait as wait
 from mxpert.device.exchange_wait import (
     EPOCHS,
     NO_WAIT,
@@ -32,19 +33,15 @@ from mxpert.device.exchange_wait import (
     TIMEOUT,
     TWO_STREAMS,
 )
-from mxpert.distributed import DispatchedTokens, ExpertParallel, Transport
-from mxpert.distributed.exchange import combine, dispatch, host
+from mxpert.distributed import DispatchedTokens
+from mxpert.distributed.exchange import host
 from mxpert.distributed.exchange.schedule import Schedule, Work
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.errors import PeerLostError
-from mxpert.moe.local_weights import take_experts
 from mxpert.routing.triton import PlanConfig
-from mxpert.testing.numerics import assert_close_relative
-from mxpert.testing.problems import MoEShape, random_moe_problem
-from mxpert.testing.problems import random_tokens as random_tokens_of
+from mxpert.testing.gfx950 import emulate
 from support.exchange import Case, Experts, Tokens, expected, multiply, poison, random_tokens, send
 from support.interpreter import install
-from tests.distributed import exchange_scenarios
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # else the kernels are compiled, and emulated
     install()
@@ -54,6 +51,22 @@ SORTS = (PlanConfig(0, 32, 1), PlanConfig(2, 16, 1), None)
 """A sort that waits: one launch, and two launches. None: dispatch waits, and nothing is sorted."""
 DELAY_S = 0.03
 ONE_EPOCH = 1 << TAG_BITS.value
+KERNELS = {
+    "_exchange_dispatch_kernel",
+    "_exchange_combine_kernel",
+    "_routing_plan_expert_kernel",
+    "_routing_plan_count_kernel",
+    "_routing_plan_scatter_kernel",
+}
+"""Of the exchange, and of both sorts that wait."""
+INSTRUCTIONS = {
+    "global_atomic_swap_x2",
+    "global_atomic_cmpswap_x2",
+    "global_atomic_add_x2",
+    "s_memrealtime",
+    "buffer_wbl2",
+    "buffer_inv",
+}
 
 
 def rank() -> int:
@@ -111,6 +124,7 @@ def run(
         received, arrivals = send(exchange, tokens, bound, waits=sort is None)
         pause()
         if sort is None:
+            assert unused_slots(received, case, epoch, bound, count).eq(-1).all()
             rows = multiply(case, experts.factors, received)
         else:
             rows = experts(received, arrivals, sort)
@@ -120,6 +134,16 @@ def run(
         exchange.combine(rows, received, out)
         wrong += not torch.equal(out, expected(case, tokens))
     return wrong
+
+
+def unused_slots(
+    received: DispatchedTokens, case: Case, epoch: int, bound: int, count: int | None
+) -> torch.Tensor:
+    """Received ids of slots that no rank has a token for."""
+    slots = received.topk_ids.view(case.size, bound, case.top_k)
+    fewer = replace(case, max_tokens=bound)
+    counts = [len(random_tokens(fewer, r, epoch, count).x) for r in range(case.size)]
+    return torch.cat([ids[used:].flatten() for ids, used in zip(slots, counts, strict=True)])
 
 
 def cases() -> Iterator[Case]:
@@ -140,6 +164,33 @@ def many_epochs_are_exact() -> None:
             exchange.check()
             dist.barrier()
             exchange.close()
+
+
+def every_kernel_of_the_exchange() -> None:
+    """Many epochs, after which each kernel was executed as gfx950 code."""
+    with emulate(schedule="random", seed=rank()) as emulation:
+        many_epochs_are_exact()
+    assert set(emulation.kernels) >= KERNELS, set(emulation.kernels)
+    assert set(emulation.counts) >= INSTRUCTIONS
+
+
+def rows_have_the_bits_of_quantize() -> None:
+    """Quantised inside or before, whatever the scale rule; NaN, infinity and zeros as well."""
+    case = Case(1, max_tokens=3, hidden_size=96)
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[0, 3], x[0, 40], x[1, 32:64] = torch.nan, torch.inf, 0
+    tokens = random_tokens(case, 0, 3, 3)
+    for rule in ScaleRule:
+        with mxpert.override(backend="reference"):
+            wanted = mxpert.quantize(x, "mxfp8", scale_rule=rule)
+        for given in (x, wanted):
+            exchange = SymmetricExchange(None, case.spec(0), CPU)
+            received = exchange.dispatch(
+                given, tokens.weights, tokens.ids, bound=3, scale_rule=rule, out_dtype=torch.float32
+            )
+            assert torch.equal(received.topk_ids, tokens.ids)
+            assert torch.equal(received.x.qdata, wanted.qdata)
+            assert torch.equal(received.x.scale, wanted.scale)
 
 
 def real_schedules_are_exact() -> None:
@@ -176,128 +227,6 @@ def two_exchanges_take_turns() -> None:
                 exchange.combine(experts(*given), given[0], out)
                 assert torch.equal(out, expected(case, mine))
         dist.barrier()
-
-
-# ---- planted errors ---------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def planted(module: Any, name: str, mutant: Callable[..., Any]) -> Iterator[None]:
-    """Replace a function of a kernel by ``mutant(original, *arguments)``."""
-    original = getattr(module, name)
-
-    def changed(*arguments: Any) -> Any:
-        return mutant(original, *arguments)
-
-    with mock.patch.object(module, name, changed):
-        yield
-
-
-def is_seen(delays: Callable[[int, int], float] | None = None, *, times_out: bool = False) -> None:
-    """Some rank sees differences, or lost ranks if `times_out`; timed for the planted error."""
-    case = Case(dist.get_world_size(), timeout_s=2.0 if times_out else 600.0)
-    with small_schedules():
-        exchange = make(case)
-        wrong = run(exchange, case, 3, delays=delays, count=4, sorts=(None,))
-    counts = [None] * case.size
-    dist.all_gather_object(counts, (wrong, host.lost(exchange._words)[0]))
-    assert any(count for count, _ in counts), counts
-    assert any(lost is not None for _, lost in counts) == times_out, counts
-
-
-def wrong_slot_is_seen() -> None:
-    def shifted(original: Any, address: Any, sections: Any, *rest: Any) -> Any:
-        return original(address, sections._replace(first_slot=sections.first_slot + 1), *rest)
-
-    with planted(dispatch, "_store_rows", shifted):
-        is_seen()
-
-
-def dropped_dispatch_flag_is_seen() -> None:
-    """Rank 0 leaves out one flag: the rank that waits for it loses rank 0."""
-    _dropped(dispatch)
-
-
-def dropped_combine_flag_is_seen() -> None:
-    _dropped(combine)
-
-
-def _dropped(module: Any) -> None:
-    calls = itertools.count()
-
-    def dropping(original: Any, *arguments: Any) -> None:
-        if rank() or next(calls) < 3:
-            original(*arguments)
-
-    with planted(module, "set_flags", dropping):
-        is_seen(times_out=True)
-
-
-def stale_dispatch_flag_is_seen() -> None:
-    """Rank 0 sets its flags one epoch too low."""
-    _stale(dispatch)
-
-
-def stale_combine_flag_is_seen() -> None:
-    _stale(combine)
-
-
-def _stale(module: Any) -> None:
-    def stale(original: Any, peers: Any, offset: Any, own: Any, ranks: Any, value: Any, kind: Any):  # type: ignore[no-untyped-def]
-        original(peers, offset, own, ranks, value if rank() else value - ONE_EPOCH, kind)
-
-    with planted(module, "set_flags", stale):
-        is_seen(times_out=True)
-
-
-def stale_target_is_seen() -> None:
-    """Waits for the previous epoch: data of a late rank are used before they are there."""
-
-    def early(original: Any, flags: Any, target: Any, *rest: Any) -> Any:
-        original(flags, target - ONE_EPOCH, *rest)
-        return target
-
-    with planted(combine, "wait_for_flags", early):
-        is_seen(_rank_0_is_late)
-
-
-def missing_wait_for_tokens_is_seen() -> None:
-    with planted(wait, "wait_for_flags", _no_wait):
-        is_seen(_rank_0_is_late)
-
-
-def missing_wait_for_partial_rows_is_seen() -> None:
-    with planted(combine, "wait_for_flags", _no_wait):
-        is_seen(_rank_0_is_late)
-
-
-def _no_wait(original: Any, flags: Any, target: Any, *rest: Any) -> Any:
-    return target
-
-
-def _rank_0_is_late(rank: int, step: int) -> float:
-    return 8 * DELAY_S * (rank == 0)
-
-
-def flag_before_the_rows_is_seen() -> None:
-    """Rank 0 flags partial rows before it stores them."""
-    held: list[Any] = []
-
-    def hold(original: Any, *arguments: Any) -> None:
-        if rank():
-            original(*arguments)
-        else:
-            held.append(lambda: original(*arguments))
-
-    def flag(original: Any, *arguments: Any) -> None:
-        original(*arguments)
-        if held:
-            time.sleep(4 * DELAY_S)
-        while held:
-            held.pop()()
-
-    with planted(combine, "_return_rows", hold), planted(combine, "set_flags", flag):
-        is_seen()
 
 
 # ---- lost ranks and misuse ----------------------------------------------------------------------
@@ -455,46 +384,23 @@ def closed_exchange_refuses() -> None:
     dist.barrier()
 
 
-# ---- the layer ----------------------------------------------------------------------------------
+# ---- gfx950 code --------------------------------------------------------------------------------
 
 
-def layer_equals_one_rank(others: str = "reference", prepared: str = "triton") -> None:
-    """`fused_moe` over SYMMETRIC, also with other experts; `prepared` is what prepares weights."""
-    shape = MoEShape(64, 32, 5, 2, SiLU(), GateUpOrder.CONCATENATED, False)
-    whole = random_moe_problem(shape, 0).weights
-    ep = ExpertParallel(
-        num_experts=shape.num_experts,
-        top_k=shape.top_k,
-        hidden_size=shape.hidden_size,
-        max_tokens=4,
-        transport=Transport.SYMMETRIC,
-        wire_format="mxfp8",
-        combine_dtype=torch.float32,
-        timeout_s=600.0,
-    )
-    assert ep.explain().startswith("transport: symmetric (asked for by name)")
-    mine = take_experts(whole, ep.local_experts)
-    options: dict[str, Any] = dict(activation=shape.activation, activation_format="mxfp8")
-    options["out_dtype"] = torch.float32
-    for backend, view, count in ((others, ep, 4), ("triton", ep.with_max_tokens(2), rank())):
-        generator = torch.Generator().manual_seed(rank())
-        x, weights, ids = random_tokens_of(shape, count, generator)
-        local, every = mine, whole
-        if backend == prepared:
-            local, every = mine.prepare(device="cpu"), whole.prepare(device="cpu")
-        with mxpert.override(backend=backend):
-            out = mxpert.fused_moe(x, local, weights, ids, **options, expert_parallel=view)
-            alone = mxpert.fused_moe(x, every, weights, ids, **options)
-        assert_close_relative(out, alone, 1e-6, f"float32 wire, {backend}")
-    ep.check()
-    dist.barrier()
-    ep.close()
+def in_order(scenarios: dict[str, Any]) -> Callable[[str], Callable[[], None]]:
+    """A module's ``__getattr__`` for ``NAME__ORDER`` of its scenarios."""
+
+    def emulated(name: str, schedule: str) -> None:
+        with emulate(schedule=schedule, seed=rank()):  # type: ignore[arg-type]
+            scenarios[name]()
+
+    def find(name: str) -> Callable[[], None]:
+        scenario, _, schedule = name.rpartition("__")
+        if not scenario or schedule not in ("lowest", "random"):
+            raise AttributeError(name)
+        return functools.partial(emulated, scenario, schedule)
+
+    return find
 
 
-def placements_and_few_experts() -> None:
-    """What the other transports are tested with: redundant experts, top_k = 1, few experts."""
-    symmetric = (Transport.SYMMETRIC,)
-    with small_schedules(), mock.patch.object(exchange_scenarios, "TRANSPORTS", symmetric):
-        exchange_scenarios.redundant_experts_are_computed_once()
-        exchange_scenarios.one_expert_for_each_token_and_few_experts()
-    dist.barrier()
+__getattr__ = in_order(globals())

@@ -1,82 +1,77 @@
-"""The SYMMETRIC protocol with interpreted kernels, 2 and 4 processes and shared memory.
+"""A layer over several ranks: processes on this host, against all experts on one of them.
 
-What the ranks do is in exchange_ranks.py. Planted errors show that the checks see an error.
+The reference exchanges over gloo, other executors by stores into shared memory; on GPUs also over
+NCCL, if each rank has one.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-import mxpert
-from mxpert.distributed.symmetric import SymmetricExchange
-from support.exchange import Case, random_tokens
+from mxpert.distributed import Placement
+from support.executors import Executor, executors
 from support.ranks import Outcomes, run_once
+from tests.conformance.cases import exchange as cases
+from tests.conformance.cases.exchange import ExchangeCase
+from tests.distributed.multi_gpu.environment import gpu_environment
 
-MODULE = "tests.conformance.exchange_ranks"
-TWO = (
-    "many_epochs_are_exact",
-    "real_schedules_are_exact",
-    "one_rank_is_always_late",
-    "two_exchanges_take_turns",
-    "wrong_slot_is_seen",
-    "dropped_dispatch_flag_is_seen",
-    "dropped_combine_flag_is_seen",
-    "stale_dispatch_flag_is_seen",
-    "stale_combine_flag_is_seen",
-    "stale_target_is_seen",
-    "missing_wait_for_tokens_is_seen",
-    "missing_wait_for_partial_rows_is_seen",
-    "flag_before_the_rows_is_seen",
-    "two_streams_are_seen",
-    "combine_without_a_wait_is_seen",
-    "epochs_beyond_32_bits",
-    "closed_exchange_refuses",
-    "layer_equals_one_rank",
-    "placements_and_few_experts",
-    "killed_rank_is_named",
-    "tests.conformance.exchange_differences.other_calls_are_named",
-    "tests.conformance.exchange_differences.an_impatient_rank_overwrites_nothing",
-    "tests.conformance.exchange_differences.a_forgotten_loss_is_seen",
-)
-FOUR = ("many_epochs_are_exact", "a_loss_reaches_every_rank", "killed_rank_is_named")
+MODULE = "tests.conformance.layer_ranks"
+NAMES = {case: name for name, case in cases.ALL.items()}
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_once(tmp_path_factory, MODULE, TWO, 2, limit_s=400)
+def outcomes(request: pytest.FixtureRequest, executor: Executor, size: int) -> Outcomes:
+    """What `size` ranks did with every case of this kind of executor; they are started once."""
+    way = executor.way
+    scenarios = [
+        f"{name}__{each}"
+        for each in executors(emulated=request.config.getoption("--gfx950"))
+        for name, case in cases.ALL.items()
+        if each.way == way and case.size == size and case.served_by(each.backend)
+    ]
+    factory = request.getfixturevalue("tmp_path_factory")
+    on_gpu = way == "gpu"
+    with gpu_environment() if on_gpu else contextlib.nullcontext():
+        method = "spawn" if on_gpu else "forkserver"
+        options = dict(limit_s=800.0, timeout_s=300.0, method=method, name=f"layers-{way}")
+        return run_once(factory, MODULE, scenarios, size, **options)
 
 
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_once(tmp_path_factory, MODULE, FOUR, 4, limit_s=400)
+@pytest.mark.timeout(900)
+@pytest.mark.cases(cases.ALL)
+def test_layer(case: ExchangeCase, executor: Executor, request: pytest.FixtureRequest) -> None:
+    outcomes(request, executor, case.size).check(f"{NAMES[case]}__{executor}")
 
 
-@pytest.mark.parametrize("scenario", TWO)
-def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
-    two_ranks.check(scenario)
+Planted = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+PLANTED: dict[str, Planted] = {
+    "tokens-exchanged": lambda result, part: result.roll(1, 0),
+    "rows-of-a-rank-lost": lambda result, part: result - part,
+    "rows-of-a-rank-twice": lambda result, part: result + part,
+    "slot-of-another-token": lambda result, part: result[[0, 0, *range(2, len(result))]],
+    "rows-of-an-earlier-call": lambda result, part: result - part + part.roll(1, 0),
+    "nan": lambda result, part: result.index_fill(0, torch.tensor([len(result) - 1]), torch.nan),
+}
+"""From the right result, and the part of it that one of the ranks computes."""
 
 
-@pytest.mark.parametrize("scenario", FOUR)
-def test_four_ranks(four_ranks: Outcomes, scenario: str) -> None:
-    four_ranks.check(scenario)
-
-
-@pytest.mark.parametrize("rule", mxpert.ScaleRule)
-def test_rows_have_the_bits_of_quantize(rule: mxpert.ScaleRule) -> None:
-    """Quantised inside or before, whatever the scale rule; NaN, infinity and zeros as well."""
-    case = Case(1, max_tokens=3, hidden_size=96)
-    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-    x[0, 3], x[0, 40], x[1, 32:64] = torch.nan, torch.inf, 0
-    tokens = replace(random_tokens(case, 0, 3, 3), x=x)
-    wanted = mxpert.quantize(x, "mxfp8", scale_rule=rule)
-    for given in (x, wanted):
-        exchange = SymmetricExchange(None, case.spec(0), torch.device("cpu"))
-        received = exchange.dispatch(
-            given, tokens.weights, tokens.ids, bound=3, scale_rule=rule, out_dtype=torch.float32
-        )
-        assert torch.equal(received.topk_ids, tokens.ids)
-        assert torch.equal(received.x.qdata, wanted.qdata)
-        assert torch.equal(received.x.scale, wanted.scale)
+@pytest.mark.parametrize("name", ["wire-bf16", "rounded"])
+@pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED)
+def test_the_comparison_catches(plant: Planted, name: str) -> None:
+    case = replace(cases.ALL[name], counts=(7,))
+    ep = case.ranks(cases.TRANSPORTS[0], None, torch.device("cpu"))
+    problem = case.problem()
+    given = case.tokens(problem, ep, 0)
+    owners = Placement.contiguous(case.shape.num_experts, 2).owners[0][given["topk_ids"].long()]
+    parts = [
+        case.judge(problem, given | {"topk_ids": given["topk_ids"].masked_fill(owners != rank, -1)})
+        for rank in range(2)
+    ]
+    result, expected = parts[0] + parts[1], case.judge(problem, given)
+    case.compare(result, expected)
+    with pytest.raises(AssertionError):
+        case.compare(plant(result, parts[1]), expected)

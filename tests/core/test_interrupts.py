@@ -81,13 +81,37 @@ def test_while_a_command_is_imported(form: str, sign: str, tmp_path: Path) -> No
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
-    "wait", [until_ranks_import, until("making weights")], ids=["start", "work"]
+    "wait", [until_ranks_import, until("making weights")], ids=["import", "work"]
 )
 def test_while_ranks(wait: Callable[[Popen], None], tmp_path: Path) -> None:
     arguments = ["-m", "mxpert", "bench", "--expert-parallel", "2", "--tokens", "16"]
     rest = interrupted(arguments, tmp_path, wait)
     said = [line for line in rest if not line.startswith("bench: ")]
     assert said == [interrupts.INTERRUPTED]
+
+
+SLOW_START = """
+import sys, time
+if "--multiprocessing-fork" in sys.orig_argv:
+    open("a rank starts", "w").close()
+    time.sleep(1)
+"""
+"""A sitecustomize.py: Python imports it before it runs anything of ours."""
+
+
+@pytest.mark.timeout(120)
+def test_while_python_starts_in_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START, encoding="utf-8")
+    path = os.environ.get("PYTHONPATH", "")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), path])))
+
+    def wait(process: Popen) -> None:
+        while not (tmp_path / "a rank starts").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+
+    arguments = ["-m", "mxpert", "bench", "--expert-parallel", "2", "--tokens", "16"]
+    assert interrupted(arguments, tmp_path, wait) == [interrupts.INTERRUPTED]
 
 
 @pytest.mark.parametrize(

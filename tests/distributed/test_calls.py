@@ -10,7 +10,14 @@ import pytest
 from mxpert import Combine, ScaleRule, SiLU, SwiGLU
 from mxpert.core.problem import ACTIVATION_FORMATS, MoEOptions
 from mxpert.device.exchange_wait import TAG_BITS
-from mxpert.distributed.calls import Call, differences, layer_call, require_same
+from mxpert.distributed.calls import (
+    MOST_LAYERS,
+    Call,
+    differences,
+    layer_call,
+    require_same,
+    without_layer,
+)
 from mxpert.distributed.exchange.host import _TAG_MODULUS
 
 OPTIONS = MoEOptions(SiLU())
@@ -31,6 +38,8 @@ DIFFER = {
     ),
     "combine REDUCE on rank 0, ATOMIC on rank 1": of(combine=Combine.ATOMIC),
     "the call fused_moe on rank 0, MXMoE on rank 1": replace(LAYER, op="MXMoE"),
+    "layer none on rank 0, 0 on rank 1": replace(LAYER, layer=0),
+    "layer none on rank 0, 4094 on rank 1": replace(LAYER, layer=MOST_LAYERS - 1),
     "the activation, sizes or biases of the layer: on rank 0 and on rank 1 differ": of(
         activation=SwiGLU()
     ),
@@ -76,3 +85,9 @@ def test_three_ranks_and_the_same_call() -> None:
     assert Call(4).word == Call(4).word
     result = replace(OPTIONS, out_dtype=None)  # each rank's own choice
     assert layer_call(16, result, 64, 0).word == LAYER.word
+
+
+def test_layers_do_not_change_the_rest() -> None:
+    for number in (None, 0, 5, MOST_LAYERS - 1):
+        assert without_layer(replace(LAYER, layer=number).word) == LAYER.word
+    assert without_layer(Call(3).word) != without_layer(Call(4).word)

@@ -242,6 +242,19 @@ def test_views_share_the_exchange() -> None:
             ep.with_max_tokens(size)  # type: ignore[arg-type]
 
 
+def test_layers_have_numbers() -> None:
+    ep = make()
+    assert ep.layer is None
+    assert [ep.of_next_layer().layer for _ in range(3)] == [0, 1, 2]
+    view = ep.with_max_tokens(3).with_layer(7)
+    assert (view.layer, view.max_tokens, view.of_next_layer()) == (7, 3, view)
+    assert view.with_max_tokens(2).layer == 7
+    assert ep.with_max_tokens(3).of_next_layer().layer == 3  # views count together
+    for number, error in ((-1, ValueError), (4095, ValueError), ("a", TypeError)):
+        with pytest.raises(error, match="ExpertParallel: layer — need"):
+            ep.with_layer(number)  # type: ignore[arg-type]
+
+
 def test_objects_are_freed() -> None:
     ep = make()
     view = ep.with_max_tokens(2)

@@ -7,6 +7,7 @@ without a peer, and any wrong, stale or missing row shows as a difference of bit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,9 @@ from mxpert import MXTensor, ScaleRule
 from mxpert.core.problem import Op, RoutingProblem
 from mxpert.core.target import detect_target
 from mxpert.distributed import DispatchedTokens, Placement
+from mxpert.distributed.symmetric import SymmetricExchange, layout_of
 from mxpert.distributed.transport import ExchangeSpec
+from mxpert.distributed.workspace import plain_workspaces
 from mxpert.routing.inputs import PlanInputs
 from mxpert.routing.triton import PLAN
 
@@ -159,6 +162,15 @@ class Experts:
         coefficients = torch.where(computed, weight, 0).sum(1)
         rows = coefficients[:, None] * values(received.x)
         return torch.where(computed.any(1)[:, None], rows, 0).to(self.case.combine_dtype)
+
+
+def exchanges_of_one_process(
+    specs: Sequence[ExchangeSpec], device: torch.device
+) -> list[SymmetricExchange]:
+    """The exchanges of ranks that live in one process, each on a stream of its own."""
+    memories = plain_workspaces(len(specs), layout_of(specs[0]).nbytes, device)
+    pairs = zip(specs, memories, strict=True)
+    return [SymmetricExchange(None, spec, device, memory) for spec, memory in pairs]
 
 
 def values(x: torch.Tensor | MXTensor) -> torch.Tensor:

@@ -24,7 +24,17 @@ from mxpert.distributed.exchange import host
 from mxpert.distributed.exchange.schedule import Schedule
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.testing.gfx950 import Emulation, emulate
-from support.exchange import Case, Experts, Tokens, expected, multiply, random_tokens, send, values
+from support.exchange import (
+    Case,
+    Experts,
+    Tokens,
+    exchanges_of_one_process,
+    expected,
+    multiply,
+    random_tokens,
+    send,
+    values,
+)
 from support.gfx950_mutants import Launch
 
 CPU = torch.device("cpu")
@@ -52,7 +62,7 @@ class Turns:
     arrivals: list[torch.Tensor | None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ranks = SymmetricExchange.virtual([self.case.spec(r) for r in range(2)], CPU)
+        self.ranks = exchanges_of_one_process([self.case.spec(r) for r in range(2)], CPU)
         for each in self.ranks:
             each._sections["partials"].view(torch.uint8).fill_(0xFF)  # NaN
             each._sections["rows"].view(torch.uint8).fill_(0xFF)

@@ -33,13 +33,15 @@ from gfx950emu import Report
 from mxpert.testing.gfx950 import Emulation, emulate
 
 NOT_GFX950 = {
-    "test_exchange.py": "tests/gfx950/test_exchange.py runs its scenarios in both orders",
     "test_interpreter_patch.py": "tests the interpreter",
     "test_spans.py": "tests Hopper's kernels",
     "test_wide_operands.py": "tests Hopper's kernels",
     "test_warm_up.py": "several processes, which run the interpreter",
 }
 """Files of tests/conformance that are left out, and why."""
+
+OWN_PROCESSES = ("test_exchange.py", "test_exchange_protocol.py")
+"""Files of tests/conformance whose processes emulate by themselves."""
 
 SCHEDULES = ("lowest", "random")
 MOST_CASES = 16
@@ -146,7 +148,8 @@ class Plugin:
     @staticmethod
     def is_portable(path: Path) -> bool:
         """Whether a file has tests of kernels that run on gfx950."""
-        return path.parent.name == "conformance" and path.name not in NOT_GFX950
+        others = NOT_GFX950.keys() | OWN_PROCESSES
+        return path.parent.name == "conformance" and path.name not in others
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run each of the tests in every schedule; `pytest_collection_modifyitems` selects."""

@@ -93,19 +93,26 @@ def run_scenarios(
 
 
 def run_once(
-    factory: Any, module: str, scenarios: Sequence[str], size: int, **options: Any
+    factory: Any,
+    module: str,
+    scenarios: Sequence[str],
+    size: int,
+    *,
+    name: str = "",
+    **options: Any,
 ) -> Outcomes:
     """`run_scenarios` for a fixture: the workers of pytest-xdist share one run.
 
     Args:
         factory: pytest's tmp_path_factory.
-        module, scenarios, size, options: as for `run_scenarios`; a module runs once for each size.
+        module, scenarios, size, options: as for `run_scenarios`.
+        name: of the run; the module's for "". A name runs once for each size.
     """
     root = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # of all workers
-    folder = root / f"{module}-{size}"
-    with (root / f"{module}-{size}.lock").open("w") as lock:
+    folder = root / f"{name or module}-{size}"
+    with (root / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             folder.mkdir()

@@ -170,6 +170,7 @@ class TrainableExperts(torch.nn.Module):
         super().__init__()
         self.recipe, self._source = recipe, found
         self.expert_parallel = expert_parallel
+        self._ranks = None if expert_parallel is None else expert_parallel.of_next_layer()
         self.group_ids = None if expert_parallel is None else expert_parallel.local_experts
         for name, parameter in found.module.named_parameters():
             if self.group_ids is not None:
@@ -194,11 +195,11 @@ class TrainableExperts(torch.nn.Module):
         tokens, weights = hidden_states.reshape(-1, self._source.hidden_size), topk_weights.float()
         if self._source.weight_on_input:  # as the model: x is rounded once more, before the GEMM
             tokens, weights = tokens * topk_weights.to(tokens.dtype), torch.ones_like(weights)
-        if self.expert_parallel is None:
+        if self._ranks is None:
             pairs = sort_by_expert(topk_ids, self._source.num_experts)
             combined = run_experts(self._experts, tokens, weights, pairs)
         else:
-            ranks, rule = self.expert_parallel, self.recipe.scale_rule
+            ranks, rule = self._ranks, self.recipe.scale_rule
             combined = run_on_ranks(ranks, self._experts, tokens, weights, topk_ids, rule)
         return combined.view(hidden_states.shape)
 

@@ -14,12 +14,11 @@ import torch
 from mxpert import MXTensor, ScaleRule
 from mxpert.core.problem import Op, RoutingProblem, Target
 from mxpert.core.target import on_device
-from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.formats import get_format
 from mxpert.routing.inputs import PlanInputs
 from mxpert.routing.triton import PLAN
 from support.aot import CompiledKernel, compile_for, specialize
-from support.exchange import Case
+from support.exchange import Case, exchanges_of_one_process
 from support.launches import H200, RecordedLaunch, recorded_launches
 
 META = torch.device("meta")
@@ -49,7 +48,7 @@ def launches_of(
     case = Case(**{**vars(case), "wire_format": wire_format, "max_tokens": 4096})
     with on_device(TARGETS[target]), recorded_launches() as launches:
         specs = [case.spec(rank) for rank in range(case.size)]
-        exchange = SymmetricExchange.virtual(specs, META)[0]
+        exchange = exchanges_of_one_process(specs, META)[0]
         rows = torch.empty(bound, case.hidden_size, dtype=torch.bfloat16, device=META)
         x: Any = rows
         if wire == "quantised before":

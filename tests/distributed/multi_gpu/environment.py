@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from mxpert.distributed import workspace
 
@@ -35,3 +38,10 @@ def share_one_gpu() -> bool:
     if shared:
         workspace.symmetric_refusal = lambda links: None  # type: ignore[assignment]
     return shared
+
+
+@functools.cache
+def gpu_group() -> Any:
+    """The group of the transports: NCCL's where each rank has a GPU, else the default one."""
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    return dist.group.WORLD if share_one_gpu() else dist.new_group(backend="nccl")

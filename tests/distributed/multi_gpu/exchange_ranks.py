@@ -16,16 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import mxpert
-from mxpert.core.problem import SwiGLU
-from mxpert.distributed import ExpertParallel, Transport
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.errors import PeerLostError
-from mxpert.moe.local_weights import take_experts
-from mxpert.moe.weights import GateUpOrder, MoEWeights
-from mxpert.testing.numerics import assert_exact
-from mxpert.testing.problems import MoEShape, random_moe_problem, random_tokens
-from support.exact import exact_moe_problem
 from support.exchange import Case, Experts, Tokens, expected, poison, send
 from support.exchange import random_tokens as exact_tokens
 from support.gpu_delays import spin
@@ -33,8 +25,6 @@ from tests.distributed.multi_gpu.environment import share_one_gpu
 
 TIMEOUT_S = 120.0
 """Compiling takes long where four processes share two cores."""
-SHAPE = MoEShape(2880, 2880, 32, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True)
-
 
 share_one_gpu()
 
@@ -160,93 +150,6 @@ def two_objects_on_two_streams() -> None:
         torch.cuda.synchronize()
         for out, mine in zip(results, tokens, strict=True):
             assert torch.equal(out, expected(case, mine))
-    settled()
-
-
-# ---- the layer ----------------------------------------------------------------------------------
-
-
-def _layer_parts(
-    ep: ExpertParallel, whole: MoEWeights | None = None
-) -> tuple[MoEWeights, MoEWeights]:
-    """All experts, random ones for None, and those of this rank; prepared for the device."""
-    whole = whole or random_moe_problem(SHAPE, 0).weights
-    mine = take_experts(whole, ep.local_experts)
-    return whole.prepare(device=device()), mine.prepare(device=device())
-
-
-def _given(count: int, seed: int) -> Tokens:
-    generator = torch.Generator().manual_seed(100 * seed + rank())
-    return Tokens(*random_tokens(SHAPE, count, generator)).to(device())
-
-
-def _parallel(group: Any = None, **changes: Any) -> ExpertParallel:
-    options: dict[str, Any] = dict(
-        num_experts=SHAPE.num_experts,
-        top_k=SHAPE.top_k,
-        hidden_size=SHAPE.hidden_size,
-        max_tokens=256,
-        transport=Transport.SYMMETRIC,
-        combine_dtype=torch.float32,
-        timeout_s=TIMEOUT_S,
-        device=device(),
-    )
-    return ExpertParallel(group, **options | changes)
-
-
-def _run(
-    weights: MoEWeights, given: Tokens, ep: ExpertParallel | None, **options: Any
-) -> torch.Tensor:
-    options = dict(activation=SHAPE.activation, out_dtype=torch.float32) | options
-    return mxpert.fused_moe(
-        options.pop("x", given.x), weights, given.weights, given.ids, expert_parallel=ep, **options
-    )
-
-
-def equals_one_rank_and_gather() -> None:
-    """The same bits as all experts on one GPU and as GATHER over NCCL: the problem is exact.
-
-    Random layers differ more than by the wire: kernels for other numbers of rows sum in another
-    order, and an intermediate that is rounded to bfloat16 then flips.
-    """
-    nccl = dist.new_group(backend="nccl")
-    ep = _parallel()
-    gather = _parallel(nccl, transport=Transport.GATHER)
-    exact = exact_moe_problem(SHAPE, 400, device=device())
-    whole, mine = _layer_parts(ep, exact.weights)
-    options = dict(activation=exact.activation)
-    for count in (1, 16, 256 - rank(), 0 if rank() else 3):
-        rows = torch.randperm(400, generator=torch.Generator().manual_seed(count + rank()))[:count]
-        parts = exact.x, exact.topk_weights, exact.topk_ids
-        given = Tokens(*(part[rows.to(device())] for part in parts))
-        actual = _run(mine, given, ep, **options)
-        assert_exact(actual, _run(whole, given, None, **options), "one rank")
-        assert_exact(actual, _run(mine, given, gather, **options), "GATHER")
-    ep.check()
-    settled()
-
-
-def quantised_rows_give_the_same_bits() -> None:
-    """On an MXFP8 wire; graph replays of the layer equal eager calls bit for bit."""
-    ep = _parallel(wire_format="mxfp8", combine_dtype=torch.bfloat16)
-    _, mine = _layer_parts(ep)
-    options = dict(activation_format="mxfp8", out_dtype=torch.bfloat16)
-    for count in (1, 64, 256):
-        given = _given(count, count)
-        eager = [_run(mine, given, ep, **options) for _ in range(4)][-1]
-        quantised = mxpert.quantize(given.x, "mxfp8")
-        assert torch.equal(eager, _run(mine, given, ep, x=quantised, **options))
-        static = Tokens(*(part.clone() for part in vars(given).values()))
-        delay = torch.zeros(1, dtype=torch.int64, device=device())
-        graph, out = _captured(functools.partial(_run, mine, static, ep, **options), delay)
-        for seed in range(10):
-            other = _given(count, 1000 + seed)
-            for name, tensor in vars(static).items():
-                tensor.copy_(getattr(other, name))
-            graph.replay()
-            replayed = out.clone()
-            assert torch.equal(replayed, _run(mine, other, ep, **options))
-    ep.check()
     settled()
 
 

@@ -8,7 +8,6 @@ of its sums. The judge is the same layer with all experts on this rank's GPU.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,8 +23,7 @@ from mxpert.moe.local_weights import take_experts
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape
 from support.exact import exact_moe_problem
-from support.poison import nan_filled_scratch
-from tests.distributed.multi_gpu.environment import share_one_gpu
+from tests.distributed.multi_gpu.environment import gpu_group, share_one_gpu
 
 SHAPE = MoEShape(hidden_size=704, intermediate_size=384, num_experts=13, top_k=3, has_bias=True)
 MAX_TOKENS = 160
@@ -72,84 +70,32 @@ class Layer:
         return mxpert.fused_moe(x, weights, *routing, activation=self.inputs.activation, **options)
 
 
-@functools.cache
-def gpu_group() -> Any:
-    """The group of the transports: NCCL's where each rank has a GPU, else the default one."""
-    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    return dist.group.WORLD if SHARED else dist.new_group(backend="nccl")
-
-
 def make_layer(
     transport: Transport,
     wire_format: str,
     activation_format: str,
-    combine_dtype: torch.dtype = torch.bfloat16,
+    shape: MoEShape = SHAPE,
+    max_tokens: int = MAX_TOKENS,
 ) -> Layer:
     group = gpu_group()
     ep = ExpertParallel(
         group,
-        num_experts=SHAPE.num_experts,
-        top_k=SHAPE.top_k,
-        hidden_size=SHAPE.hidden_size,
-        max_tokens=MAX_TOKENS,
+        num_experts=shape.num_experts,
+        top_k=shape.top_k,
+        hidden_size=shape.hidden_size,
+        max_tokens=max_tokens,
         transport=transport,
         wire_format=wire_format,
-        combine_dtype=combine_dtype,
         timeout_s=120.0,  # ranks compile in between
         device="cuda" if SHARED else None,
     )
     assert ep.device == torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
-    inputs = exact_moe_problem(SHAPE, 400)  # on the CPU: the same on every rank
+    inputs = exact_moe_problem(shape, 400)  # on the CPU: the same on every rank
     local = take_experts(inputs.weights, ep.local_experts)
     whole, mine = (weights.prepare(device=ep.device) for weights in (inputs.weights, local))
     names = "x", "topk_weights", "topk_ids"
     here = replace(inputs, **{name: getattr(inputs, name).to(ep.device) for name in names})
     return Layer(ep, here, whole, mine, activation_format)
-
-
-def eager_layers_equal_one_gpu() -> None:
-    """Numbers of tokens that differ between ranks; enough calls for recorded launches."""
-    for transport in TRANSPORTS:
-        for wire_format, activation_format in FORMATS:
-            for combine_dtype in (torch.float32, torch.bfloat16):
-                layer = make_layer(transport, wire_format, activation_format, combine_dtype)
-                rank = layer.ep.rank
-                for count in (0 if rank else 3, 0, 1, 17, 128 + rank, MAX_TOKENS):
-                    for seed in range(4):
-                        tokens = layer.tokens(count, seed)
-                        what = f"{transport.name} {wire_format} T={count}"
-                        assert_exact(layer.run(*tokens), layer.judge(*tokens), what)
-                layer.ep.check()
-                layer.ep.close()
-
-
-def the_comparison_sees_planted_errors() -> None:
-    for transport in TRANSPORTS:
-        layer = make_layer(transport, "bf16", "bf16")
-        tokens = layer.tokens(16)
-        expected, actual = layer.judge(*tokens), layer.run(*tokens)
-        x, weights, ids = tokens
-        owners = layer.ep.placement.owners[layer.ep.rank].to(ids.device)[ids.long()]
-        lost = torch.where(owners == 0, -1, ids)
-        for wrong in (
-            actual.roll(1, 0),
-            layer.run(x, weights.roll(1, 1), ids),
-            layer.run(x, weights, lost),
-        ):
-            with pytest.raises(AssertionError):
-                assert_exact(wrong, expected, "planted")
-        layer.ep.close()
-
-
-def unused_slots_never_reach_a_result() -> None:
-    for wire_format, activation_format in FORMATS:
-        layer = make_layer(Transport.GATHER, wire_format, activation_format)
-        tokens = layer.tokens(5 + layer.ep.rank)
-        for _ in range(4):
-            with nan_filled_scratch():
-                actual = layer.run(*tokens)
-            assert_exact(actual, layer.judge(*tokens), f"{wire_format} with poisoned slots")
-        layer.ep.close()
 
 
 def graphs_equal_eager_calls() -> None:
@@ -179,30 +125,6 @@ def graphs_equal_eager_calls() -> None:
         dist.barrier()
         del graph
         layer.ep.close()
-
-
-def quantised_rows_give_the_same_bits() -> None:
-    for transport in TRANSPORTS:
-        layer = make_layer(transport, "mxfp8", "mxfp8")
-        x, *routing = layer.tokens(48)
-        for _ in range(4):
-            before = layer.run(mxpert.quantize(x, "mxfp8"), *routing)
-            assert_exact(before, layer.run(x, *routing), transport.name)
-        layer.ep.close()
-
-
-def two_objects_and_fewer_slots() -> None:
-    """Two objects in turn, and a view with fewer slots."""
-    pair = [make_layer(transport, "bf16", "bf16") for transport in TRANSPORTS]
-    for seed in range(6):
-        batches = [layer.tokens(30, 10 * seed + place) for place, layer in enumerate(pair)]
-        results = [layer.run(*tokens) for layer, tokens in zip(pair, batches, strict=True)]
-        for layer, tokens, actual in zip(pair, batches, results, strict=True):
-            assert_exact(actual, layer.judge(*tokens), layer.ep.transport.name)
-    view = replace(pair[0], ep=pair[0].ep.with_max_tokens(8))
-    for seed in range(4):
-        tokens = view.tokens(8 - view.ep.rank % 2, seed)
-        assert_exact(view.run(*tokens), view.judge(*tokens), "eight slots a rank")
 
 
 def a_second_stream_is_refused() -> None:

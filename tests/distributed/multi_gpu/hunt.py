@@ -26,10 +26,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from mxpert.distributed import Transport
+from mxpert.testing.problems import MODEL_SHAPES
 from support.exchange import Case, Experts, Tokens, expected, poison, random_tokens, send
 from support.gpu_delays import spin
 from tests.distributed.multi_gpu import exchange_ranks as ranks
 from tests.distributed.multi_gpu.environment import gpu_environment
+from tests.distributed.multi_gpu.expert_parallel_ranks import make_layer
 
 SETS = 32
 """Tokens and delays that a graph takes in turn."""
@@ -37,6 +40,7 @@ LONGEST_DELAY_NS = 50_000
 STEPS = 3
 """Steps with a delay: dispatch, experts, combine."""
 CHECK_EVERY = 2000
+GPT_OSS = MODEL_SHAPES["gpt-oss-20b"]
 
 Layer = Callable[[Tokens, Callable[[int], None]], torch.Tensor]
 """Runs an epoch; calls its second argument before each step."""
@@ -118,21 +122,19 @@ def exact_graphs(case: Case, bounds: tuple[int, ...]) -> tuple[list[Replayed], A
 
 
 def layer_graphs(counts: tuple[int, ...]) -> tuple[list[Replayed], Any]:
-    """Graphs of `fused_moe`; what they must return is what eager calls returned."""
-    ep = ranks._parallel(wire_format="mxfp8", combine_dtype=torch.bfloat16)
-    _, mine = ranks._layer_parts(ep)
-    options = dict(activation_format="mxfp8", out_dtype=torch.bfloat16)
+    """Graphs of `fused_moe`, on a problem that is exact."""
+    made = make_layer(Transport.SYMMETRIC, "mxfp8", "mxfp8", shape=GPT_OSS, max_tokens=max(counts))
 
     def run(tokens: Tokens, delay: Callable[[int], None]) -> torch.Tensor:
         delay(0)
-        return ranks._run(mine, tokens, ep, **options)
+        return made.run(tokens.x, tokens.weights, tokens.ids)
 
     graphs = []
     for count in counts:
-        sets = [ranks._given(count, seed) for seed in range(SETS)]
-        wanted = torch.stack([ranks._run(mine, tokens, ep, **options) for tokens in sets])
+        sets = [Tokens(*made.tokens(count, seed)) for seed in range(SETS)]
+        wanted = torch.stack([made.judge(each.x, each.weights, each.ids) for each in sets])
         graphs.append(Replayed(run, sets, wanted, ranks.rank()))
-    return graphs, ep
+    return graphs, made.ep
 
 
 def _hunt(rank: int, arguments: argparse.Namespace, store: str) -> None:

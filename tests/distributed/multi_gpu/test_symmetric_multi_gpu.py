@@ -16,12 +16,7 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(1800)]
 
 MODULE = "tests.distributed.multi_gpu.exchange_ranks"
 ANY_SIZE = ("many_epochs_are_exact", "graphs_of_exact_problems")
-TWO = (
-    *ANY_SIZE,
-    "two_objects_on_two_streams",
-    "equals_one_rank_and_gather",
-    "quantised_rows_give_the_same_bits",
-)
+TWO = (*ANY_SIZE, "two_objects_on_two_streams")
 KILL = "a_killed_rank_is_named"
 
 
