@@ -11,7 +11,7 @@ import torch
 
 from mxpert.errors import message
 from mxpert.formats.codec import dequantize_blocks, quantize_blocks
-from mxpert.formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule
+from mxpert.formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan
 from mxpert.formats.tensor import MXTensor
 
 
@@ -75,16 +75,18 @@ def every_bfloat16_amax() -> torch.Tensor:
 
 
 def assert_quantizes_exactly(
-    actual: MXTensor, x: torch.Tensor, fmt: MXFormat, axis: int, rule: ScaleRule
+    actual: MXTensor,
+    x: torch.Tensor,
+    fmt: MXFormat,
+    axis: int,
+    rule: ScaleRule,
+    span: ScaleSpan = ScaleSpan.BLOCK,
 ) -> None:
     """Check that codes and scales equal those of the codec, byte for byte."""
-    expected = quantize_blocks(x, fmt, axis, rule)
-    if actual.axis != expected.axis or actual.format != expected.format:
-        raise AssertionError(
-            message(
-                "quantize", "result", (expected.format, expected.axis), (actual.format, actual.axis)
-            )
-        )
+    expected = quantize_blocks(x, fmt, axis, rule, span=span)
+    have, want = ((each.format, each.axis, each.scale_span) for each in (actual, expected))
+    if have != want:
+        raise AssertionError(message("quantize", "result", want, have))
     torch.testing.assert_close(actual.scale.cpu(), expected.scale.cpu(), rtol=0, atol=0)
     torch.testing.assert_close(actual.qdata.cpu(), expected.qdata.cpu(), rtol=0, atol=0)
 
