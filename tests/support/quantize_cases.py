@@ -5,6 +5,7 @@ Tests in Triton's interpreter and tests on a GPU use the same functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -30,7 +31,7 @@ def _near_ties(blocks: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 def _with(value: float) -> Callable[[torch.Tensor, torch.Generator], torch.Tensor]:
     def make(blocks: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        place = torch.randint(0, MX_BLOCK_SIZE, blocks.shape[:1], generator=generator)
+        place = torch.randint(0, blocks.shape[1], blocks.shape[:1], generator=generator)
         return blocks.index_put((torch.arange(len(blocks)), place), torch.tensor(value))
 
     return make
@@ -63,6 +64,21 @@ def block_cases(
     for i, make in enumerate(_KINDS.values()):
         blocks[i :: len(_KINDS)] = make(blocks[i :: len(_KINDS)], generator)
     return blocks.reshape(moved).movedim(-1, axis).to(dtype).contiguous()
+
+
+def square_cases(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:
+    """CPU tensor whose 32 × 32 squares cycle through every kind of data in `_KINDS`."""
+    *leading, rows, columns = shape
+    across, down = -(-columns // MX_BLOCK_SIZE), -(-rows // MX_BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(seed)
+    count = max(len(_KINDS), math.prod(leading) * across * down)
+    squares = torch.randn(count, MX_BLOCK_SIZE**2, generator=generator)
+    for i, make in enumerate(_KINDS.values()):
+        squares[i :: len(_KINDS)] = make(squares[i :: len(_KINDS)], generator)
+    squares = squares[: math.prod(leading) * across * down]
+    tiles = squares.view(*leading, down, across, MX_BLOCK_SIZE, MX_BLOCK_SIZE).transpose(-3, -2)
+    whole = tiles.reshape(*leading, down * MX_BLOCK_SIZE, across * MX_BLOCK_SIZE)
+    return whole[..., :rows, :columns].to(dtype).contiguous()
 
 
 def every_bfloat16_amax() -> torch.Tensor:

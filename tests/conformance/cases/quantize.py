@@ -24,6 +24,7 @@ from support.quantize_cases import (
     block_cases,
     every_bfloat16_amax,
     every_code_and_scale,
+    square_cases,
 )
 from tests.conformance.cases.grouped import GROUPS, Groups
 
@@ -173,6 +174,10 @@ def _blocks(shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> Callable[[
     return lambda: block_cases(shape, axis, dtype)
 
 
+def _squares(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    return lambda: square_cases(shape, dtype)
+
+
 def _both_axes(dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     parts = (((64, 160), -1), ((96, 160), -2))
     return lambda: torch.cat([block_cases(*part, torch.float32) for part in parts]).to(dtype)
@@ -216,13 +221,13 @@ SQUARES: dict[str, tuple[tuple[int, ...], int]] = {
 QUANTIZE_SQUARES = {
     **{
         f"{fmt}-{rule.value}-{layout}": QuantizeCase(
-            _blocks(shape, axis, torch.float32), fmt, axis, rule, span=ScaleSpan.SQUARE
+            _squares(shape, torch.float32), fmt, axis, rule, span=ScaleSpan.SQUARE
         )
         for fmt, rule, (layout, (shape, axis)) in product(FORMATS, ScaleRule, SQUARES.items())
     },
     **{
         f"{_name(dtype)}-{name}": QuantizeCase(
-            _blocks((96, 384), -1, dtype), "mxfp4", -1, view=view, span=ScaleSpan.SQUARE
+            _squares((96, 384), dtype), "mxfp4", -1, view=view, span=ScaleSpan.SQUARE
         )
         for dtype in (torch.bfloat16, torch.float16)
         for name, view in VIEWS.items()
