@@ -9,8 +9,14 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.testing.numerics import assert_close_relative, assert_exact, bf16_output_tolerance
+from mxpert.testing.numerics import (
+    accumulation_error,
+    assert_close_relative,
+    assert_exact,
+    bf16_output_tolerance,
+)
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, grouped_linear, grouped_mm
+from tests.grouped import oracle
 
 SIZES = [33, 0, 64, 7]
 ROWS, IN, OUT = sum(SIZES) + 3, 64, 96
