@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..core.ambient import Context, isolated, refuse_transforms
+from ..core.gradient import differentiable_once, keep_graph
 from ..formats.spec import MXFP8FormatLike, ScaleRule, ScaleSpan
 from ..formats.tensor import MXTensor, Operand
 from ..grouped.op import grouped_gemm, grouped_wgrad
@@ -182,6 +183,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_enabled: bool,
         given: Given,
     ) -> torch.Tensor:
+        keep_graph(ctx, x, weight, bias)
         rows: Any = x if given.x is None else given.x[0]
         group_offsets = group_bounds(group_offsets, rows.shape[0])
         # main_grad is no saved tensor: backward writes it, which autograd would take for an error
@@ -210,7 +212,7 @@ class _GroupedLinear(torch.autograd.Function):
             return y if bias is None else _add_bias(y, bias, group_offsets)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("grouped_linear")
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *saved, group_offsets = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]

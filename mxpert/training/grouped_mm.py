@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ..core.ambient import Context, isolated, refuse_transforms
+from ..core.gradient import differentiable_once, keep_graph
 from ..core.schema import rebuild_mx
 from ..errors import Checks, UnsupportedError, message
 from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, WIDE_DTYPES
@@ -186,6 +187,7 @@ class _GroupedOuter(torch.autograd.Function):
         group_offsets: torch.Tensor,
         recipe: MXFP8Recipe,
     ) -> torch.Tensor:
+        keep_graph(ctx, a, b)
         ctx.recipe, ctx.dtype = recipe, a.dtype
         group_offsets = group_bounds(group_offsets, a.shape[0])
         if not recipe.enabled:
@@ -217,7 +219,7 @@ class _GroupedOuter(torch.autograd.Function):
         return grouped_wgrad(a_col, b_col, group_offsets, out_dtype=a.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("grouped_mm")
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *operands, group_offsets = ctx.saved_tensors
         need_a, need_b = ctx.needs_input_grad[:2]
