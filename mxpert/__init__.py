@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from . import integrations as integrations
     from . import training as training
     from .integrations.checkpoints.load import load_expert_weights
+    from .integrations.checkpoints.save import save_quantized
     from .integrations.models.convert import convert, restore
     from .integrations.models.evaluation import evaluate
 
@@ -112,6 +113,7 @@ __all__ = [
     "rebase",
     "restore",
     "route_topk",
+    "save_quantized",
     "warm_up",
 ]
 
@@ -144,6 +146,7 @@ _LAZY = {
     "integrations": "",
     "load_expert_weights": "integrations.checkpoints.load",
     "restore": "integrations.models.convert",
+    "save_quantized": "integrations.checkpoints.save",
     "training": "",
 }
 """Module of each name that is imported at first use; empty where the name is a module."""

@@ -20,8 +20,8 @@ import torch
 from benchmarks.harness.script import Script
 from benchmarks.harness.tables import markdown_table
 from benchmarks.routing.run import host_us
-from mxpert import ScaleSpan
 from mxpert.core.target import on_device
+from mxpert.formats.spec import LINE_SPANS
 from mxpert.training import MXFP8Recipe, grouped_linear
 from support.launches import H200, count_launches, without_device
 
@@ -29,7 +29,7 @@ ROWS, GROUPS, IN, OUT = 256, 8, 512, 256
 CALLS = 400
 RECIPES = {
     "bf16": MXFP8Recipe(enabled=False),
-    **{span.name: MXFP8Recipe(scale_span=span) for span in ScaleSpan},
+    **{span.name: MXFP8Recipe(scale_span=span) for span in LINE_SPANS},
 }
 
 

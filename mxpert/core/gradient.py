@@ -1,6 +1,9 @@
-"""Results of inference ops in a graph of gradients: a backward pass through them is an error."""
+"""Passes that no op has, as errors: backward of inference ops, second derivatives of the others."""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import torch
 
@@ -30,9 +33,64 @@ def without_backward(
         if isinstance(each, torch.Tensor) and each.requires_grad:
             if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack():
                 return result  # tracers and functorch's transforms take no such function
-            guarded: torch.Tensor = _WithoutBackward.apply(result, each, op, remedy)
+            text = message(op, "backward", "an inference pass", "a gradient", remedy)
+            guarded: torch.Tensor = _WithoutBackward.apply(text, result, each)
             return guarded
     return result
+
+
+Backward = Callable[..., tuple[torch.Tensor | None, ...]]
+
+
+def keep_graph(ctx: Context, *inputs: torch.Tensor | None) -> None:
+    """Let `differentiable_once` find the graph of these inputs of ``forward``, not their memory."""
+    if any(ctx.needs_input_grad) and not torch.compiler.is_compiling():
+        with torch.enable_grad():
+            ctx.anchor = _Anchor.apply(*inputs)
+
+
+def differentiable_once(op: str) -> Callable[[Backward], Backward]:
+    """Decorate ``backward`` of an autograd function: differentiating its results raises.
+
+    With ``create_graph=True`` torch records what ``backward`` computes. Kernels are not recorded:
+    the second derivative would lack their part, without a word. Unlike torch's
+    ``once_differentiable`` this also holds where the incoming gradient is a constant, as that of
+    ``y.sum()`` is, and for gradients of the inputs alone, as gradgradcheck asks for them.
+
+    Args:
+        op: what the error starts with. Its ``forward`` calls `keep_graph`.
+    """
+
+    def decorate(backward: Backward) -> Backward:
+        @functools.wraps(backward)
+        def run(ctx: Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+                return backward(ctx, *grads)
+            with torch.no_grad():
+                results = backward(ctx, *grads)
+            need, remedy = "a first derivative", "call backward without create_graph=True"
+            text = message(op, "second derivative", need, "a gradient of a gradient", remedy)
+            sources = ctx.anchor, *grads
+            return tuple(
+                each if each is None else _WithoutBackward.apply(text, each, *sources)
+                for each in results
+            )
+
+        return run
+
+    return decorate
+
+
+class _Anchor(torch.autograd.Function):
+    """An empty tensor in the graph of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Context, *inputs: torch.Tensor | None) -> torch.Tensor:
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx: Context, grad: torch.Tensor) -> tuple[None, ...]:
+        raise AssertionError("what stands between it and a gradient raises before")
 
 
 class _WithoutBackward(torch.autograd.Function):
@@ -40,13 +98,11 @@ class _WithoutBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, result: torch.Tensor, source: torch.Tensor, op: str, remedy: str
+        ctx: Context, text: str, result: torch.Tensor, *sources: torch.Tensor
     ) -> torch.Tensor:
-        ctx.op, ctx.remedy = op, remedy
+        ctx.text = text
         return result.view_as(result)
 
     @staticmethod
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[None, ...]:
-        raise UnsupportedError(
-            message(ctx.op, "backward", "an inference pass", "a gradient", ctx.remedy)
-        )
+        raise UnsupportedError(ctx.text)

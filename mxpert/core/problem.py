@@ -137,7 +137,7 @@ class Op(enum.Enum):
 
 @dataclass(frozen=True)
 class QuantizeProblem:
-    """Quantise or dequantise one tensor: logical shape, axis, format, scale rule."""
+    """Quantise or dequantise one tensor: logical shape, axis, format, scale rule and span."""
 
     op: Op
     target: Target
@@ -146,6 +146,7 @@ class QuantizeProblem:
     dtype: torch.dtype
     format: MXFormat
     scale_rule: ScaleRule = ScaleRule.RCEIL
+    scale_span: ScaleSpan = ScaleSpan.BLOCK
 
 
 class Scoring(ValueEnum):

@@ -283,3 +283,72 @@ def _dequantize_columns_kernel(
     if PACK == 2:
         values = decode(codes >> 4, FORMAT) * scale
         tl.store(out_ptrs + num_columns, values.to(out_ptr.dtype.element_ty), mask=mask[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _quantize_squares_kernel(
+    qdata_ptr,
+    scale_ptr,
+    x_ptr,
+    num_rows,
+    num_units,
+    FORMAT: tl.constexpr,
+    EMAX: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    AXIS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Quantise contiguous matrices, a scale for each 32 × 32 values.
+
+    Grid: (matrices · row tiles · column tiles,), 32 rows and BLOCK_COLUMNS columns per program.
+    Blocks lie along AXIS: a matrix is [num_rows, 32 · num_units], or [num_rows, num_units] for
+    AXIS 0. Values beyond the matrix count as zeros, so that edges are cut squares.
+    """
+    SQUARES: tl.constexpr = BLOCK_COLUMNS // 32
+    PACK: tl.constexpr = 2 if FORMAT == "e2m1" else 1
+    num_columns = num_units * 32 if AXIS == 1 else num_units
+    column_tiles = tl.cdiv(num_columns, BLOCK_COLUMNS)
+    tiles = column_tiles * tl.cdiv(num_rows, 32)
+    matrix = (tl.program_id(0) // tiles).to(tl.int64)
+    tile = tl.program_id(0) % tiles
+    row, column = tile // column_tiles * 32, tile % column_tiles * BLOCK_COLUMNS
+    rows = (row + tl.arange(0, 32))[:, None]
+    columns = (column + tl.arange(0, BLOCK_COLUMNS))[None, :]
+    values = tl.load(
+        x_ptr + (matrix * num_rows + rows) * num_columns + columns,
+        mask=(rows < num_rows) & (columns < num_columns),
+        other=0.0,
+    ).to(tl.float32)
+    blocks = tl.reshape(values, (32, SQUARES, 32))
+    amax = tl.max(tl.max(magnitude_bits(blocks), axis=2), axis=0)
+    byte = e8m0_scale(amax, EMAX, THRESHOLD)[None, :, None]  # [1, SQUARES, 1]
+    codes = encode(blocks * inverse_scale(byte), byte == _NAN, FORMAT)
+    # codes [32, BLOCK_COLUMNS] of a byte each, or half of them along AXIS; scales likewise, by 32
+    if AXIS == 1:
+        if PACK == 2:
+            low, high = tl.split(tl.reshape(codes, (32, BLOCK_COLUMNS // 2, 2)))
+            codes = low + (high << 4)
+        codes = tl.reshape(codes, (32, BLOCK_COLUMNS // PACK))
+        width = num_units * (32 // PACK)
+        places = (column // PACK + tl.arange(0, BLOCK_COLUMNS // PACK))[None, :]
+        code_mask = (rows < num_rows) & (places < width)
+        code_places = (matrix * num_rows + rows) * width + places
+        squares = (column // 32 + tl.arange(0, SQUARES))[None, :]
+        scale = tl.broadcast_to(tl.reshape(byte, (1, SQUARES)), (32, SQUARES))
+        scale_mask = (rows < num_rows) & (squares < num_units)
+        scale_places = (matrix * num_rows + rows) * num_units + squares
+    else:
+        tl.static_assert(AXIS == 0, "blocks lie along axis 0 or 1")
+        codes = tl.reshape(codes, (32, BLOCK_COLUMNS))
+        if PACK == 2:
+            pairs = tl.permute(tl.reshape(codes, (16, 2, BLOCK_COLUMNS)), (0, 2, 1))
+            low, high = tl.split(pairs)
+            codes = low + (high << 4)
+        code_rows = (row // PACK + tl.arange(0, 32 // PACK))[:, None]
+        code_mask = (code_rows < num_rows // PACK) & (columns < num_columns)
+        code_places = (matrix * (num_rows // PACK) + code_rows) * num_columns + columns
+        scale = tl.reshape(tl.broadcast_to(byte, (1, SQUARES, 32)), (1, BLOCK_COLUMNS))
+        scale_mask = columns < num_columns
+        scale_places = (matrix * (num_rows // 32) + row // 32) * num_columns + columns
+    tl.store(qdata_ptr + code_places, codes.to(tl.uint8), mask=code_mask)
+    tl.store(scale_ptr + scale_places, scale.to(tl.uint8), mask=scale_mask)

@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from ..core.ambient import Context
+from ..core.gradient import differentiable_once, keep_graph
 from ..errors import require
 from ..formats.spec import ScaleRule
 from ..formats.tensor import MXTensor
@@ -98,6 +99,7 @@ class _Dispatch(torch.autograd.Function):
         ep: ExpertParallel,
         scale_rule: ScaleRule,
     ) -> tuple[torch.Tensor, torch.Tensor, DispatchedTokens]:
+        keep_graph(ctx, x, weights)
         quantised = ep.wire_format == "mxfp8"
         # The wire moves bytes: rows of any other dtype travel as rows of more bfloat16 values.
         sent = x if quantised else x.contiguous().view(torch.bfloat16)
@@ -125,7 +127,7 @@ class _Dispatch(torch.autograd.Function):
         return rows, received, route
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("ExpertParallel.dispatch")
     def backward(
         ctx: Context, grad: torch.Tensor, weight_grad: torch.Tensor, _: None
     ) -> tuple[torch.Tensor | None, ...]:
@@ -140,11 +142,12 @@ class _Combine(torch.autograd.Function):
     def forward(
         ctx: Context, rows: torch.Tensor, ep: ExpertParallel, route: DispatchedTokens
     ) -> torch.Tensor:
+        keep_graph(ctx, rows)
         ctx.ep, ctx.route = ep, route
         return _combined(ep, rows, route)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("ExpertParallel.combine")
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _exchange(ctx.ep).send(grad.contiguous(), ctx.route), None, None
 

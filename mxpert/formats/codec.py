@@ -17,11 +17,14 @@ from .spec import (
     E8M0_BIAS,
     E8M0_MAX,
     E8M0_NAN,
+    MX_BLOCK_SIZE,
     WIDE_DTYPES,
     ElementFormat,
     MXFormat,
     ScaleRule,
     ScaleRuleLike,
+    ScaleSpan,
+    ScaleSpanLike,
     get_format,
 )
 from .tensor import Layout, MXTensor
@@ -282,11 +285,18 @@ def decode_scale(scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> tor
 
 
 def quantize_blocks(
-    x: torch.Tensor, fmt: MXFormat | str, axis: int = -1, rule: ScaleRuleLike = ScaleRule.RCEIL
+    x: torch.Tensor,
+    fmt: MXFormat | str,
+    axis: int = -1,
+    rule: ScaleRuleLike = ScaleRule.RCEIL,
+    *,
+    span: ScaleSpanLike = ScaleSpan.BLOCK,
 ) -> MXTensor:
     """Quantise blocks of 32 consecutive elements along `axis`.
 
-    ``scale = block_scale(max |x|, fmt, rule); qdata = encode(x * 2^(127 - scale))``
+    ``scale = block_scale(max |x|, fmt, rule); qdata = encode(x * 2^(127 - scale))``, with the
+    maximum over a block, or with SQUARE over the blocks of 32 neighbouring rows. The last square
+    has the rows that are left.
 
     Special values, per block: all zeros give scale byte 127 and zero codes with their signs. Any
     NaN or infinity gives scale byte 255 and NaN codes (e2m1: code 7) throughout, so that all 32
@@ -298,6 +308,7 @@ def quantize_blocks(
         fmt: MX format or its name ("mxfp4", "mxfp8_e4m3", "mxfp8_e5m2").
         axis: quantised axis; its length must be a multiple of 32 (0 is one).
         rule: how the scale follows from the block's maximum.
+        span: BLOCK or SQUARE, which needs axis -1 or -2 of a tensor with two dimensions or more.
 
     Returns:
         MXTensor with contiguous `qdata` (MXFP4 packed along `axis`) and `scale`, in the dimension
@@ -333,14 +344,48 @@ def quantize_blocks(
         got=size,
         remedy=f"pad the axis with {-size % block} zeros, for example with torch.nn.functional.pad",
     )
+    span = ScaleSpan.parse(span, op, "span")
+    check_square_axis(span, op, x.dim(), axis)
     blocks = _working(x).unflatten(axis, (size // block, block))
-    scale = block_scale(blocks.abs().amax(axis), fmt, rule)
+    amax = blocks.abs().amax(axis)
+    if span is ScaleSpan.SQUARE:
+        amax = _square_maximum(amax, -3 - axis)
+    scale = block_scale(amax, fmt, rule)
     inverse = _scale_power(scale, sign=-1, dtype=blocks.dtype).unsqueeze(axis)
     # One exact product. Float32 results below 2^-126 round, but far below half of the smallest
     # code, so that the code is the same; float64 overflow is saturation anyway.
     codes = encode(blocks * inverse, fmt.element).flatten(axis - 1, axis)
     qdata = pack_codes(codes, axis) if fmt.codes_per_byte == 2 else codes.contiguous()
-    return MXTensor(qdata, scale.contiguous(), fmt, axis)
+    return MXTensor(qdata, scale.contiguous(), fmt, axis, scale_span=span)
+
+
+def check_square_axis(span: ScaleSpan, op: str, dims: int, axis: int) -> None:
+    """Check a span of `quantize`: BLOCK, or SQUARE with a negative axis of the last two."""
+    need = Checks(op)
+    need(
+        span in (ScaleSpan.BLOCK, ScaleSpan.SQUARE),
+        "scale_span",
+        "BLOCK or SQUARE",
+        span,
+        "quantize_dual makes the other spans",
+    )
+    need(
+        span is ScaleSpan.BLOCK or (dims > 1 and axis in (-1, -2)),
+        "axis",
+        "one of the last two of a matrix, with SQUARE",
+        f"axis {axis} of {dims} dimensions",
+        "move the matrix to the last two dimensions (torch.movedim)",
+    )
+
+
+def _square_maximum(amax: torch.Tensor, rows: int) -> torch.Tensor:
+    """The maximum of each 32 neighbours along axis `rows`, -1 or -2, in the place of each."""
+    size = amax.shape[rows]
+    count = -(-size // MX_BLOCK_SIZE)
+    below = [0, 0] * (-1 - rows) + [0, count * MX_BLOCK_SIZE - size]
+    squares = torch.nn.functional.pad(amax, below).unflatten(rows, (count, MX_BLOCK_SIZE))
+    each: torch.Tensor = squares.amax(rows).repeat_interleave(MX_BLOCK_SIZE, rows)
+    return each.narrow(rows, 0, size)
 
 
 def dequantize_blocks(t: MXTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

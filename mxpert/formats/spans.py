@@ -1,4 +1,4 @@
-"""MX tensors in which several blocks share a scale: quantising to them, and rebasing."""
+"""MX tensors in which several blocks share a scale: quantising, rebasing, and another axis."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from .codec import (
     ZERO_BLOCK_SCALE,
     block_scale,
     decode,
+    dequantize_blocks,
     encode,
     exact_power_of_two,
+    pack_codes,
     quantize_blocks,
+    unpack_codes,
 )
 from .spec import (
     E8M0_BIAS,
@@ -26,6 +29,7 @@ from .spec import (
     ScaleSpan,
     ScaleSpanLike,
     get_format,
+    refuse_squares,
 )
 from .tensor import Layout, MXTensor
 
@@ -81,6 +85,7 @@ def quantize_spans(
     fmt = get_format(fmt, op, "fmt")
     rule = ScaleRule.parse(rule, op, "rule")
     span = ScaleSpan.parse(span, op, "span")
+    refuse_squares(span, op, "span")
     require(fmt.codes_per_byte == 1, op, "fmt", need="mxfp8_e4m3 or mxfp8_e5m2", got=fmt.name)
     require(
         x.dim() > 0 and x.shape[-1] % MX_BLOCK_SIZE == 0,
@@ -167,6 +172,36 @@ def rebase(
     values = values.masked_fill((tensor.scale == E8M0_NAN)[..., None], float("nan"))
     codes = encode(values, tensor.format.element).flatten(-2)
     return MXTensor(codes, top.to(torch.uint8), tensor.format, scale_span=span)
+
+
+def with_axis(tensor: MXTensor, axis: int, rule: ScaleRule) -> MXTensor:
+    """`MXTensor.with_axis` of a ROW_MAJOR tensor."""
+    need, dims = Checks("MXTensor.with_axis"), tensor.ndim
+    if type(axis) is not int:
+        raise need.type_error("axis", "an int", repr(axis))
+    need(-dims <= axis < dims, "axis", f"an axis of a {dims}-dimensional tensor", axis)
+    axis = axis if axis < 0 else axis - dims
+    if axis == tensor.axis:
+        return tensor
+    size, remedy = tensor.shape[axis], "pad the tensor before it is quantised"
+    need(size % MX_BLOCK_SIZE == 0, f"shape[{axis}]", "a multiple of 32", size, remedy)
+    if tensor.scale_span is not ScaleSpan.SQUARE:
+        # float64 holds every value of every format
+        return quantize_blocks(dequantize_blocks(tensor, torch.float64), tensor.format, axis, rule)
+    remedy = "squares lie in the last two dimensions; quantise the dequantised tensor again"
+    need(axis in (-1, -2), "axis", "-1 or -2, with ScaleSpan.SQUARE", axis, remedy)
+    return _turned(tensor)
+
+
+def _turned(tensor: MXTensor) -> MXTensor:
+    """Squares along the other of the last two axes, with the same values."""
+    old, new = tensor.axis, -3 - tensor.axis
+    codes = tensor.qdata
+    if tensor.format.codes_per_byte == 2:
+        codes = pack_codes(unpack_codes(codes, old), new)
+    one = tensor.scale.unflatten(new, (-1, MX_BLOCK_SIZE)).select(new, 0)
+    scale = one.repeat_interleave(MX_BLOCK_SIZE, old)
+    return replace(tensor, qdata=codes.contiguous(), scale=scale.contiguous(), axis=new)
 
 
 def most_wide_blocks(numel: int) -> int:
@@ -258,6 +293,7 @@ def _check_spanned(
             "tensor", "an MXTensor", type(tensor).__name__, "make one with mxpert.quantize"
         )
     span = ScaleSpan.parse(span, op, "span")
+    refuse_squares(span, op, "span")
     need(
         tensor.format.codes_per_byte == 1,
         "tensor.format",

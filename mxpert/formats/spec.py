@@ -112,6 +112,11 @@ class ScaleSpan(ValueEnum):
     BLOCK with scale bytes of at least 1. The choice is made on the device: kernels for both are
     launched, and one of them returns at once.
 
+    SQUARE: the blocks of 32 neighbouring rows share one: a square of 32 × 32 values in the last two
+    dimensions. Such a tensor and its transpose hold the same codes and the same scales, so that one
+    quantisation serves the GEMMs that sum along either dimension. Of `quantize` alone. Kernels read
+    a scale for each block, as with BLOCK.
+
     Cost of a longer span: a value more than 14 binades (e5m2: 30) below its span's maximum is
     rounded to fewer bits than in a block of its own.
 
@@ -124,10 +129,21 @@ class ScaleSpan(ValueEnum):
     SPAN128 = "span128"
     ROW = "row"
     AUTO = "auto"
+    SQUARE = "square"
 
 
-ScaleSpanLike = ScaleSpan | Literal["block", "span128", "row", "auto"]
+ScaleSpanLike = ScaleSpan | Literal["block", "span128", "row", "auto", "square"]
 """A ScaleSpan or its name."""
+LINE_SPANS = tuple(span for span in ScaleSpan if span is not ScaleSpan.SQUARE)
+"""Spans along the quantised axis alone."""
+
+
+def refuse_squares(span: object, op: str, argument: str) -> None:
+    """Raise ValueError for ScaleSpan.SQUARE where spans follow the quantised axis."""
+    if span is ScaleSpan.SQUARE:
+        names = ", ".join(each.name for each in LINE_SPANS)
+        remedy = 'quantize(…, scale_span="square") makes squares, with_axis and mT their transpose'
+        raise ValueError(message(op, argument, f"one of {names}", span, remedy))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 
 from ..errors import Checks, message, require, require_device
-from .spec import MXFormat, MXFormatLike, ScaleSpan, ScaleSpanLike, get_format, not_a_value
+from .spec import (
+    MXFormat,
+    MXFormatLike,
+    ScaleRule,
+    ScaleRuleLike,
+    ScaleSpan,
+    ScaleSpanLike,
+    get_format,
+    not_a_value,
+)
 
 
 class _Layouts(ABCMeta):
@@ -282,6 +291,9 @@ class MXTensor(
         _NEED(fits, "wide_blocks", wanted, self.scale_span, remedy)
         wanted = f"a negative axis of a {self.qdata.dim()}-dimensional tensor"
         _NEED(-self.qdata.dim() <= self.axis < 0, "axis", wanted, self.axis)
+        if self.scale_span is ScaleSpan.SQUARE:
+            wanted = "one of the last two of a matrix, with ScaleSpan.SQUARE"
+            _NEED(self.qdata.dim() > 1 and self.axis >= -2, "axis", wanted, self.axis)
         self._check_layout()
         if self.layout is Layout.ROW_MAJOR:
             self._check_sizes()
@@ -398,6 +410,60 @@ class MXTensor(
         return dequantize_blocks(self, dtype)
 
     @property
+    def mT(self) -> MXTensor:  # noqa: N802  # torch's name
+        """The same codes and scales, a view with the last two dimensions exchanged.
+
+        ``x.mT.with_axis(-1)`` is for the GEMM that sums along the other dimension.
+
+        Raises:
+            ValueError: fewer than two dimensions, or a prepared layout.
+
+        Example:
+            >>> import mxpert
+            >>> x = mxpert.quantize(torch.randn(3, 64), "mxfp8")
+            >>> x.mT
+            MXTensor(mxfp8_e4m3, shape=[64, 3], axis=-2, layout=ROW_MAJOR, device='cpu')
+        """
+        self._require_row_major()
+        _NEED(self.qdata.dim() > 1, "mT", "two dimensions at least", self.qdata.dim())
+        axis = -3 - self.axis if self.axis >= -2 else self.axis
+        return replace(self, qdata=self.qdata.mT, scale=self.scale.mT, axis=axis)
+
+    def with_axis(self, axis: int, *, scale_rule: ScaleRuleLike = ScaleRule.RCEIL) -> MXTensor:
+        """The same tensor with its blocks along another axis.
+
+        With `ScaleSpan.SQUARE` every value stays as it is: codes are copied (MXFP4: packed along
+        the other axis), and each square keeps its scale. Any other tensor is decoded exactly and
+        quantised a second time, with a scale for each block; a block with a NaN becomes NaN.
+
+        Args:
+            axis: of the logical shape; its size is a multiple of 32.
+            scale_rule: of a second quantisation.
+
+        Returns:
+            An MXTensor of this axis; this one where it has the axis already.
+
+        Raises:
+            TypeError, ValueError: `axis` is no int, not there, or without squares (SQUARE); its
+                size is no multiple of 32; a prepared layout.
+
+        Example:
+            >>> import mxpert
+            >>> x = torch.randn(64, 96)
+            >>> square = mxpert.quantize(x, "mxfp8", scale_span="square")
+            >>> other = mxpert.quantize(x.mT, "mxfp8", scale_span="square")
+            >>> torch.equal(square.mT.with_axis(-1).qdata, other.qdata)
+            True
+        """
+        from .spans import with_axis  # it imports this module
+
+        self._require_row_major()
+        return with_axis(self, axis, ScaleRule.parse(scale_rule, _NEED.op, "scale_rule"))
+
+    def _require_row_major(self, remedy: str = "call it before preparing, or unpack first") -> None:
+        _NEED(self.layout is Layout.ROW_MAJOR, "layout", Layout.ROW_MAJOR, self.layout, remedy)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of codes and scales that a kernel reads."""
         reference = 0 if self.reference is None else self.reference.numel()
@@ -407,14 +473,7 @@ class MXTensor(
         """Index or slice the leading dimension, for example one expert out of [E, N, K]."""
         if not isinstance(index, (int, slice)):
             raise TypeError(message("MXTensor", "index", "an int or a slice", repr(index)))
-        require(
-            self.layout is Layout.ROW_MAJOR,
-            "MXTensor",
-            "layout",
-            need=Layout.ROW_MAJOR,
-            got=self.layout,
-            remedy="index before preparing, or unpack first",
-        )
+        self._require_row_major("index before preparing, or unpack first")
         require(
             self.qdata.dim() > 1 and self.axis != -self.qdata.dim(),
             "MXTensor",
@@ -431,7 +490,9 @@ class MXTensor(
             got=index,
             error=IndexError,
         )
-        return replace(self, qdata=self.qdata[index], scale=self.scale[index])
+        cut = self.qdata.dim() == 2 and self.scale_span is ScaleSpan.SQUARE
+        span = ScaleSpan.BLOCK if cut else self.scale_span  # a slice begins inside of squares
+        return replace(self, qdata=self.qdata[index], scale=self.scale[index], scale_span=span)
 
 
 Operand = torch.Tensor | MXTensor

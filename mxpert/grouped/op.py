@@ -288,7 +288,9 @@ def _format_name(value: Operand) -> str:
 
 
 def _span(value: Operand) -> ScaleSpan:
-    return value.scale_span if isinstance(value, MXTensor) else ScaleSpan.BLOCK
+    """The span of an operand; kernels read a square's scale from each of its blocks."""
+    span = value.scale_span if isinstance(value, MXTensor) else ScaleSpan.BLOCK
+    return ScaleSpan.BLOCK if span is ScaleSpan.SQUARE else span
 
 
 def _fake_gemm(options: GemmOptions, inputs: GroupedGemmInputs) -> torch.Tensor:

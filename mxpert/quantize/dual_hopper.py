@@ -17,7 +17,7 @@ from ..device.groups import MAX_GROUPS
 from ..device.hopper import rows_descriptor
 from ..device.mx_codec import scale_rule_constants
 from ..formats.spans import FREE_BINADES, most_wide_blocks
-from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFormat, ScaleSpan
+from ..formats.spec import FLOAT_DTYPES, LINE_SPANS, MX_BLOCK_SIZE, MXFormat, ScaleSpan
 from ..formats.tensor import MXTensor
 from ..routing.plan import padded_capacity
 from .dual_hopper_kernel import _quantize_dual_hopper_kernel
@@ -46,7 +46,7 @@ _REGISTERS = 128
 slower (H200)."""
 
 AUTO = frozenset((ScaleSpan.AUTO,))
-LONG = frozenset(ScaleSpan) - {ScaleSpan.BLOCK}
+LONG = frozenset(LINE_SPANS) - {ScaleSpan.BLOCK}
 """AUTO: spans whose wide blocks are counted. LONG: spans in which several blocks share a scale."""
 
 

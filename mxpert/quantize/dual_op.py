@@ -25,6 +25,7 @@ from ..formats.spec import (
     ScaleSpan,
     ScaleSpanLike,
     get_format,
+    refuse_squares,
 )
 from ..formats.tensor import MXTensor
 from ..routing.plan import GROUP_OFFSET_DTYPES, padded_capacity
@@ -119,6 +120,8 @@ def _check_spans(scale_span: Spans, need: Checks) -> None:
     ):
         remedy = "for example mxpert.ScaleSpan.ROW"
         raise need.type_error("scale_span", "a ScaleSpan or two", repr(scale_span), remedy)
+    for span in spans:
+        refuse_squares(span, need.op, "scale_span")
 
 
 def check_quantize_dual(options: DualOptions, inputs: DualInputs) -> None:

@@ -12,7 +12,16 @@ from ..core.problem import Op, QuantizeProblem
 from ..core.schema import FormatName, rebuild_mx
 from ..core.target import detect_target
 from ..errors import Checks
-from ..formats.spec import FLOAT_DTYPES, MXFormatLike, ScaleRule, ScaleRuleLike, get_format
+from ..formats.codec import check_square_axis
+from ..formats.spec import (
+    FLOAT_DTYPES,
+    MXFormatLike,
+    ScaleRule,
+    ScaleRuleLike,
+    ScaleSpan,
+    ScaleSpanLike,
+    get_format,
+)
 from ..formats.tensor import Layout, MXTensor
 from .inputs import DequantizeInputs, QuantizeInputs
 
@@ -23,6 +32,7 @@ def quantize(
     *,
     axis: int = -1,
     scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
+    scale_span: ScaleSpanLike = ScaleSpan.BLOCK,
 ) -> MXTensor:
     """Quantise a tensor to an MX format: codes and one power-of-two scale per 32 elements.
 
@@ -34,14 +44,19 @@ def quantize(
         axis: the dimension along which 32 elements share a scale.
         scale_rule: how the scale follows from the block's maximum: a ScaleRule, or "floor",
             "rceil", "ceil", "even".
+        scale_span: BLOCK, or SQUARE: one scale for 32 × 32 values of the last two dimensions, of
+            which `axis` is one. The scale follows from the maximum of the square. It is stored for
+            each of its blocks. Where the other dimension is no multiple of 32, the last squares are
+            cut: their scale follows from the values that are there. A NaN or an infinity makes its
+            whole square NaN (scale byte 255).
 
     Returns:
         MXTensor with uint8 codes (two per byte for mxfp4, low nibble first) and uint8 E8M0 scales.
 
     Raises:
         TypeError: `x` is no tensor of these dtypes, or `scale_rule` no ScaleRule and no name.
-        ValueError: an unknown format or rule, an axis that `x` lacks, or a size that is no multiple
-            of 32.
+        ValueError: an unknown format, rule or span, an axis that `x` lacks or that has no squares,
+            or a size that is no multiple of 32.
 
     Source:
         OCP Microscaling Formats (MX) 1.0, section 6.3.
@@ -54,7 +69,9 @@ def quantize(
     """
     if not isinstance(scale_rule, ScaleRule):
         scale_rule = ScaleRule.parse(scale_rule, "quantize", "scale_rule")
-    return _QUANTIZE(QuantizeOptions(scale_rule, format, axis), QuantizeInputs(x))
+    if not isinstance(scale_span, ScaleSpan):
+        scale_span = ScaleSpan.parse(scale_span, "quantize", "scale_span")
+    return _QUANTIZE(QuantizeOptions(scale_rule, format, axis, scale_span), QuantizeInputs(x))
 
 
 def dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -89,6 +106,7 @@ class QuantizeOptions(NamedTuple):
     scale_rule: ScaleRule
     format: FormatName
     axis: int
+    scale_span: ScaleSpan
 
 
 def check_quantize(options: QuantizeOptions, inputs: QuantizeInputs) -> None:
@@ -107,6 +125,8 @@ def check_quantize(options: QuantizeOptions, inputs: QuantizeInputs) -> None:
             "pad with zeros (torch.nn.functional.pad)",
         )
     get_format(options.format, need.op, "format")
+    if options.scale_span is not ScaleSpan.BLOCK:
+        check_square_axis(options.scale_span, need.op, x.dim(), _negative(axis, x))
 
 
 def check_dequantize(dtype: torch.dtype, inputs: DequantizeInputs) -> None:
@@ -130,6 +150,7 @@ def _quantize_problem(options: QuantizeOptions, inputs: QuantizeInputs) -> Quant
         x.dtype,
         get_format(options.format),
         options.scale_rule,
+        options.scale_span,
     )
 
 
@@ -163,7 +184,8 @@ def _build_quantize(
 ) -> MXTensor:
     qdata, scale = tensors
     axis = _negative(options.axis, inputs.x)
-    return rebuild_mx(qdata, scale, get_format(options.format).name, axis=axis)
+    name = get_format(options.format).name
+    return rebuild_mx(qdata, scale, name, axis=axis, span=options.scale_span)
 
 
 def _fake_dequantize(dtype: torch.dtype, inputs: DequantizeInputs) -> torch.Tensor:

@@ -13,12 +13,14 @@ from .inputs import DequantizeInputs, QuantizeInputs
 
 
 class Quantize(ReferenceKernel):
-    """x → MXTensor by `mxpert.formats.codec.quantize_blocks`; every format, rule and axis."""
+    """x → MXTensor by `mxpert.formats.codec.quantize_blocks`; every format, rule, axis and span."""
 
     op = Op.QUANTIZE
 
     def launch(self, problem: QuantizeProblem, config: Config, inputs: QuantizeInputs) -> MXTensor:
-        return quantize_blocks(inputs.x, problem.format, problem.axis, problem.scale_rule)
+        return quantize_blocks(
+            inputs.x, problem.format, problem.axis, problem.scale_rule, span=problem.scale_span
+        )
 
 
 class Dequantize(ReferenceKernel):

@@ -16,15 +16,17 @@ from ..device.mx_codec import (
     _dequantize_rows_kernel,
     _quantize_columns_kernel,
     _quantize_rows_kernel,
+    _quantize_squares_kernel,
     scale_rule_constants,
 )
 from ..device.targets import refuse_without
-from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFormat, ScaleRule
+from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan
 from ..formats.tensor import MXTensor
 from .inputs import DequantizeInputs, QuantizeInputs
 
 _TILE = 4096  # values per program: 32 a thread with 4 warps, two to eight 16-byte loads in flight
 _MAX_ROW_COLUMNS = 1024  # values of one row per program, where rows are strided
+_SQUARE_COLUMNS = 128  # columns per program with 32 × 32 squares: four of them
 _MAX_COLUMNS = 256  # columns per program across rows: a 16-byte load for each lane of a warp
 
 
@@ -53,14 +55,17 @@ class Quantize(_AnyShape):
         scale = x.new_empty(scale_shape, dtype=torch.uint8)
         if x.numel() > 0:
             inner = math.prod(problem.shape[axis:][1:])  # elements between neighbours on the axis
-            if inner == 1:
+            if problem.scale_span is ScaleSpan.SQUARE:
+                rows = x.contiguous()
+                launch = _quantize_squares(fmt, problem.scale_rule, problem.shape, axis)
+            elif inner == 1:
                 rows, num_rows, width, stride = _dense_rows(x)
                 launch = _quantize_rows(fmt, problem.scale_rule, num_rows, width, stride)
             else:
                 rows = x.contiguous()
                 launch = _quantize_columns(fmt, problem.scale_rule, x.numel(), inner)
             launch(qdata_ptr=qdata, scale_ptr=scale, x_ptr=rows)
-        return MXTensor.unchecked(qdata, scale, fmt, axis)
+        return MXTensor.unchecked(qdata, scale, fmt, axis, problem.scale_span)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -118,6 +123,26 @@ def _quantize_columns(fmt: MXFormat, rule: ScaleRule, numel: int, inner: int) ->
         FORMAT=fmt.element.name,
         **scale_rule_constants(fmt, rule),
         BLOCK_COLUMNS=block_columns,
+        num_warps=4,
+    )
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _quantize_squares(fmt: MXFormat, rule: ScaleRule, shape: tuple[int, ...], axis: int) -> Launch:
+    *leading, num_rows, num_columns = shape
+    row_tiles, column_tiles = (
+        triton.cdiv(size, tile)
+        for size, tile in ((num_rows, MX_BLOCK_SIZE), (num_columns, _SQUARE_COLUMNS))
+    )
+    return Launch(
+        _quantize_squares_kernel,
+        (math.prod(leading) * row_tiles * column_tiles,),
+        num_rows=num_rows,
+        num_units=num_columns // MX_BLOCK_SIZE if axis == -1 else num_columns,
+        FORMAT=fmt.element.name,
+        **scale_rule_constants(fmt, rule),
+        AXIS=axis + 2,
+        BLOCK_COLUMNS=_SQUARE_COLUMNS,
         num_warps=4,
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..core.ambient import Context, refuse_transforms
+from ..core.gradient import differentiable_once, keep_graph
 from ..core.problem import Activation, ActivationLike, parse_gated_activation
 from .rows.op import activate_rows, activate_rows_backward
 
@@ -38,12 +39,13 @@ def gated_activation(gate_up: torch.Tensor, activation: ActivationLike) -> torch
 class _GatedActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        keep_graph(ctx, gate_up)
         ctx.activation = activation
         ctx.save_for_backward(gate_up)
         return activate_rows(gate_up, activation)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("gated_activation")
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         return activate_rows_backward(grad, gate_up, ctx.activation), None

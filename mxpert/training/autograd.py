@@ -8,21 +8,15 @@ from typing import Any
 import torch
 
 from ..core.ambient import Context, isolated, refuse_transforms
-from ..core.schema import rebuild_mx
-from ..errors import Checks
-from ..formats.spec import (
-    FLOAT_DTYPES,
-    MX_BLOCK_SIZE,
-    WIDE_DTYPES,
-    MXFP8FormatLike,
-    ScaleRule,
-    ScaleSpan,
-)
-from ..formats.tensor import MXTensor
+from ..core.gradient import differentiable_once, keep_graph
+from ..formats.spec import MXFP8FormatLike, ScaleRule, ScaleSpan
+from ..formats.tensor import MXTensor, Operand
 from ..grouped.op import grouped_gemm, grouped_wgrad
-from ..quantize.dual_op import COUNTS_REMEDY, quantize_dual
+from ..quantize.dual_op import quantize_dual
 from ..quantize.op import quantize
 from ..routing.plan import group_bounds
+from .checks import check_grouped_linear
+from .quantized import Given, Quantized, copies_of, copy_from, kind_of_copy, parts_of_copy
 from .recipe import MXFP8Recipe, Spans
 
 # ---- Weight gradients that backward adds to ``weight.main_grad``, by the convention of Megatron-
@@ -36,9 +30,6 @@ from .recipe import MXFP8Recipe, Spans
 #     megatron.core.tensor_parallel.layers and transformer_engine.pytorch's linear modules,
 #     with
 #     ``gradient_accumulation_fusion``.
-
-MAIN_GRAD_DTYPES = FLOAT_DTYPES
-"""Dtypes of main_grad; 16-bit ones take the float32 gradient with one rounding."""
 
 
 class MarkedWeight:
@@ -77,12 +68,9 @@ class MarkedWeight:
         return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
 
 
-OFFSET_DTYPES = (torch.int32, torch.int64)
-
-
 def grouped_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | Quantized,
+    weight: torch.Tensor | Quantized,
     group_offsets: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
@@ -106,10 +94,18 @@ def grouped_linear(
     alone. A weight with Megatron-LM's ``grad_added_to_main_grad`` gets its mark, and the gradient
     of its shape that Megatron's hooks want. Autocast changes nothing.
 
+    An operand that was quantised before is taken as it is, and has no gradient. The gradient of the
+    other one needs its blocks along the other dimension as well. For a weight they follow from
+    squares (``quantize(weight, "mxfp8", scale_span="square")``) without loss, for any operand from
+    both copies of `quantize_dual`. The result has the bits of a call that quantises with the same
+    options.
+
     Args:
-        x: [M, K], bfloat16, float16 or float32; also float64 where the recipe is not enabled.
+        x: [M, K], bfloat16, float16 or float32; also float64 where the recipe is not enabled. Or an
+            MXFP8 MXTensor of axis −1, or ``quantize_dual(x, group_offsets=group_offsets)``.
         weight: [G, N, K], any of these dtypes: quantised as it is (float32 master weights lose
-            nothing on the way), or cast to the dtype of x where the recipe is not enabled.
+            nothing on the way), or cast to the dtype of x where the recipe is not enabled. Or an
+            MXFP8 MXTensor of axis −1, or ``quantize_dual(weight)``.
         group_offsets: int32 or int64 [G + 1] on the device of x; the first is 0. Never read back to
             the host, except for float16, float32 and float64 with ``enabled=False``.
         bias: [G, N], added to the rounded product in the dtype of x. Its gradient is summed in
@@ -117,10 +113,11 @@ def grouped_linear(
         recipe: formats, scale rule and switches. With MXFP8, K and N are multiples of 32.
 
     Returns:
-        [M, N] in the dtype of x.
+        [M, N] in the dtype of x; bfloat16 where x is quantised.
 
     Raises:
-        TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
+        TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a gradient
+            that needs a copy which was not given.
         UnsupportedError: no backend serves the problem here; see mxpert.explain.
 
     Example:
@@ -133,67 +130,41 @@ def grouped_linear(
         >>> y.shape, weight.grad[1].abs().max().item()
         (torch.Size([5, 64]), 0.0)
     """
-    refuse_transforms("grouped_linear", (x, weight, bias))
-    main_grad = getattr(weight, "main_grad", None)
-    check_grouped_linear(x, weight, group_offsets, bias, recipe, main_grad)
-    marked = MarkedWeight.of(weight)
-    result: torch.Tensor = _GroupedLinear.apply(
-        x, weight, bias, group_offsets, main_grad, marked, recipe, torch.is_grad_enabled()
-    )
-    return result
+    given = Given(copies_of(x), copies_of(weight))
+    return run_grouped_linear(x, weight, given, group_offsets, bias, recipe)
 
 
-def check_grouped_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+def run_grouped_linear(
+    x: torch.Tensor | Quantized,
+    weight: torch.Tensor | Quantized,
+    given: Given,
     group_offsets: torch.Tensor,
     bias: torch.Tensor | None,
     recipe: MXFP8Recipe,
-    main_grad: torch.Tensor | None,
-) -> None:
-    """Argument checks of `grouped_linear`."""
-    need = Checks("grouped_linear")
-    if not isinstance(recipe, MXFP8Recipe):
-        raise need.type_error("recipe", "an MXFP8Recipe", type(recipe).__name__)
-    dtypes = FLOAT_DTYPES if recipe.enabled else WIDE_DTYPES
-    need.tensor(x, "x", dtype=dtypes, shape=(None, None))
-    need.tensor(weight, "weight", dtype=dtypes, shape=(None, None, x.shape[1]), device=x.device)
-    num_groups, out_features, in_features = weight.shape
-    need(num_groups > 0, "weight.shape[0]", "at least one group", num_groups)
-    need(
-        not isinstance(group_offsets, torch.Tensor) or group_offsets.shape != (num_groups,),
-        "group_offsets.shape",
-        [num_groups + 1],
-        [num_groups],
-        COUNTS_REMEDY,
+) -> torch.Tensor:
+    """`grouped_linear` with the copies in `given`, in place of those that it would make.
+
+    A weight that is a tensor has its gradient although its copies were given.
+    """
+    refuse_transforms("grouped_linear", (x, weight, bias))
+    main_grad = getattr(weight, "main_grad", None)
+    check_grouped_linear(x, weight, given, group_offsets, bias, recipe, main_grad)
+    dense_x, dense_weight = (
+        each if isinstance(each, torch.Tensor) else None for each in (x, weight)
     )
-    need.tensor(
+    marked = None if dense_weight is None else MarkedWeight.of(dense_weight)
+    result: torch.Tensor = _GroupedLinear.apply(
+        dense_x,
+        dense_weight,
+        bias,
         group_offsets,
-        "group_offsets",
-        dtype=OFFSET_DTYPES,
-        shape=(num_groups + 1,),
-        device=x.device,
+        main_grad,
+        marked,
+        recipe,
+        torch.is_grad_enabled(),
+        given,
     )
-    if bias is not None:
-        need.tensor(bias, "bias", dtype=dtypes, shape=(num_groups, out_features), device=x.device)
-    if main_grad is not None:
-        need.tensor(
-            main_grad,
-            "weight.main_grad",
-            dtype=MAIN_GRAD_DTYPES,
-            shape=(num_groups, out_features, in_features),
-            device=x.device,
-            contiguous=True,
-        )
-    if recipe.enabled:
-        for axis, size in ((2, in_features), (1, out_features)):
-            need(
-                size % MX_BLOCK_SIZE == 0,
-                f"weight.shape[{axis}]",
-                f"a multiple of {MX_BLOCK_SIZE}",
-                size,
-                "pad the layer, or pass MXFP8Recipe(enabled=False)",
-            )
+    return result
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -202,43 +173,46 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Context,
-        x: torch.Tensor,
-        weight: torch.Tensor,
+        x: torch.Tensor | None,
+        weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         group_offsets: torch.Tensor,
         main_grad: torch.Tensor | None,
         marked: MarkedWeight | None,
         recipe: MXFP8Recipe,
         grad_enabled: bool,
+        given: Given,
     ) -> torch.Tensor:
-        group_offsets = group_bounds(group_offsets, x.shape[0])
+        keep_graph(ctx, x, weight, bias)
+        rows: Any = x if given.x is None else given.x[0]
+        group_offsets = group_bounds(group_offsets, rows.shape[0])
         # main_grad is no saved tensor: backward writes it, which autograd would take for an error
         # where one weight is used twice.
         ctx.recipe, ctx.main_grad, ctx.marked = recipe, main_grad, marked
-        ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+        ctx.x_dtype = torch.bfloat16 if x is None else x.dtype
+        ctx.weight_dtype = None if weight is None else weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         need_x, need_weight = ctx.needs_input_grad[:2]
         need_x, need_weight = grad_enabled and need_x, grad_enabled and need_weight
         # The recipe says what is computed in which format: autocast has no part in it.
-        with isolated(x.device.type):
+        with isolated(rows.device.type):
+            kept: tuple[Operand | None, Operand | None]
             if recipe.enabled:
-                y, saved = _forward_mx(x, weight, group_offsets, recipe, need_x, need_weight)
+                operands = x, weight, given
+                y, kept = _forward_mx(*operands, group_offsets, recipe, need_x, need_weight)
             else:
+                assert x is not None  # checked, as the next line
+                assert weight is not None
                 weight = weight.to(x.dtype)
                 y = multiply_rows(x, weight, group_offsets, trans_b=True)
-                saved = (
-                    x if need_weight else None,
-                    None,
-                    None,
-                    weight if need_x else None,
-                    None,
-                    None,
-                )
-            ctx.save_for_backward(*saved, group_offsets)
+                kept = x if need_weight else None, weight if need_x else None
+            ctx.turns_weight = given.weight is not None and given.weight[1] is None
+            ctx.kinds = tuple([kind_of_copy(each) for each in kept])
+            ctx.save_for_backward(*parts_of_copy(kept[0]), *parts_of_copy(kept[1]), group_offsets)
             return y if bias is None else _add_bias(y, bias, group_offsets)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("grouped_linear")
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *saved, group_offsets = ctx.saved_tensors
         need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -259,44 +233,49 @@ class _GroupedLinear(torch.autograd.Function):
                 main_grad.add_(dweight)
         if main_grad is not None and need_weight:
             dweight = None if marked is None else marked.end()  # main_grad has it
-        return dx, dweight, dbias, None, None, None, None, None
-
-
-Kept = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Codes, scales and count of wide blocks of a copy; or a plain tensor; or nothing."""
-
-_NOTHING: Kept = (None, None, None)
+        return dx, dweight, dbias, None, None, None, None, None, None
 
 
 def _forward_mx(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    given: Given,
     group_offsets: torch.Tensor,
     recipe: MXFP8Recipe,
     need_x: bool,
     need_weight: bool,
-) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-    """Product and what backward needs: x (codes and scales, or plain), weight (codes, scales)."""
-    fmt, rule, spans = recipe.forward_format, recipe.scale_rule, recipe.spans(x.device)
-    kept_x = kept_weight = _NOTHING
-    if need_weight and not recipe.high_precision_wgrad:
-        x_row, x_col = quantize_dual(
-            x, fmt, group_offsets=group_offsets, scale_rule=rule, scale_span=spans.x
-        )
-        kept_x = (x_col.qdata, x_col.scale, x_col.wide_blocks)
+) -> tuple[torch.Tensor, tuple[Operand | None, Operand | None]]:
+    """Product, and what backward needs of x and of the weight."""
+    fmt, rule, spans = recipe.forward_format, recipe.scale_rule, recipe.spans(group_offsets.device)
+    kept_x: Operand | None = None
+    kept_weight: MXTensor | None = None
+    if given.x is not None:
+        x_row, kept_x = given.x[0], given.x[1] if need_weight else None
     else:
-        x_row = quantize_rows(x, fmt, rule, spans.x, group_offsets)
-        if need_weight:
-            kept_x = (x.to(torch.bfloat16), None, None)
-    if need_x:
-        weight_row, weight_col = quantize_dual(
-            weight, fmt, scale_rule=rule, scale_span=spans.weight
-        )
-        kept_weight = (weight_col.qdata, weight_col.scale, weight_col.wide_blocks)
+        assert x is not None  # checked, as the weight below
+        if need_weight and not recipe.high_precision_wgrad:
+            x_row, kept_x = quantize_dual(
+                x, fmt, group_offsets=group_offsets, scale_rule=rule, scale_span=spans.x
+            )
+        else:
+            x_row = quantize_rows(x, fmt, rule, spans.x, group_offsets)
+            if need_weight:
+                kept_x = x.to(torch.bfloat16)
+    if given.weight is not None:
+        weight_row, column = given.weight
+        if need_x:  # squares are turned in backward: until then the caller's tensor is enough
+            kept_weight = weight_row if column is None else column
     else:
-        weight_row = quantize_rows(weight, fmt, rule, spans.weight, None)
-    y = grouped_gemm(x_row, weight_row, group_offsets, out_dtype=x.dtype)
-    return y, (*kept_x, *kept_weight)
+        assert weight is not None
+        if need_x:
+            weight_row, kept_weight = quantize_dual(
+                weight, fmt, scale_rule=rule, scale_span=spans.weight
+            )
+        else:
+            weight_row = quantize_rows(weight, fmt, rule, spans.weight, None)
+    out_dtype = torch.bfloat16 if x is None else x.dtype
+    y = grouped_gemm(x_row, weight_row, group_offsets, out_dtype=out_dtype)
+    return y, (kept_x, kept_weight)
 
 
 def quantize_rows(
@@ -322,14 +301,14 @@ def _backward_mx(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Dgrad and wgrad from one quantisation of the gradient."""
     recipe: MXFP8Recipe = ctx.recipe
-    x, x_scale, x_wide, weight, weight_scale, weight_wide = saved
+    x, weight = saved[:3], saved[3:]
     rule, high_precision = recipe.scale_rule, recipe.high_precision_wgrad
     backward, spans = recipe.backward_format, recipe.spans(grad.device)
     dx = dweight = grad_row = None
     if need_weight and high_precision:
         dweight = grouped_wgrad(
             grad.to(torch.bfloat16),
-            x,
+            x[0],
             group_offsets,
             out_dtype=ctx.weight_dtype,
             accumulate_into=ctx.accumulate_into,
@@ -338,10 +317,9 @@ def _backward_mx(
         grad_row, grad_col = quantize_dual(
             grad, backward, group_offsets=group_offsets, scale_rule=rule, scale_span=spans.grad
         )
-        x_col = rebuild_mx(x, x_scale, recipe.forward_format, span=spans.x[1], wide=x_wide)
         dweight = grouped_wgrad(
             grad_col,
-            x_col,
+            copy_from(x, ctx.kinds[0]),
             group_offsets,
             out_dtype=ctx.weight_dtype,
             accumulate_into=ctx.accumulate_into,
@@ -349,9 +327,9 @@ def _backward_mx(
     if need_x:
         if grad_row is None:
             grad_row = quantize_rows(grad, backward, rule, spans.grad, group_offsets)
-        weight_col = rebuild_mx(
-            weight, weight_scale, recipe.forward_format, span=spans.weight[1], wide=weight_wide
-        )
+        weight_col = copy_from(weight, ctx.kinds[1])
+        if ctx.turns_weight:  # it is squares of the row-wise copy
+            weight_col = weight_col.mT.with_axis(-1)
         dx = grouped_gemm(grad_row, weight_col, group_offsets, out_dtype=ctx.x_dtype)
     return dx, dweight
 

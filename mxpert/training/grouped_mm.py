@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..core.ambient import Context, isolated, refuse_transforms
+from ..core.gradient import differentiable_once, keep_graph
 from ..core.schema import rebuild_mx
 from ..errors import Checks, UnsupportedError, message
 from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, WIDE_DTYPES
@@ -12,12 +15,13 @@ from ..grouped.op import grouped_gemm, grouped_wgrad
 from ..quantize.dual_op import quantize_dual
 from ..routing.plan import group_bounds
 from .autograd import grouped_linear, multiply_groups, multiply_rows, quantize_rows
+from .quantized import Quantized, copies_of
 from .recipe import MXFP8Recipe
 
 
 def grouped_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: torch.Tensor | Quantized,
+    b: torch.Tensor | Quantized,
     offs: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -33,7 +37,10 @@ def grouped_mm(
 
     Args:
         a, b: bfloat16, float16 or float32, of one dtype. A b [G, K, N] that is the transpose of a
-            contiguous [G, N, K] (as torchtitan passes it) is used without a copy.
+            contiguous [G, N, K] (as torchtitan passes it) is used without a copy. 2D × 3D operands
+            may be quantised before, as in `grouped_linear`: a as an MXTensor of axis −1 or
+            ``quantize_dual(a, group_offsets=pad(offs, (1, 0)))``, b as one of axis −2 (for example
+            the ``mT`` of a weight [G, N, K]) or ``quantize_dual(b)``.
         offs: int32 [G] on the device of a: where each group ends; clamped as the offsets of
             `grouped_linear`.
         bias: None, as torch requires; for 2D × 3D also [G, N].
@@ -42,7 +49,7 @@ def grouped_mm(
             group sizes are free.
 
     Returns:
-        In the dtype of a.
+        In the dtype of a; bfloat16 where a is quantised.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device.
@@ -59,8 +66,12 @@ def grouped_mm(
         torch.Size([2, 64, 32])
     """
     refuse_transforms("grouped_mm", (a, b, bias))
+    if copies_of(a) is not None or copies_of(b) is not None:
+        return _of_quantized(a, b, offs, bias, out_dtype, recipe)
     _check_grouped_mm(a, b, offs, bias, out_dtype, recipe)
-    assert offs is not None  # checked by _check_grouped_mm
+    assert isinstance(a, torch.Tensor)  # checked by _check_grouped_mm, as b and offs
+    assert isinstance(b, torch.Tensor)
+    assert offs is not None
     group_offsets = torch.nn.functional.pad(offs, (1, 0))
     if b.dim() == 3:
         weight = b.transpose(-2, -1).contiguous()
@@ -71,9 +82,49 @@ def grouped_mm(
     return result
 
 
+def _of_quantized(
+    a: torch.Tensor | Quantized,
+    b: torch.Tensor | Quantized,
+    offs: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    recipe: MXFP8Recipe,
+) -> torch.Tensor:
+    """2D × 3D operands, one of which was quantised before."""
+    need, copies = Checks("grouped_mm"), copies_of(b)
+    if copies is not None:
+        first, second = copies
+        shape = list(first.shape)
+        need(
+            len(shape) == 3,
+            "b.shape",
+            "[G, K, N]; 2D × 2D operands are quantised by the call",
+            shape,
+            "pass dense tensors, or call mxpert.grouped_wgrad",
+        )
+        if second is None:
+            need(first.axis == -2, "b.axis", "-2 (K)", first.axis, "see MXTensor.with_axis")
+            turned = first.mT
+            weight: torch.Tensor | Quantized = replace(
+                turned, qdata=turned.qdata.contiguous(), scale=turned.scale.contiguous()
+            )
+        else:
+            weight = second, first
+    else:
+        need.tensor(b, "b", dtype=FLOAT_DTYPES, shape=(None, None, None))
+        assert isinstance(b, torch.Tensor)  # checked
+        weight = b.transpose(-2, -1).contiguous()
+    dtype = a.dtype if isinstance(a, torch.Tensor) else torch.bfloat16
+    need(out_dtype in (None, dtype), "out_dtype", f"None or {dtype}", out_dtype, "cast the result")
+    need.tensor(offs, "offs", dtype=torch.int32, shape=(None,))
+    assert offs is not None  # checked
+    group_offsets = torch.nn.functional.pad(offs, (1, 0))
+    return grouped_linear(a, weight, group_offsets, bias=bias, recipe=recipe)
+
+
 def _check_grouped_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
+    a: object,
+    b: object,
     offs: torch.Tensor | None,
     bias: torch.Tensor | None,
     out_dtype: torch.dtype | None,
@@ -84,7 +135,9 @@ def _check_grouped_mm(
         raise need.type_error("recipe", "an MXFP8Recipe", type(recipe).__name__)
     dtypes = FLOAT_DTYPES if recipe.enabled else WIDE_DTYPES
     need.tensor(a, "a", dtype=dtypes)
+    assert isinstance(a, torch.Tensor)  # checked
     need.tensor(b, "b", dtype=a.dtype, device=a.device)
+    assert isinstance(b, torch.Tensor)  # checked
     if (a.dim(), b.dim()) not in ((2, 2), (2, 3)):
         raise UnsupportedError(
             message(
@@ -134,6 +187,7 @@ class _GroupedOuter(torch.autograd.Function):
         group_offsets: torch.Tensor,
         recipe: MXFP8Recipe,
     ) -> torch.Tensor:
+        keep_graph(ctx, a, b)
         ctx.recipe, ctx.dtype = recipe, a.dtype
         group_offsets = group_bounds(group_offsets, a.shape[0])
         if not recipe.enabled:
@@ -165,7 +219,7 @@ class _GroupedOuter(torch.autograd.Function):
         return grouped_wgrad(a_col, b_col, group_offsets, out_dtype=a.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("grouped_mm")
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *operands, group_offsets = ctx.saved_tensors
         need_a, need_b = ctx.needs_input_grad[:2]

@@ -10,7 +10,10 @@ import torch
 
 from ..errors import message, require, require_device
 from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, WIDE_DTYPES
-from .autograd import grouped_linear
+from ..formats.tensor import MXTensor
+from ..quantize.dual_op import quantize_dual
+from .autograd import grouped_linear, run_grouped_linear
+from .quantized import Given, Quantized, copies_of
 from .recipe import MXFP8Recipe
 
 
@@ -18,7 +21,8 @@ class MXGroupedLinear(torch.nn.Module):
     """One linear layer per group: ``y[r] = x[r] @ weight[g(r)].T + bias[g(r)]``, in MXFP8.
 
     Parameters keep their dtype (float32 by default) and are quantised on each call, so any
-    optimiser works. See `grouped_linear` for gradients, memory and ``main_grad``.
+    optimiser works. Calls between two updates may share one quantisation: `quantize_weight`. See
+    `grouped_linear` for gradients, memory and ``main_grad``.
 
     With `group_ids` the module holds some groups of a layer of `num_groups`, as a rank does under
     expert parallelism. Its parameters are those groups of the layer that the same random state
@@ -129,9 +133,53 @@ class MXGroupedLinear(torch.nn.Module):
             state_dict = take_groups(state_dict, names, self.num_groups, self.group_ids)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def forward(self, x: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
-        """X [M, K] sorted by group, group_offsets int32 or int64 [G + 1] → [M, N]."""
-        return grouped_linear(x, self.weight, group_offsets, bias=self.bias, recipe=self.recipe)
+    def forward(
+        self,
+        x: torch.Tensor | Quantized,
+        group_offsets: torch.Tensor,
+        *,
+        weight: Quantized | None = None,
+    ) -> torch.Tensor:
+        """X [M, K] sorted by group, group_offsets int32 or int64 [G + 1] → [M, N].
+
+        Args:
+            x: a tensor, or quantised before; see `grouped_linear`.
+            group_offsets: where groups begin and end.
+            weight: ``self.weight``, quantised before: `quantize_weight` or squares. It is used in
+                place of a quantisation by this call; ``self.weight`` has the gradient.
+        """
+        if weight is None:
+            return grouped_linear(x, self.weight, group_offsets, bias=self.bias, recipe=self.recipe)
+        copies = copies_of(weight)
+        if copies is None:
+            need = "an MXTensor or the copies of quantize_dual"
+            raise TypeError(message("MXGroupedLinear", "weight", need, type(weight).__name__))
+        given = Given(copies_of(x), copies)
+        return run_grouped_linear(x, self.weight, given, group_offsets, self.bias, self.recipe)
+
+    @torch.no_grad()
+    def quantize_weight(self) -> tuple[MXTensor, MXTensor]:
+        """Both copies of the weight as every call makes them, for calls between two updates.
+
+        Raises:
+            ValueError: a recipe without MXFP8.
+
+        Example:
+            >>> layer, offsets = MXGroupedLinear(2, 64, 32), torch.tensor([0, 1, 3])
+            >>> weight = layer.quantize_weight()
+            >>> parts = torch.randn(2, 3, 64, dtype=torch.bfloat16)  # two micro-batches
+            >>> sum(layer(part, offsets, weight=weight).sum() for part in parts).backward()
+            >>> layer.weight.grad.shape
+            torch.Size([2, 32, 64])
+        """
+        recipe, need = self.recipe, "MXFP8Recipe(enabled=True)"
+        require(recipe.enabled, "MXGroupedLinear", "recipe", need=need, got="enabled=False")
+        return quantize_dual(
+            self.weight,
+            recipe.forward_format,
+            scale_rule=recipe.scale_rule,
+            scale_span=recipe.spans(self.weight.device).weight,
+        )
 
     def extra_repr(self) -> str:
         return (

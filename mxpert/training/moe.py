@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.ambient import Context, isolated, refuse_transforms
-from ..core.problem import ActivationLike, SiLU, parse_gated_activation
+from ..core.gradient import differentiable_once, keep_graph
+from ..core.problem import ActivationFormat, ActivationLike, SiLU, parse_gated_activation
 from ..distributed import ExpertParallel
 from ..errors import Checks
-from ..formats.spec import MX_BLOCK_SIZE
+from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, ScaleRule, ScaleRuleLike
+from ..modules import MoE, quantize_weights
 from .activation import gated_activation
 from .expert_parallel import check_expert_parallel, run_on_ranks
 from .module import MXGroupedLinear, check_options, float_dtypes, require_size
@@ -191,6 +193,55 @@ class MXMoE(torch.nn.Module):
             y = run_on_ranks(self._ranks, self._experts, *routed, rule)
         return y.view(x.shape)
 
+    @torch.no_grad()
+    def to_inference(
+        self,
+        *,
+        activation_format: ActivationFormat = "bf16",
+        scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
+    ) -> MoE:
+        """A copy of this layer for inference, its experts in MXFP4.
+
+        The experts are those of `mxpert.quantize_weights`. The router keeps its float32 values and
+        chooses experts as this layer does. Later training does not change the copy.
+
+        Args:
+            activation_format: a name as `mxpert.fused_moe` takes it, such as "bf16" or "a8w4".
+            scale_rule: how a weight block's scale follows from its maximum.
+
+        Returns:
+            A mxpert.MoE on the device of the parameters, in evaluation mode; with
+            `expert_parallel` it has this rank's experts.
+
+        Raises:
+            TypeError: float64 parameters.
+            ValueError: an unknown format or rule, or one that `expert_parallel` does not send.
+
+        Example:
+            >>> layer = MXMoE(64, 32, num_experts=4, top_k=2)
+            >>> serving = layer.to_inference(activation_format="a8w4")
+            >>> serving(torch.randn(2, 3, 64, dtype=torch.bfloat16)).shape
+            torch.Size([2, 3, 64])
+        """
+        gate_up, down = self.gate_up_proj, self.down_proj
+        _NEED.tensor(self.router, "router", dtype=FLOAT_DTYPES)
+        weights = quantize_weights(
+            gate_up.weight,
+            down.weight,
+            gate_up_order="concatenated",
+            gate_up_bias=gate_up.bias,
+            down_bias=down.bias,
+            scale_rule=scale_rule,
+        )
+        return MoE(
+            weights,
+            self.router.detach().to(torch.float32, copy=True),
+            top_k=self.top_k,
+            activation=self.activation,
+            activation_format=activation_format,
+            expert_parallel=self.expert_parallel,
+        ).eval()
+
     def _experts(self, rows: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
         """Rows [R, H] sorted by expert → the experts' outputs [R, H]."""
         hidden = gated_activation(self.gate_up_proj(rows, group_offsets), self.activation)
@@ -226,13 +277,14 @@ class _WideLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Context, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        keep_graph(ctx, x, weight)
         ctx.save_for_backward(x, weight)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         with isolated(x.device.type):
             return x.to(wide) @ weight.to(wide).T
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("MXMoE")
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight = ctx.saved_tensors
         with isolated(x.device.type):

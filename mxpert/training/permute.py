@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..core.ambient import Context
+from ..core.gradient import differentiable_once, keep_graph
 from .rows.op import combine_rows, combine_rows_backward
 
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -88,12 +89,13 @@ class PermuteRows(torch.autograd.Function):
         top_k: int,
         gradient_factor: float = 1.0,
     ) -> torch.Tensor:
+        keep_graph(ctx, tokens)
         ctx.save_for_backward(inverse)
         ctx.top_k, ctx.gradient_factor = top_k, gradient_factor
         return tokens[order // top_k]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("permute_rows")
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         row_ids, weights = inverse.view(-1, ctx.top_k), None
@@ -118,12 +120,13 @@ class CombineRows(torch.autograd.Function):
         weights: torch.Tensor,
         gradient_factor: float = 1.0,
     ) -> torch.Tensor:
+        keep_graph(ctx, rows, weights)
         ctx.save_for_backward(rows, row_ids, weights)
         ctx.gradient_factor = gradient_factor
         return combine_rows(rows, row_ids, weights)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("combine_rows")
     def backward(ctx: Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, row_ids, weights = ctx.saved_tensors
         if ctx.gradient_factor != 1:

@@ -18,6 +18,7 @@ from ..formats.spec import (
     ScaleSpan,
     ScaleSpanLike,
     get_format,
+    refuse_squares,
 )
 
 TRAINING_FORMATS = (MXFP8_E4M3.name, MXFP8_E5M2.name)
@@ -108,6 +109,7 @@ class MXFP8Recipe:
         )
         if self.scale_span is not None:
             span = ScaleSpan.parse(self.scale_span, need.op, "scale_span")
+            refuse_squares(span, need.op, "scale_span")
             object.__setattr__(self, "scale_span", span)
         for name in ("high_precision_wgrad", "enabled"):
             value = getattr(self, name)

@@ -38,6 +38,11 @@ def test_quantize_views(case: QuantizeCase, executor: Executor) -> None:
     case.check(executor)
 
 
+@pytest.mark.cases(cases.QUANTIZE_SQUARES)
+def test_quantize_squares(case: QuantizeCase, executor: Executor) -> None:
+    case.check(executor)
+
+
 @pytest.mark.cases(cases.QUANTIZE_NOTHING)
 def test_quantize_nothing(case: QuantizeCase, executor: Executor) -> None:
     case.check(executor)

@@ -14,7 +14,7 @@ from mxpert.distributed import ExpertParallel, Transport
 from mxpert.distributed.transport import WIRE_FORMATS, TransportLike, WireFormat
 from mxpert.formats import FORMATS, MXFP4, Layout, count_wide_blocks, quantize_blocks
 from mxpert.formats.gate_up import GateUpOrderLike
-from mxpert.formats.spec import MXFormatLike, ScaleRuleLike, ScaleSpanLike, get_format
+from mxpert.formats.spec import LINE_SPANS, MXFormatLike, ScaleRuleLike, ScaleSpanLike, get_format
 from mxpert.formats.tensor import LayoutLike
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.training import MXFP8Recipe
@@ -79,7 +79,7 @@ def test_a_scale_rule(rule: ScaleRule) -> None:
     assert MXFP8Recipe(scale_rule=name) == MXFP8Recipe(scale_rule=rule)
 
 
-@pytest.mark.parametrize("span", ScaleSpan)
+@pytest.mark.parametrize("span", LINE_SPANS)
 def test_a_scale_span(span: ScaleSpan) -> None:
     name: Any = span.value
     x = torch.randn(64, 128)
@@ -94,6 +94,14 @@ def test_a_scale_span(span: ScaleSpan) -> None:
         blocks = quantize_blocks(x, "mxfp8")
         assert torch.equal(mxpert.rebase(blocks, name).scale, mxpert.rebase(blocks, span).scale)
         assert count_wide_blocks(blocks, name) == count_wide_blocks(blocks, span)
+
+
+@pytest.mark.parametrize("span", ["block", "square"])
+def test_a_span_of_quantize(span: Any) -> None:
+    x = torch.randn(64, 128)
+    one, other = (mxpert.quantize(x, "mxfp4", scale_span=each) for each in (span, ScaleSpan(span)))
+    assert torch.equal(one.scale, other.scale)
+    assert one.scale_span is other.scale_span is ScaleSpan(span)
 
 
 def test_a_recipe_takes_formats_by_name() -> None:

@@ -52,6 +52,7 @@ import mxpert
 from mxpert import GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan
 from mxpert import formats as mx
 from mxpert.core.problem import ACTIVATION_FORMATS, TopKOptions
+from mxpert.formats.spec import LINE_SPANS
 from mxpert.modules import quantize_weights
 from mxpert.moe.published_tensors import expert_weights_from, published_expert_tensors
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE, grouped_linear, grouped_mm
@@ -71,8 +72,11 @@ FORMATS = [
             format=r.choice(NAMES),
             axis=r.choice((-1, 2, 1)),
             scale_rule=r.choice(list(ScaleRule)),
+            scale_span=r.choice(("block", "square")),
         ),
-        lambda a: mx.quantize_blocks(a["x"], a["format"], a["axis"], a["scale_rule"]),
+        lambda a: mx.quantize_blocks(
+            a["x"], a["format"], a["axis"], a["scale_rule"], span=a["scale_span"]
+        ),
     ),
     Target(
         "dequantize",
@@ -88,7 +92,7 @@ FORMATS = [
             format=r.choice(MXFP8_NAMES),
             group_offsets=torch.tensor([0, 3, 40]),
             scale_rule=r.choice(list(ScaleRule)),
-            scale_span=r.choice((*ScaleSpan, (ScaleSpan.ROW, ScaleSpan.BLOCK))),
+            scale_span=r.choice((*LINE_SPANS, (ScaleSpan.ROW, ScaleSpan.BLOCK))),
         ),
         lambda a: (
             (mx.quantize_blocks(a["x"], a["format"], -1, a["scale_rule"]),)
@@ -115,7 +119,7 @@ FORMATS = [
             x=randn(r, 3, 96, dtype=r.choice(FLOATS)),
             fmt=r.choice(MXFP8_NAMES),
             rule=r.choice(list(ScaleRule)),
-            span=r.choice(list(ScaleSpan)),
+            span=r.choice(list(LINE_SPANS)),
             group_starts=r.choice((None, torch.tensor([0, 32, 96]))),
         ),
     ),

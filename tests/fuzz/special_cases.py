@@ -13,10 +13,11 @@ from special_grouped import GROUPED
 import mxpert
 from mxpert import Combine, MoEWeights, MXTensor, ScaleRule, ScaleSpan, Scoring, formats
 from mxpert.core.problem import Activation
+from mxpert.formats.spec import LINE_SPANS
 from mxpert.grouped.reference import pad_groups
 from mxpert.routing.plan import TOKEN_MASK
 
-RULES, SPANS = list(ScaleRule), list(ScaleSpan)
+RULES, SPANS = list(ScaleRule), list(LINE_SPANS)
 
 
 # --- quantisation -------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from mxpert.device.mx_codec import (
     _dequantize_rows_kernel,
     _quantize_columns_kernel,
     _quantize_rows_kernel,
+    _quantize_squares_kernel,
     scale_rule_constants,
 )
 from mxpert.formats import FORMATS, MXFP4, MXFP8_E4M3, MXFormat, ScaleRule
@@ -57,6 +58,27 @@ def test_quantize(target: str, fmt: MXFormat, dtype: torch.dtype, across_rows: b
     # Enough warps to hide memory latency: 64 registers leave half of the warps of an NVIDIA chip,
     # 128 (32 rows of a block at once) a quarter, with twice the loads in flight a thread.
     assert metrics.registers <= (128 if across_rows else 64)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@formats
+@targets
+def test_squares(target: str, fmt: MXFormat, dtype: torch.dtype, axis: int) -> None:
+    arguments = {
+        "qdata_ptr": meta(torch.uint8),
+        "scale_ptr": meta(torch.uint8),
+        "x_ptr": meta(dtype),
+        "FORMAT": fmt.element.name,
+        **scale_rule_constants(fmt, ScaleRule.RCEIL),
+        "num_rows": 2880,
+        "num_units": 90 if axis == 1 else 2880,
+        "AXIS": axis,
+        "BLOCK_COLUMNS": 128,
+    }
+    metrics = compile_for(_quantize_squares_kernel, arguments, target=target).metrics
+    assert metrics.spills == metrics.scratch == 0
+    assert metrics.registers <= 128
 
 
 @targets

@@ -5,13 +5,14 @@ Tests in Triton's interpreter and tests on a GPU use the same functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 
 from mxpert.errors import message
 from mxpert.formats.codec import dequantize_blocks, quantize_blocks
-from mxpert.formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule
+from mxpert.formats.spec import MX_BLOCK_SIZE, MXFormat, ScaleRule, ScaleSpan
 from mxpert.formats.tensor import MXTensor
 
 
@@ -30,7 +31,7 @@ def _near_ties(blocks: torch.Tensor, generator: torch.Generator) -> torch.Tensor
 
 def _with(value: float) -> Callable[[torch.Tensor, torch.Generator], torch.Tensor]:
     def make(blocks: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        place = torch.randint(0, MX_BLOCK_SIZE, blocks.shape[:1], generator=generator)
+        place = torch.randint(0, blocks.shape[1], blocks.shape[:1], generator=generator)
         return blocks.index_put((torch.arange(len(blocks)), place), torch.tensor(value))
 
     return make
@@ -65,6 +66,21 @@ def block_cases(
     return blocks.reshape(moved).movedim(-1, axis).to(dtype).contiguous()
 
 
+def square_cases(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int = 0) -> torch.Tensor:
+    """CPU tensor whose 32 × 32 squares cycle through every kind of data in `_KINDS`."""
+    *leading, rows, columns = shape
+    across, down = -(-columns // MX_BLOCK_SIZE), -(-rows // MX_BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(seed)
+    count = max(len(_KINDS), math.prod(leading) * across * down)
+    squares = torch.randn(count, MX_BLOCK_SIZE**2, generator=generator)
+    for i, make in enumerate(_KINDS.values()):
+        squares[i :: len(_KINDS)] = make(squares[i :: len(_KINDS)], generator)
+    squares = squares[: math.prod(leading) * across * down]
+    tiles = squares.view(*leading, down, across, MX_BLOCK_SIZE, MX_BLOCK_SIZE).transpose(-3, -2)
+    whole = tiles.reshape(*leading, down * MX_BLOCK_SIZE, across * MX_BLOCK_SIZE)
+    return whole[..., :rows, :columns].to(dtype).contiguous()
+
+
 def every_bfloat16_amax() -> torch.Tensor:
     """[65536, 32] bf16: each bf16 value once, as the first and largest of its block."""
     first = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -75,16 +91,18 @@ def every_bfloat16_amax() -> torch.Tensor:
 
 
 def assert_quantizes_exactly(
-    actual: MXTensor, x: torch.Tensor, fmt: MXFormat, axis: int, rule: ScaleRule
+    actual: MXTensor,
+    x: torch.Tensor,
+    fmt: MXFormat,
+    axis: int,
+    rule: ScaleRule,
+    span: ScaleSpan = ScaleSpan.BLOCK,
 ) -> None:
     """Check that codes and scales equal those of the codec, byte for byte."""
-    expected = quantize_blocks(x, fmt, axis, rule)
-    if actual.axis != expected.axis or actual.format != expected.format:
-        raise AssertionError(
-            message(
-                "quantize", "result", (expected.format, expected.axis), (actual.format, actual.axis)
-            )
-        )
+    expected = quantize_blocks(x, fmt, axis, rule, span=span)
+    have, want = ((each.format, each.axis, each.scale_span) for each in (actual, expected))
+    if have != want:
+        raise AssertionError(message("quantize", "result", want, have))
     torch.testing.assert_close(actual.scale.cpu(), expected.scale.cpu(), rtol=0, atol=0)
     torch.testing.assert_close(actual.qdata.cpu(), expected.qdata.cpu(), rtol=0, atol=0)
 

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 import mxpert
 from mxpert.core.problem import DualProblem, Op, Target
-from mxpert.formats import FORMATS, MXTensor, ScaleRule, quantize_blocks
+from mxpert.formats import FORMATS, MXTensor, ScaleRule, ScaleSpan, quantize_blocks
 from mxpert.formats.spec import get_format
 from mxpert.testing.numerics import assert_exact
 from support.executors import Executor
@@ -24,6 +24,7 @@ from support.quantize_cases import (
     block_cases,
     every_bfloat16_amax,
     every_code_and_scale,
+    square_cases,
 )
 from tests.conformance.cases.grouped import GROUPS, Groups
 
@@ -66,6 +67,7 @@ class QuantizeCase(_Portable):
     axis: int = -1
     rule: ScaleRule = ScaleRule.RCEIL
     view: View | None = None
+    span: ScaleSpan = ScaleSpan.BLOCK
 
     def check(self, executor: Executor) -> None:
         base, view = self.base(), self.view or (lambda x: x)
@@ -74,9 +76,14 @@ class QuantizeCase(_Portable):
         base[unused.view(base.shape)] = torch.nan
         with executor.serving():
             actual = mxpert.quantize(
-                view(base.to(executor.device)), self.fmt, axis=self.axis, scale_rule=self.rule
+                view(base.to(executor.device)),
+                self.fmt,
+                axis=self.axis,
+                scale_rule=self.rule,
+                scale_span=self.span,
             )
-        assert_quantizes_exactly(actual, view(base), get_format(self.fmt), self.axis, self.rule)
+        options = get_format(self.fmt), self.axis, self.rule, self.span
+        assert_quantizes_exactly(actual, view(base), *options)
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,10 @@ def _blocks(shape: tuple[int, ...], axis: int, dtype: torch.dtype) -> Callable[[
     return lambda: block_cases(shape, axis, dtype)
 
 
+def _squares(shape: tuple[int, ...], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    return lambda: square_cases(shape, dtype)
+
+
 def _both_axes(dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     parts = (((64, 160), -1), ((96, 160), -2))
     return lambda: torch.cat([block_cases(*part, torch.float32) for part in parts]).to(dtype)
@@ -197,6 +208,31 @@ QUANTIZE_AMAX = {
 QUANTIZE_VIEWS = {
     f"{fmt}-{name}": QuantizeCase(_blocks((96, 384), -1, torch.bfloat16), fmt, view=view)
     for fmt, (name, view) in product(("mxfp4", "mxfp8_e4m3"), VIEWS.items())
+}
+SQUARES: dict[str, tuple[tuple[int, ...], int]] = {
+    "77x96": ((77, 96), -1),
+    "2x33x320": ((2, 33, 320), -1),
+    "64x133-across": ((64, 133), -2),
+    "2x96x1-across": ((2, 96, 1), -2),
+    "nothing": ((0, 32), -1),
+    "nothing-across": ((32, 0), -2),
+}
+"""Cut squares in the dimension that is not quantised; more columns than a program has."""
+QUANTIZE_SQUARES = {
+    **{
+        f"{fmt}-{rule.value}-{layout}": QuantizeCase(
+            _squares(shape, torch.float32), fmt, axis, rule, span=ScaleSpan.SQUARE
+        )
+        for fmt, rule, (layout, (shape, axis)) in product(FORMATS, ScaleRule, SQUARES.items())
+    },
+    **{
+        f"{_name(dtype)}-{name}": QuantizeCase(
+            _squares((96, 384), dtype), "mxfp4", -1, view=view, span=ScaleSpan.SQUARE
+        )
+        for dtype in (torch.bfloat16, torch.float16)
+        for name, view in VIEWS.items()
+        if name != "vector"
+    },
 }
 QUANTIZE_NOTHING = {
     f"{fmt}-{'x'.join(map(str, shape))}": QuantizeCase(_normal(*shape), fmt, axis)

@@ -1,0 +1,59 @@
+"""Operands of training GEMMs that were quantised before the call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..core.schema import rebuild_mx
+from ..formats.spec import ScaleSpan
+from ..formats.tensor import MXTensor, Operand
+
+Quantized = MXTensor | tuple[MXTensor, MXTensor]
+"""An MXFP8 MXTensor of axis -1, or both copies of `quantize_dual`."""
+Copies = tuple[MXTensor, MXTensor | None]
+"""The row-wise copy, and the column-wise one where it was given."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """Operands that are taken as they are; None where the call quantises."""
+
+    x: Copies | None = None
+    weight: Copies | None = None
+
+
+def copies_of(value: object) -> Copies | None:
+    """The copies of a quantised operand; None for anything else."""
+    if isinstance(value, MXTensor):
+        return value, None
+    if isinstance(value, tuple) and [isinstance(each, MXTensor) for each in value] == [True] * 2:
+        return value
+    return None
+
+
+CopyParts = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Codes, scales and count of wide blocks of a copy; or a plain tensor; or nothing."""
+CopyKind = tuple[str, ScaleSpan] | None
+"""Format and span of a copy; None for a plain tensor."""
+
+
+def parts_of_copy(copy: Operand | None) -> CopyParts:
+    """The tensors that backward keeps of an operand."""
+    if isinstance(copy, MXTensor):
+        return copy.qdata, copy.scale, copy.wide_blocks
+    return copy, None, None
+
+
+def kind_of_copy(copy: Operand | None) -> CopyKind:
+    """What backward keeps of an operand beside its tensors."""
+    return (copy.format.name, copy.scale_span) if isinstance(copy, MXTensor) else None
+
+
+def copy_from(parts: Sequence[Any], kind: CopyKind) -> MXTensor:
+    """The copy that `parts_of_copy` and `kind_of_copy` describe."""
+    assert kind is not None  # plain tensors are taken as they are
+    return rebuild_mx(parts[0], parts[1], kind[0], span=kind[1], wide=parts[2])
