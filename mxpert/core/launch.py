@@ -16,9 +16,9 @@ import contextlib
 import contextvars
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType, SimpleNamespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,21 +28,13 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import message
+from .binary import CONVENTION, MAX_DESCRIPTORS, NUM_LEADING, Binary, DescriptorEncoder, binary_of
 from .target import current_device, on_device
 
-try:
-    from triton.backends.nvidia import driver as nvidia
-except ImportError:  # a build of Triton for other devices
-    nvidia = None
-
-_CALLING_CONVENTION = "iiiKKppOOOOOO"
-"""Format of the C launcher's leading arguments, which `Launch` relies on: grid, stream, function,
-cooperative, dependent launch, two scratch buffers, metadata, launch metadata, two hooks."""
-_STREAM, _FIXED, _LEADING = 3, 4, 13
+_STREAM, _FIXED, _LEADING = 3, 4, NUM_LEADING
 """Indices of the stream, of the first argument after it, and of the kernel's first argument."""
 
-_DIRECT = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == _CALLING_CONVENTION
-_MAX_DESCRIPTORS = 4096
+_DIRECT = CONVENTION is not None
 
 LAUNCH_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
 """Default compile options of every launch. With FP fusion a multiplication and an addition compile
@@ -85,54 +77,6 @@ class DescriptorSpec:
     def from_rows(self, rows: torch.Tensor, block: list[int]) -> Any:
         """The descriptor of this view, for a Triton kernel."""
         return TensorDescriptor.from_tensor(rows, block)
-
-
-class DescriptorEncoder:
-    """Encodes the TMA descriptors of tensors with one shape and strides; holds no tensor.
-
-    Args:
-        position: index of the descriptor's first argument of the C launcher.
-        like: the descriptor of one such tensor.
-        metadata: what the binary expects of the descriptor.
-    """
-
-    def __init__(self, position: int, like: Any, metadata: Any) -> None:
-        self._described = dict(shape=like.shape, strides=like.strides, padding=like.padding)
-        self._metadata = metadata
-        self.position = position
-        self.arguments = slice(position, position + 1 + 2 * len(like.shape))
-        self.encoded: dict[int, list[Any]] = {}
-
-    def fill(self, arguments: list[Any]) -> None:
-        """Replace the address in `arguments` by the encoded descriptor, sizes and strides."""
-        address = arguments[self.position]
-        arguments[self.arguments] = self.encoded.get(address) or self.encode(address)
-
-    def encode(self, address: int) -> list[Any]:
-        """Encode, cache and return the arguments for a tensor at `address`."""
-        if len(self.encoded) >= _MAX_DESCRIPTORS:
-            self.encoded.clear()
-        moved = SimpleNamespace(base=SimpleNamespace(data_ptr=lambda: address), **self._described)
-        encoded: list[Any] = nvidia.make_tensordesc_arg(moved, self._metadata)
-        self.encoded[address] = encoded
-        return encoded
-
-
-@dataclass(frozen=True)
-class Binary:
-    """A compiled kernel with everything that the C launcher needs.
-
-    Args:
-        launcher: Triton's C function.
-        fixed: its arguments between the stream and the kernel's own arguments.
-        descriptors: what the binary expects of each TMA descriptor, by parameter.
-        encoders: encoders by parameter, shape and strides.
-    """
-
-    launcher: Callable[..., None]
-    fixed: tuple[Any, ...]
-    descriptors: dict[str, Any]
-    encoders: dict[tuple[Any, ...], DescriptorEncoder] = field(default_factory=dict)
 
 
 class ThroughTriton:
@@ -231,7 +175,7 @@ class Launch:
                 encoder = DescriptorEncoder(
                     self._positions[name], tile.descriptor(tensor), binary.descriptors[name]
                 )
-                if len(binary.encoders) >= _MAX_DESCRIPTORS:
+                if len(binary.encoders) >= MAX_DESCRIPTORS:
                     binary.encoders.clear()
                 binary.encoders[key] = encoder
             encoders.append(encoder)
@@ -266,7 +210,7 @@ class Launch:
     ) -> Binary | None:
         """Launch through Triton and store the binary that it found or compiled."""
         compiled = self.kernel[self.grid](**self.arguments(tensors))
-        binary = _binary(compiled, self.kernel, self.tiles)
+        binary = binary_of(compiled, [name for name in self.kernel.arg_names if name in self.tiles])
         if binary is not None and self._binaries is not None:
             self._binaries[key] = binary
         return binary
@@ -418,32 +362,3 @@ def _signature(
                 part = None
         parts.append((name, type(value), part))
     return tuple(parts)
-
-
-def _binary(compiled: Any, kernel: Any, tiles: Mapping[str, DescriptorSpec]) -> Binary | None:
-    """Make the Binary of a compiled kernel; None if its launches have to go through Triton."""
-    if not isinstance(compiled.run, nvidia.CudaLauncher):
-        return None
-    run, launcher = compiled.run, compiled.run.launch
-    if run.global_scratch_size or run.profile_scratch_size:
-        return None
-    described: list[Any] = list(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-    names = [name for name in kernel.arg_names if name in tiles]
-    if len(described) != len(names) or None in described:
-        return None
-    if names:  # take the inner launcher: the outer one encodes descriptors at each launch
-        launcher = inspect.getclosurevars(launcher).nonlocals.get("launcher")
-        if launcher is None:
-            return None
-    fixed = (
-        compiled.function,
-        run.launch_cooperative_grid,
-        run.launch_pdl,
-        None,
-        None,
-        compiled.packed_metadata,
-        None,
-        None,
-        None,
-    )
-    return Binary(launcher, fixed, dict(zip(names, described, strict=True)))

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.backends.nvidia import driver as nvidia
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -174,11 +175,11 @@ def test_descriptors_are_encoded_once_for_each_tensor(calls, learned, monkeypatc
         num_warps=4,
     )
     encoded: list[object] = []
-    encode = launch.nvidia.make_tensordesc_arg
+    encode = nvidia.make_tensordesc_arg
     for x in (STORAGE, STORAGE[:2048], STORAGE.view(64, 64)[8:]):
         check_like_triton(calls, made, out=torch.empty(512), x_desc=x)
     monkeypatch.setattr(
-        launch.nvidia,
+        nvidia,
         "make_tensordesc_arg",
         lambda *arguments: encoded.append(arguments) or encode(*arguments),
     )

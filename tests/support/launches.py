@@ -10,6 +10,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,6 +19,7 @@ from triton.backends.driver import Benchmarker, GPUDriver
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
+from mxpert.core.binary import CONVENTION, NUM_LEADING, Convention
 from mxpert.core.launch import ThroughTriton, record_launches
 from mxpert.core.problem import Target
 from mxpert.core.target import on_device
@@ -79,6 +81,21 @@ class _Utilities:
     def fill_tma_descriptor(self, *arguments: Any) -> tuple[Any, ...]:
         return "descriptor", *map(_plain, arguments)
 
+    fill_tma_descriptor_tiled = fill_tma_descriptor  # its name from Triton 3.7 on
+
+    def build_signature_metadata(self, signature: list[str]) -> tuple[str, ...]:
+        """Types of the kernel's arguments, which the C launcher of Triton 3.7 to 3.9 takes."""
+        return tuple(signature)
+
+    def launch(self, *arguments: Any) -> None:
+        """The C launcher of Triton 3.7 to 3.9: note its arguments as that of 3.6 gets them."""
+        *leading, annotations, signature, own = arguments
+        kinds = [each.type for each in annotations]
+        assert len(leading) == NUM_LEADING
+        assert len(own) == len(kinds)
+        assert len(signature) == kinds.count("kernel")
+        _Sink.launch(*leading[:7], *leading[11:], *leading[7:11], *own)
+
 
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
@@ -135,7 +152,9 @@ def use_driver(
     """
     launches: list[tuple[Any, ...]] = []
     before = driver._active
-    with mock.patch.multiple(module, compile_module_from_src=lambda **_: _Sink, **fakes):
+    if hasattr(module, "compile_module_from_src"):
+        fakes["compile_module_from_src"] = lambda **_: _Sink
+    with mock.patch.multiple(module, **fakes):
         driver.set_active(stub)
         _Sink.launches = launches if record else None
         try:
@@ -150,4 +169,8 @@ def without_device(*, record: bool = True) -> AbstractContextManager[list[tuple[
     Args:
         record: False does not store the arguments, for timing.
     """
-    return use_driver(_Driver(), nvidia, record=record, library_dirs=list)
+    fakes: dict[str, Any] = {"library_dirs": list}
+    if CONVENTION is Convention.NESTED:  # what its C module has
+        fakes |= {"PyKernelArg": SimpleNamespace, "ARG_CONSTEXPR": "constexpr"}
+        fakes |= {"ARG_KERNEL": "kernel", "ARG_TUPLE": "tuple"}
+    return use_driver(_Driver(), nvidia, record=record, **fakes)
