@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
 from ..errors import UnsupportedError, message, require, require_number
 
@@ -276,7 +276,7 @@ def parse_activation(value: object, op: str) -> Activation:
         SwiGLU(alpha=1.702, limit=7.0, beta=1.0)
     """
     if isinstance(value, _KINDS):
-        return cast("Activation", value)
+        return value
     found = NAMED_ACTIVATIONS.get(value) if isinstance(value, str) else None
     if found is not None:
         return found
