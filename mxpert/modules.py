@@ -199,13 +199,9 @@ class PreparedExperts(torch.nn.Module):
         error_msgs: list[str],
     ) -> None:
         weights = self.weights
-        wanted = published.published_shapes(
-            weights.num_experts,
-            weights.hidden_size,
-            weights.intermediate_size,
-            has_bias=weights.gate_up_bias is not None,
-            has_gate=weights.has_gate,
-        )
+        sizes = weights.num_experts, weights.hidden_size, weights.intermediate_size
+        has_bias, has_gate = weights.gate_up_bias is not None, weights.has_gate
+        wanted = published.published_shapes(*sizes, has_bias=has_bias, has_gate=has_gate)
         given = {
             name.removeprefix(prefix): self._local(tensor)
             for name, tensor in state_dict.items()
@@ -227,7 +223,7 @@ class PreparedExperts(torch.nn.Module):
         loaded = published.expert_weights_from(
             kept
             | {name: tensor.to(weights.device, copy=not assign) for name, tensor in given.items()},
-            GateUpOrder.INTERLEAVED if weights.has_gate else None,
+            GateUpOrder.INTERLEAVED if has_gate else None,
         )
         self._hold(loaded.prepare(device=weights.device))
 

@@ -53,14 +53,16 @@ def weights_of(
     has_bias: bool,
     order: GateUpOrder = GateUpOrder.INTERLEAVED,
 ) -> MoEWeights:
-    """Weights whose projections are `plain` or `packed`."""
+    """Weights whose projections are `plain` or `packed`, with a gate if the activation has one."""
     experts, hidden, inner = problem.num_experts, problem.hidden_size, problem.intermediate_size
+    has_gate = problem.options.activation.is_gated
+    rows = 2 * inner if has_gate else inner
     return MoEWeights(
-        projection(experts, 2 * inner, hidden),
+        projection(experts, rows, hidden),
         projection(experts, hidden, inner),
-        empty(experts, 2 * inner, dtype=torch.float32) if has_bias else None,
+        empty(experts, rows, dtype=torch.float32) if has_bias else None,
         empty(experts, hidden, dtype=torch.float32) if has_bias else None,
-        order,
+        order if has_gate else None,
     )
 
 

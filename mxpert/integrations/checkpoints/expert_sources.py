@@ -244,14 +244,12 @@ def _per_expert(
                 got="none",
                 remedy="the checkpoint is incomplete: download it again",
             )
-    require(
-        len(parts) == len(kinds) * experts,
-        op,
-        f"{reader.path}: {prefix}",
-        got=len(parts),
-        need=f"{len(kinds)} matrices for each of {experts} experts",
-        remedy="config and tensors differ",
+    where, count = f"{reader.path}: {prefix}", len(kinds) * experts
+    need, remedy = (
+        f"{len(kinds)} matrices for each of {experts} experts",
+        "config and tensors differ",
     )
+    require(len(parts) == count, op, where, need=need, got=len(parts), remedy=remedy)
     gate = _float_matrix(reader, parts[0, kinds[0]], dims=2)
     intermediate, hidden = gate.shape
     _check_blocks(op, gate, hidden, intermediate)

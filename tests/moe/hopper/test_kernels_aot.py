@@ -67,6 +67,9 @@ MOST_SPILLS = {
 """Local-memory instructions allowed per tile. In large tiles they are in the epilogue, in decode
 tiles between two tiles."""
 
+SPILLS_OF_THIRD_PARAMETER = 5
+"""More of them where an activation has three parameters: one scalar more lives between tiles."""
+
 MOST_LOOP_SPILLS = {"decode32": 6, "wide": 1}
 """How many of these may be in the main loop, if not 0: a few scalars or sums, hidden by memory
 latency."""
@@ -117,14 +120,14 @@ def gemms(launches: list[Launch]) -> list[Launch]:
     return [launch for launch in launches if "gemm" in launch.name]
 
 
-def check_gemm(kernel: CompiledKernel, tile: str) -> None:
-    """Check the limits that hold for every GEMM variant."""
+def check_gemm(kernel: CompiledKernel, tile: str, more_spills: int = 0) -> None:
+    """Check the limits that hold for every GEMM variant, and for spills one that is larger."""
     metrics = kernel.metrics
     assert kernel.count(r"\bQGMMA\.64x\d+x32\.F32\.E4M3\.E4M3") > 0
     assert kernel.count(r"\bUTMALDG\.[23]D") > 0
     assert register_operands(kernel.listing) == kernel.count(r"\bQGMMA")
     assert metrics.instructions.get("LDS.128", 0) > 0, "codes must come 16 bytes at a time"
-    assert metrics.spills <= MOST_SPILLS[tile]
+    assert metrics.spills <= MOST_SPILLS[tile] + more_spills
     for block in parse(kernel.listing):
         names = [one.name for one in block.instructions]
         if any(n.startswith("QGMMA") for n in names):
@@ -162,7 +165,8 @@ def test_first_stage_of_other_activations(
 ) -> None:
     problem = describe(shape_of(activation), 64, a_format)
     launch, _ = gemms(recorder.run(problem, config_of(a_format, tile), has_bias=True))
-    check_gemm(launch.compile(), tile)
+    third = len(activation.parameters) > 2
+    check_gemm(launch.compile(), tile, SPILLS_OF_THIRD_PARAMETER if third else 0)
 
 
 @tiles

@@ -15,7 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from mxpert.core.problem import Combine, GemmConfig, MoEConfig, MoEProblem, Op, SiLU, SiTUv2, SwiGLU
+from mxpert.core.problem import (
+    GELU,
+    Activation,
+    Combine,
+    GemmConfig,
+    MoEConfig,
+    MoEProblem,
+    Op,
+    ReLU2,
+    SiLU,
+    SiTUv2,
+    SwiGLU,
+)
 from mxpert.moe import combine
 from mxpert.moe.triton import config as heuristics
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
@@ -97,6 +109,42 @@ def test_gemms_use_the_chip(record: Recorder, a_format: str, block_m: int, targe
         if target == "gfx950":
             name = f"{op.value} {a_format} {block_m} rows"
             check_figures(name, compiled, launch.arguments["num_warps"])
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx950"])
+@pytest.mark.parametrize("a_format", ["bf16", "mxfp8"])
+@pytest.mark.parametrize(
+    "activation", [GELU(), GELU("tanh"), SwiGLU(limit=None, beta=0.5), ReLU2()], ids=str
+)
+def test_first_stage_of_other_activations(
+    record: Recorder, activation: Activation, a_format: str, target: str
+) -> None:
+    """As for the others. Without a gate a tile of 128 weight rows is one of 128 features."""
+    shape = replace(MODEL_SHAPES["gpt-oss-120b"], activation=activation)
+    problem = describe(target, a_format, TOKENS[64], shape)
+    config = heuristics.layer_heuristic(problem)
+    names = ("_moe_gate_up_kernel", "_moe_up_kernel")
+    launches = record(problem, config, shape)
+    (launch,) = (each for each in launches if each.kernel.__name__ in names)
+    assert (launch.kernel.__name__ == "_moe_up_kernel") is not activation.is_gated
+    assert launch.arguments["BLOCK_N"] == (64 if activation.is_gated else 128)
+    metrics = compile_launch(launch, target)
+    wanted = (WITH_BF16 if a_format == "bf16" else NATIVE)[target]
+    assert metrics.matrix_instruction == wanted
+    assert metrics.spills == 0
+    sizes = (problem.target, Op.MOE_GATE_UP, a_format, config.gate_up, activation.is_gated)
+    assert metrics.shared_memory <= heuristics.shared_memory(*sizes)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "gfx950"])
+def test_split_k_without_a_gate_is_finished(record: Recorder, target: str) -> None:
+    shape = replace(MODEL_SHAPES["gpt-oss-120b"], activation=ReLU2())
+    problem = describe(target, "mxfp4", 1, shape)
+    config = heuristics.layer_heuristic(problem)
+    config = replace(config, gate_up=replace(config.gate_up, split_k=2))
+    launches = record(problem, config, shape)
+    (finish,) = (each for each in launches if each.kernel.__name__ == "_moe_up_finish_kernel")
+    assert compile_launch(finish, target).spills == 0
 
 
 @pytest.mark.parametrize("model, loads", [("gpt-oss-120b", "buffer"), ("kimi-k2", "global")])
