@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
 import mxpert
-from mxpert.core.problem import Op
+from mxpert.core.problem import GELU, Op, SiLU, SwiGLU
+from mxpert.moe import reference
+from mxpert.testing.problems import MoEInputs
 from support.devices import DEVICES
 from support.executors import CHIPS, Executor
 from support.kernels import kernels_of
-from support.poison import PLANTED_ERRORS
+from support.poison import PLANTED_ERRORS, plant_exchanged_gate_up
 from tests.conformance.cases import moe as cases
 from tests.conformance.cases.moe_case import MoECase, layout_of
 
@@ -96,3 +99,42 @@ def test_the_comparison_catches(name: str, a_format: str, exact: bool) -> None:
         wrong = case.run(PLANTED_ERRORS[name](inputs))
     with pytest.raises(AssertionError):
         case.compare(wrong, inputs, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "plant"),
+    [
+        ("mxfp8-gelu", lambda inputs: replace(inputs, activation=GELU("tanh"))),
+        ("bf16-gelu", plant_exchanged_gate_up),
+        ("mxfp4-gelu_tanh", lambda inputs: replace(inputs, activation=SiLU())),
+        ("bf16-swiglu_beta", lambda inputs: replace(inputs, activation=SwiGLU(limit=None))),
+        ("mxfp4-swiglu", lambda inputs: replace(inputs, activation=SwiGLU(limit=1.0))),
+    ],
+    ids=["tanh for erf", "gate for up", "silu for gelu", "another beta", "another alpha"],
+)
+def test_the_comparison_catches_another_activation(
+    name: str, plant: Callable[[MoEInputs], MoEInputs]
+) -> None:
+    check_catches(cases.STAGES[name], plant)
+
+
+@pytest.mark.parametrize("a_format", cases.FORMATS)
+def test_the_comparison_catches_relu_without_a_square(
+    a_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plant(inputs: MoEInputs) -> MoEInputs:
+        monkeypatch.setattr(reference, "activate", lambda activation, gate, up: up.clamp(min=0))
+        return inputs
+
+    check_catches(cases.STAGES[f"{a_format}-relu2"], plant)
+
+
+def check_catches(case: MoECase, plant: Callable[[MoEInputs], MoEInputs]) -> None:
+    """Stage 1 of the reference is right, and is told from one with a fault."""
+    inputs = case.inputs()
+    expected = case.expected(inputs)
+    with mxpert.override(backend="reference"):
+        case.compare_gate_up(case.run_stages(inputs, expected, 16)[0], expected, "")
+        wrong, _ = case.run_stages(plant(inputs), expected, 16)
+    with pytest.raises(AssertionError, match="relative L2"):
+        case.compare_gate_up(wrong, expected, "")

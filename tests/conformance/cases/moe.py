@@ -16,7 +16,12 @@ FORMATS: tuple[OwnFormat, ...] = ("bf16", "mxfp8", "mxfp4", "fp8_token")
 EXACT_FORMATS = FORMATS[:3]
 """Their scales are powers of two."""
 ACTIVATIONS = (SiLU(), SWIGLU, ClampedSiLU(), SiTUv2())
-TIGHT = (SiLU(), SwiGLU(alpha=1.3, limit=1.0), ClampedSiLU(0.5), SiTUv2(beta=0.7, beta_up=1.1))
+TIGHT = (
+    SiLU(),
+    SwiGLU(alpha=1.3, limit=1.0, beta=2.0),
+    ClampedSiLU(0.5),
+    SiTUv2(beta=0.7, beta_up=1.1),
+)
 """Parameters that change many of normal values."""
 OTHERS = {
     "gelu": GELU(),
@@ -107,7 +112,7 @@ STAGES: Cases = {
         on_input=j % 4 == i,
         rule=RULES[j % 4],
         exact=False,
-        tile=FOUR_TILES[j % 4],
+        tile=FOUR_TILES[(i + j) % 4],
         sizes=Sizes(experts=5, tokens=64),
     )
     for i, a_format in enumerate(FORMATS)
@@ -116,7 +121,7 @@ STAGES: Cases = {
     )
 }
 """Pairwise: every format with every activation, order, combine, rule and tile, every activation
-with every order and combine. An activation more is one in `OTHERS`."""
+with every order, combine and tile. An activation more is one in `OTHERS`."""
 NO_TOKENS: Cases = {
     combine.value: MoECase("mxfp8", combine=combine, sizes=Sizes(tokens=0)) for combine in COMBINES
 }
@@ -178,6 +183,9 @@ OPERANDS: Cases = {
     ),
     "gaps-fp8_token": MoECase("fp8_token", x="gaps", exact=False, sizes=Sizes(experts=5)),
     "poisoned": MoECase("mxfp8", poisoned=True, tile="split"),
+    "poisoned-relu2": MoECase(
+        "mxfp8", ReLU2(), combine=Combine.ATOMIC, poisoned=True, exact=False, tile="split"
+    ),
     "nan": MoECase("bf16", bad=torch.nan),
     "nan-mxfp8": MoECase("mxfp8", bad=torch.nan, sizes=HIGH, tile="high_64"),
     "infinity-mxfp4": MoECase("mxfp4", SiLU(), bad=-torch.inf),
