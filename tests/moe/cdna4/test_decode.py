@@ -14,12 +14,15 @@ from mxpert import Combine, GateUpOrder, MoEWeights, RoutingPlan, ScaleRule
 from mxpert.configs import Cdna4GemmConfig
 from mxpert.core.problem import (
     ACTIVATIONS,
+    GELU,
+    Activation,
     MoEConfig,
     MoEOptions,
     MoEProblem,
     Op,
     ReferenceConfig,
     SiLU,
+    SwiGLU,
 )
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.moe.cdna4.config import prefill_config, require_valid
@@ -59,7 +62,7 @@ class Case:
     """A layer with its options and one tile for both stages."""
 
     a_format: str
-    activation: str
+    activation: Activation | str
     tile: Cdna4GemmConfig = FOUR_WAVES
     combine: Combine = Combine.REDUCE
     shape: MoEShape = SMALL
@@ -74,10 +77,13 @@ class Case:
         shared = f"x{self.tile.k_splits}" if self.tile.k_splits > 1 else ""
         return f"{self.a_format}-{self.activation}-{self.tile.block_m}{shared}{deep}"
 
+    @property
+    def made(self) -> Activation:
+        given = self.activation
+        return ACTIVATIONS[given]() if isinstance(given, str) else given
+
     def inputs(self) -> MoEInputs:
-        shape = replace(
-            self.shape, activation=ACTIVATIONS[self.activation](), gate_up_order=self.order
-        )
+        shape = replace(self.shape, activation=self.made, gate_up_order=self.order)
         return exact_moe_problem(shape, self.num_tokens, apply_router_weight_on_input=self.on_input)
 
 
@@ -92,6 +98,9 @@ CASES = (
     Case("mxfp8", "silu", tile(num_stages=2), shape=DEEP, rule=ScaleRule.FLOOR),
     Case("bf16", "silu", tile(k_splits=2, num_warps=1), num_tokens=3, on_input=True),
     Case("mxfp4", "silu", tile(num_warps=8), rule=ScaleRule.EVEN),
+    Case("mxfp8", GELU()),
+    Case("bf16", GELU("tanh"), order=GateUpOrder.CONCATENATED),
+    Case("mxfp4", SwiGLU(beta=0.0), order=GateUpOrder.CONCATENATED),
 )
 
 
