@@ -159,7 +159,7 @@ def test_group_starts_are_clamped(starts: list[int], span: ScaleSpan) -> None:
 
 
 @pytest.mark.parametrize(
-    "activation", ["gelu", "SiLU", "", None, mxpert.SiLU, torch.nn.SiLU()], ids=repr
+    "activation", ["geglu", "SiLU", "", None, mxpert.SiLU, torch.nn.SiLU()], ids=repr
 )
 def test_a_wrong_activation_is_told_what_to_pass(activation: Any) -> None:
     rows = torch.zeros(2, 64)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mxpert.core.problem import Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
+from mxpert.core.problem import GELU, Activation, ClampedSiLU, SiLU, SiTUv2, SwiGLU
 from mxpert.errors import require
 from mxpert.formats.codec import encode, exact_power_of_two, pack_codes
 from mxpert.formats.spec import E2M1, E8M0_BIAS, MX_BLOCK_SIZE, MXFP4
@@ -42,15 +42,18 @@ MAX_EXACT_TOP_K = 12
 def exact_activation(activation: Activation) -> Activation:
     """The same kind of activation with parameters that are exact for gates of 64 to 256.
 
-    SwiGLU and ClampedSiLU clamp gates to 128 (which is exact) and leave ups alone. SiTUv2 with
-    ``beta = 4``, ``beta_up = 2^−6`` saturates both tanh: ``tanh(16)`` and ``tanh(32)`` round to 1.
+    SwiGLU and ClampedSiLU clamp gates to 128 (which is exact) and leave ups alone. GELU stays.
+    SiTUv2 with ``beta = 4``, ``beta_up = 2^−6`` saturates both tanh: ``tanh(16)`` and ``tanh(32)``
+    round to 1.
 
     >>> exact_activation(SwiGLU())
-    SwiGLU(alpha=1.5, limit=128.0)
+    SwiGLU(alpha=1.5, limit=128.0, beta=1.0)
     """
     match activation:
-        case SwiGLU():
-            return SwiGLU(alpha=1.5, limit=GATE)
+        case SwiGLU(beta=beta):  # an integer
+            return SwiGLU(alpha=1.5, limit=GATE, beta=beta)
+        case GELU():  # Φ rounds to 1, as the sigmoid does
+            return activation
         case ClampedSiLU():
             return ClampedSiLU(limit=GATE)
         case SiTUv2():
