@@ -98,7 +98,8 @@ class LocalExpertsQuantizer(HfQuantizer):
             text = "mxpert: all experts are loaded, and foreign ones dropped afterwards: %s"
             _logger.warning(text, error)
             return model
-        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or set()
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+        ignored = [] if ignored is None else ignored  # a set in newer releases
         model._keys_to_ignore_on_load_unexpected = type(ignored)([*ignored, _DENSE_EXPERTS])
         for found in layers:
             dtype = next(found.module.parameters()).dtype

@@ -109,7 +109,8 @@ class MXQuantizer(HfQuantizer):
                 need="a checkpoint with all experts in MXFP4",
                 got=f"dense {dense}",
             )
-            ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or set()
+            ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+            ignored = [] if ignored is None else ignored  # a set in newer releases
             model._keys_to_ignore_on_load_unexpected = type(ignored)([*ignored, _STORED_EXPERTS])
         for found in layers:
             dtype = next(found.module.parameters()).dtype

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from packaging.version import Version
 
 import mxpert
 import mxpert.integrations.transformers
@@ -101,6 +103,17 @@ class Support:
         marks += ["yes" if each else "no" for each in (self.load, self.train)]
         name = FAMILIES[model_type][0]
         return f"| {name} | `{model_type}` | {' | '.join(marks)} | {self.reason} |"
+
+
+NEEDS = (5, 17)
+NEWER = ("deepseek_v32", "glm4_moe_lite", "granitemoe")
+"""Families that need this release of Transformers, as the page says."""
+
+
+def skip_before_its_release(model_type: str) -> None:
+    """Skip a test of a family that this release of Transformers is too old for."""
+    if model_type in NEWER and Version(transformers.__version__).release[:2] < NEEDS:
+        pytest.skip(f"needs Transformers {NEEDS[0]}.{NEEDS[1]}, has {transformers.__version__}")
 
 
 def build(model_type: str, **changes: Any) -> Any:

@@ -8,28 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
-from packaging.version import Version
 
 from mxpert import UnsupportedError
 from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
-from tests.integrations.supported import FAMILIES, HEADER, PAGE, build, table_of, try_family
+from tests.integrations.supported import (
+    FAMILIES,
+    HEADER,
+    PAGE,
+    build,
+    skip_before_its_release,
+    table_of,
+    try_family,
+)
 
 
 def rows() -> list[str]:
     return table_of(PAGE.read_text(encoding="utf-8")).removeprefix(HEADER).splitlines()
 
 
-NEEDS = (5, 17)
-NEWER = ("deepseek_v32", "gemma4_text", "glm4_moe_lite", "granitemoe", "nemotron_h")
-"""Families that need this release of Transformers or were tried with it alone, as the page says."""
-
-
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_page_says_what_works(model_type: str, tmp_path: Path) -> None:
-    found = Version(transformers.__version__).release[:2]
-    if model_type in NEWER and found < NEEDS:
-        pytest.skip(f"needs Transformers {NEEDS[0]}.{NEEDS[1]}, has {transformers.__version__}")
+    skip_before_its_release(model_type)
     assert try_family(model_type, tmp_path).row(model_type) in rows()
 
 

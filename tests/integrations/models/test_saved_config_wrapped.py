@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers.quantizers.base import HfQuantizer
 
 import mxpert
 import mxpert.integrations.transformers  # registers "mxpert"
@@ -92,6 +93,8 @@ def test_a_wrapped_model_of_another_quantiser_is_refused() -> None:
 
 @pytest.mark.parametrize("inner", [False, True], ids=["whole", "language model alone"])
 def test_a_multimodal_model_and_the_model_inside_load_again(inner: bool, tmp_path: Path) -> None:
+    if not inner and not hasattr(HfQuantizer, "update_weight_conversions"):
+        pytest.skip("this release of Transformers transposes the experts' codes of Qwen3-VL-MoE")
     model: Any = transformers.Qwen3VLMoeForConditionalGeneration(
         transformers.Qwen3VLMoeConfig(
             text_config=dict(
