@@ -201,8 +201,8 @@ class _GroupedLinear(torch.autograd.Function):
                 operands = x, weight, given
                 y, kept = _forward_mx(*operands, group_offsets, recipe, need_x, need_weight)
             else:
-                assert x is not None  # checked, as the next line
-                assert weight is not None
+                assert x is not None  # for the type checker
+                assert weight is not None  # for the type checker
                 weight = weight.to(x.dtype)
                 y = multiply_rows(x, weight, group_offsets, trans_b=True)
                 kept = x if need_weight else None, weight if need_x else None
@@ -252,7 +252,7 @@ def _forward_mx(
     if given.x is not None:
         x_row, kept_x = given.x[0], given.x[1] if need_weight else None
     else:
-        assert x is not None  # checked, as the weight below
+        assert x is not None  # for the type checker
         if need_weight and not recipe.high_precision_wgrad:
             x_row, kept_x = quantize_dual(
                 x, fmt, group_offsets=group_offsets, scale_rule=rule, scale_span=spans.x
@@ -266,7 +266,7 @@ def _forward_mx(
         if need_x:  # squares are turned in backward: until then the caller's tensor is enough
             kept_weight = weight_row if column is None else column
     else:
-        assert weight is not None
+        assert weight is not None  # for the type checker
         if need_x:
             weight_row, kept_weight = quantize_dual(
                 weight, fmt, scale_rule=rule, scale_span=spans.weight

@@ -69,9 +69,9 @@ def grouped_mm(
     if copies_of(a) is not None or copies_of(b) is not None:
         return _of_quantized(a, b, offs, bias, out_dtype, recipe)
     _check_grouped_mm(a, b, offs, bias, out_dtype, recipe)
-    assert isinstance(a, torch.Tensor)  # checked by _check_grouped_mm, as b and offs
-    assert isinstance(b, torch.Tensor)
-    assert offs is not None
+    assert isinstance(a, torch.Tensor)  # for the type checker
+    assert isinstance(b, torch.Tensor)  # for the type checker
+    assert offs is not None  # for the type checker
     group_offsets = torch.nn.functional.pad(offs, (1, 0))
     if b.dim() == 3:
         weight = b.transpose(-2, -1).contiguous()
@@ -112,12 +112,12 @@ def _of_quantized(
             weight = second, first
     else:
         need.tensor(b, "b", dtype=FLOAT_DTYPES, shape=(None, None, None))
-        assert isinstance(b, torch.Tensor)  # checked
+        assert isinstance(b, torch.Tensor)  # for the type checker
         weight = b.transpose(-2, -1).contiguous()
     dtype = a.dtype if isinstance(a, torch.Tensor) else torch.bfloat16
     need(out_dtype in (None, dtype), "out_dtype", f"None or {dtype}", out_dtype, "cast the result")
     need.tensor(offs, "offs", dtype=torch.int32, shape=(None,))
-    assert offs is not None  # checked
+    assert offs is not None  # for the type checker
     group_offsets = torch.nn.functional.pad(offs, (1, 0))
     return grouped_linear(a, weight, group_offsets, bias=bias, recipe=recipe)
 
@@ -135,9 +135,9 @@ def _check_grouped_mm(
         raise need.type_error("recipe", "an MXFP8Recipe", type(recipe).__name__)
     dtypes = FLOAT_DTYPES if recipe.enabled else WIDE_DTYPES
     need.tensor(a, "a", dtype=dtypes)
-    assert isinstance(a, torch.Tensor)  # checked
+    assert isinstance(a, torch.Tensor)  # for the type checker
     need.tensor(b, "b", dtype=a.dtype, device=a.device)
-    assert isinstance(b, torch.Tensor)  # checked
+    assert isinstance(b, torch.Tensor)  # for the type checker
     if (a.dim(), b.dim()) not in ((2, 2), (2, 3)):
         raise UnsupportedError(
             message(

@@ -55,5 +55,5 @@ def kind_of_copy(copy: Operand | None) -> CopyKind:
 
 def copy_from(parts: Sequence[Any], kind: CopyKind) -> MXTensor:
     """The copy that `parts_of_copy` and `kind_of_copy` describe."""
-    assert kind is not None  # plain tensors are taken as they are
+    assert kind is not None  # for the type checker
     return rebuild_mx(parts[0], parts[1], kind[0], span=kind[1], wide=parts[2])
