@@ -54,11 +54,11 @@ EXACT: Cases = {
 }
 """Every tile with every format."""
 OTHER_TILES: Cases = {
-    "bf16": MoECase("bf16", ClampedSiLU(), GateUpOrder.INTERLEAVED_16, sizes=DEEP, tile="small"),
+    "bf16": MoECase("bf16", ClampedSiLU(), GateUpOrder.INTERLEAVED_16, sizes=DEEP, tile="deep"),
     "mxfp4-sliced": MoECase(
         "mxfp4", SiTUv2(), combine=Combine.ATOMIC, sizes=replace(DEEP, tokens=40), tile="sliced"
     ),
-    "mxfp8-split": MoECase("mxfp8", sizes=replace(DEEP, tokens=40), tile="split"),
+    "mxfp8-split": MoECase("mxfp8", sizes=replace(DEEP, tokens=40), tile="deep_split"),
     "bf16-sliced_and_split": MoECase(
         "bf16", combine=Combine.ATOMIC, sizes=DEEP, tile="sliced_and_split"
     ),
@@ -135,7 +135,7 @@ ROUNDED: Cases = {
         ("mxfp4", torch.bfloat16),
         ("fp8_token", torch.bfloat16),
     )
-} | {"mxfp8-deep": MoECase("mxfp8", exact=False, sizes=replace(DEEP, tokens=40))}
+} | {"mxfp8-deep": MoECase("mxfp8", exact=False, sizes=replace(DEEP, tokens=40), tile="deep")}
 MAP = (1, -1, 0, -1, -1)
 ROUTED: Cases = {
     **{

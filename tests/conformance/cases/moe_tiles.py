@@ -21,6 +21,9 @@ def tile(unit: int, gate_up: GemmConfig, down: GemmConfig) -> MoEConfig:
     return MoEConfig(unit, gate_up, down)
 
 
+DEEP = tile(32, GemmConfig(32, 64, 256, 4, 2), GemmConfig(32, 256, 64))
+DEEP_SPLIT = tile(32, GemmConfig(32, 64, 256, 4, 2, split_k=2), GemmConfig(32, 256, 64, split_k=2))
+"""Long steps: the interpreter's time is that of the steps."""
 TILES: dict[str, dict[str, MoEConfig]] = {
     "chosen": {},
     "small": {
@@ -36,7 +39,7 @@ TILES: dict[str, dict[str, MoEConfig]] = {
         "cdna4": both(decode(), 32),
     },
     "grouped": {
-        "triton": tile(16, GemmConfig(16, 64, 128, group_m=2), GemmConfig(16, 128, 128, group_m=2)),
+        "triton": tile(16, GemmConfig(16, 64, 256, group_m=2), GemmConfig(16, 128, 128, group_m=2)),
         "cdna4": both(decode(stages=2)),
     },
     "split": {
@@ -51,16 +54,15 @@ TILES: dict[str, dict[str, MoEConfig]] = {
         "triton": tile(64, GemmConfig(64, 64, 128, split_k=4), GemmConfig(64, 128, 128, split_k=4)),
         "cdna4": both(decode(k_splits=2, warps=1)),
     },
-    "sliced": {
-        "triton": tile(32, GemmConfig(32, 64, 256), GemmConfig(32, 256, 64)),
-        "cdna4": both(decode(32, k_slices=4)),
-    },
-    "sliced_and_split": {
-        "triton": tile(32, GemmConfig(32, 64, 128, split_k=2), GemmConfig(32, 128, 64, split_k=2)),
-        "cdna4": both(decode(32, 2, 2, stages=2)),
-    },
+    "sliced": {"triton": DEEP, "cdna4": both(decode(32, k_slices=4))},
+    "sliced_and_split": {"triton": DEEP_SPLIT, "cdna4": both(decode(32, 2, 2, stages=2))},
+    "deep": {"triton": DEEP, "cdna4": both(decode())},
+    "deep_split": {"triton": DEEP_SPLIT, "cdna4": both(decode(32, k_splits=3))},
     **{
-        name: {"triton": tile(64, GemmConfig(64, 64, 128), GemmConfig(64, 128, 64)), "cdna4": own}
+        name: {
+            "triton": tile(64, GemmConfig(64, 64, 256, 4, 2), GemmConfig(64, 128, 64)),
+            "cdna4": own,
+        }
         for name, own in {
             "high_64": both(prefill_config(64)),
             "high_128": both(prefill_config(128)),
