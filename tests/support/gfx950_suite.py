@@ -77,13 +77,15 @@ def chosen(count: int) -> dict[int, tuple[str, ...]]:
 
 def select(items: Iterable[pytest.Function]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Items to run and items to leave out, of functions that are parametrised with ``schedule``."""
-    functions: dict[tuple[Any, ...], dict[tuple[Any, ...], list[pytest.Function]]] = {}
+    functions: dict[tuple[Any, ...], dict[tuple[int, ...], list[pytest.Function]]] = {}
     for item in items:
-        indices = {**item.callspec.indices}
-        del indices["schedule"]
-        executor = item.callspec.params.get("executor")
-        cases = functions.setdefault((item.path, item.cls, item.originalname, executor), {})
-        cases.setdefault(tuple(indices.items()), []).append(item)
+        params = {**item.callspec.params}
+        del params["schedule"]
+        cases = functions.setdefault(
+            (item.path, item.cls, item.originalname, params.get("executor")), {}
+        )
+        # Both schedules of a case have the same objects; pytest's indices count them apart.
+        cases.setdefault(tuple(map(id, params.values())), []).append(item)
     kept: list[pytest.Item] = []
     left: list[pytest.Item] = []
     for cases in functions.values():
