@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..core.problem import OwnFormat
 from ..distributed import ExpertParallel
-from ..errors import message, require
+from ..errors import UnsupportedError, message, require
 from ..formats.spec import ScaleRule
 from ..moe.published_tensors import published_shapes
 from ..moe.weights import GateUpOrder
@@ -98,6 +100,7 @@ class MXQuantizer(HfQuantizer):
         request = self._request
         self._dtypes = _wanted_dtypes(model)
         layers, ranks = find_experts(model, _OP), request.expert_parallel
+        _refuse_conversions(model)
         self._folder = None if not checkpoint_files else Path(checkpoint_files[0]).parent
         dense = _dense_layers(model, [found.name for found in layers], request, self._folder)
         if ranks is not None:
@@ -188,6 +191,24 @@ class MXQuantizer(HfQuantizer):
             dtype = experts.dtype if name.endswith("_bias") else tensor.dtype
             tensors[name] = tensor.to(ranks.device, dtype)
         return tensors
+
+
+def _refuse_conversions(model: PreTrainedModel) -> None:
+    """Refuse a model whose dense experts Transformers transposes, before 5.8.
+
+    These releases do the same to blocks and scales, and ask no quantiser.
+    """
+    if hasattr(HfQuantizer, "update_weight_conversions"):
+        return
+    conversions = get_model_conversion_mapping(model)
+    kept = without_expert_conversions(conversions)
+    patterns = [
+        each for entry in conversions if entry not in kept for each in entry.source_patterns
+    ]
+    if any(pattern.endswith((".gate_up_proj", ".down_proj")) for pattern in patterns):
+        kind, version = model.config.model_type, transformers.__version__
+        need, remedy = "Transformers 5.8 or newer", "pip install -U transformers"
+        raise UnsupportedError(message(_OP, f"MXFP4 experts of {kind}", need, version, remedy))
 
 
 def require_loaded(info: Mapping[str, Any], modules: Iterable[str]) -> None:
