@@ -46,9 +46,14 @@ def heavy(modules: set[str]) -> set[str]:
 
 
 def test_import_takes_nothing_heavy_and_little_time() -> None:
-    attempts = [imported_by("import mxpert") for _ in range(3)]  # the first writes byte code
-    assert heavy(attempts[0][0]) == set()
-    assert min(seconds for _, seconds in attempts) <= COSTS_AT_MOST
+    seconds = []
+    for _ in range(8):  # the first writes byte code; other processes make an attempt slower
+        modules, taken = imported_by("import mxpert")
+        seconds.append(taken)
+        if taken <= COSTS_AT_MOST:
+            break
+    assert heavy(modules) == set()
+    assert min(seconds) <= COSTS_AT_MOST
 
 
 def test_the_version_is_printed_without_what_it_does_not_need() -> None:

@@ -261,7 +261,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "top_k large": ({"top_k": E + 1}, ValueError, r"top_k — need 1 … 4 "),
     "top_k float": ({"top_k": 2.0}, TypeError, "top_k — need an int"),
     "top_k bool": ({"top_k": True}, TypeError, "top_k — need an int"),
-    "activation": ({"activation": "gelu"}, ValueError, "activation — need an activation object"),
+    "activation": ({"activation": "geglu"}, ValueError, "activation — need an activation object"),
     "format": ({"activation_format": "int8"}, ValueError, "activation_format — need one of"),
     "on input": (
         {"apply_router_weight_on_input": True},

@@ -115,8 +115,8 @@ class MoEWeights(
         rows, device = 2 * inner if self.has_gate else inner, self.down_proj.device
         wanted = [experts, rows, hidden]
         _check(min(down) > 0, "down_proj.shape", "E, H and F above zero", down)
-        name = "[E, 2F, H]" if self.has_gate else "[E, F, H]"
-        need, remedy = f"{name} = {wanted}", f"down_proj [E, H, F] is {down}"
+        need = f"[E, 2F, H] = {wanted}" if self.has_gate else f"[E, F, H] = {wanted}"
+        remedy = f"down_proj [E, H, F] is {down}"
         if gate_up == [experts, inner, hidden]:
             remedy += ", and experts without a gate have gate_up_order=None"
         _check(gate_up == wanted, "gate_up_proj.shape", need, gate_up, remedy)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.nvidia import driver as nvidia
 
 import mxpert
-from mxpert.core import geometry, launch, registry, replay
+from mxpert.core import geometry, registry, replay
 from mxpert.core import ops as library
 from mxpert.core.launch import Launch, PreparedLaunch
 from mxpert.core.ops import OPS
@@ -89,7 +90,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(Launch, "_learn", counted("learn", Launch._learn))
     monkeypatch.setattr(Launch, "__init__", counted("build", Launch.__init__))
     monkeypatch.setattr(
-        launch.nvidia, "make_tensordesc_arg", counted("encode", launch.nvidia.make_tensordesc_arg)
+        nvidia, "make_tensordesc_arg", counted("encode", nvidia.make_tensordesc_arg)
     )
     monkeypatch.setattr(PreparedLaunch, "__call__", counted("launch", PreparedLaunch.__call__))
     for spec in OPS.values():

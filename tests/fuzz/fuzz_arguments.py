@@ -19,7 +19,15 @@ from mxpert.training.rows import op as rows
 MXFP8_NAMES = ("mxfp8", "mxfp8_e4m3", "mxfp8_e5m2")
 NAMES = ("mxfp4", *MXFP8_NAMES)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-ACTIVATIONS = (mxpert.SiLU(), mxpert.SwiGLU(), mxpert.ClampedSiLU(), mxpert.SiTUv2())
+ACTIVATIONS = (
+    mxpert.SiLU(),
+    mxpert.SwiGLU(),
+    mxpert.SwiGLU(limit=None, beta=0.25),
+    mxpert.ClampedSiLU(),
+    mxpert.SiTUv2(),
+    mxpert.GELU(),
+    mxpert.GELU("tanh"),
+)
 Arguments = dict[str, Any]
 
 

@@ -287,7 +287,8 @@ LAYERS = [
         mxpert.padded_group_offsets,
         lambda r: dict(group_offsets=groups(r)[1]),
     ),
-    Target("SwiGLU", mxpert.SwiGLU, lambda r: dict(alpha=1.0, limit=7.0)),
+    Target("SwiGLU", mxpert.SwiGLU, lambda r: dict(alpha=1.0, limit=7.0, beta=1.0)),
+    Target("GELU", mxpert.GELU, lambda r: dict(approximate="tanh")),
     Target("ClampedSiLU", mxpert.ClampedSiLU, lambda r: dict(limit=7.0)),
     Target("SiTUv2", mxpert.SiTUv2, lambda r: dict(beta=1.0, beta_up=7.0)),
     Target(

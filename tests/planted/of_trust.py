@@ -30,7 +30,7 @@ from mxpert.integrations.serving import layer_weights, loads, reload
 from mxpert.modules import quantize_weights, requantize_
 from mxpert.moe import requantize
 from mxpert.moe.hopper import layout as layouts
-from mxpert.training import autograd, clip_grad_norm_, expert_parallel, grouped_linear
+from mxpert.training import checks, clip_grad_norm_, expert_parallel, grouped_linear
 from mxpert.training import autograd as main_grad
 
 E, H, F = 3, 64, 64
@@ -339,7 +339,7 @@ FAULTS = (
     ),
     Fault(
         "main_grad is float32 or refused",
-        setting(autograd, "MAIN_GRAD_DTYPES", (torch.float32,)),
+        setting(checks, "MAIN_GRAD_DTYPES", (torch.float32,)),
         main_grad_may_have_16_bits,
     ),
     Fault(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, silu
 
 import mxpert
 from mxpert.core.problem import Activation
@@ -36,9 +36,11 @@ def activate(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> to
     match activation:
         case mxpert.SiLU():
             return silu(gate) * up
-        case mxpert.SwiGLU(alpha=alpha, limit=limit):
+        case mxpert.SwiGLU(alpha=alpha, limit=limit, beta=beta):
             gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-            return gate * torch.sigmoid(alpha * gate) * (up + 1)
+            return gate * torch.sigmoid(alpha * gate) * (up + beta)
+        case mxpert.GELU(approximate=approximate):
+            return gelu(gate, approximate=approximate) * up
         case mxpert.ClampedSiLU(limit=limit):
             return silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
         case mxpert.SiTUv2(beta=beta, beta_up=beta_up):

@@ -250,6 +250,6 @@ def test_the_gate_is_found_by_the_experts_forward() -> None:
     model = build("llama4")
     assert {found.activation for found in find_experts(model, "op")} == {mxpert.SiLU()}
     for layer in BLOCKS:
-        model.model.layers[layer].feed_forward.experts.act_fn = torch.nn.GELU()
+        model.model.layers[layer].feed_forward.experts.act_fn = torch.nn.Tanh()
     with pytest.raises(UnsupportedError, match="activation — need SiLU"):
         convert(model, progress=False)
