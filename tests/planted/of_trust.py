@@ -30,8 +30,8 @@ from mxpert.integrations.serving import layer_weights, loads, reload
 from mxpert.modules import quantize_weights, requantize_
 from mxpert.moe import requantize
 from mxpert.moe.hopper import layout as layouts
-from mxpert.training import checks, clip_grad_norm_, expert_parallel, grouped_linear
 from mxpert.training import autograd as main_grad
+from mxpert.training import checks, clip_grad_norm_, expert_parallel, grouped_linear
 
 E, H, F = 3, 64, 64
 ORDER = GateUpOrder.INTERLEAVED
