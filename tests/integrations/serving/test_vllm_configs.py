@@ -211,7 +211,7 @@ DISPATCHES = {"use_ep": True, "dp_size": 2, "all2all_backend": "deepep_low_laten
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("--all2all-backend allgather_reducescatter", {"parallel": DISPATCHES}),
     ("hidden_size", {"hidden_dim": 100}),
-    ("the experts' activation", {"activation": MoEActivation.RELU2_NO_MUL}),
+    ("the experts' activation", {"activation": MoEActivation.SWIGLUSTEP}),
 ]
 
 
@@ -277,7 +277,8 @@ def test_unknown_activations_are_refused() -> None:
     from mxpert.integrations.vllm._refusals import activation_of
 
     with pytest.raises(UnsupportedError, match="got relu2_no_mul"):
-        activation_of(moe_config(activation=MoEActivation.RELU2_NO_MUL), SimpleNamespace())
+        # vLLM itself makes no config of it on a CPU
+        activation_of(SimpleNamespace(activation=MoEActivation.RELU2_NO_MUL), SimpleNamespace())
     if hasattr(MoEActivation, "SITU"):
         with pytest.raises(UnsupportedError, match="both of its parameters, got situ"):
             activation_of(moe_config(activation=MoEActivation.SITU), SimpleNamespace())
