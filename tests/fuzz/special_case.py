@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.functional import gelu
 
 import mxpert
 from mxpert import MXTensor
@@ -48,6 +49,8 @@ def wide(value: torch.Tensor | MXTensor) -> torch.Tensor:
 
 def act(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """The activations by their formulas."""
+    if isinstance(activation, mxpert.GELU):
+        return gelu(gate, approximate=activation.approximate) * up
     p = {name: float(getattr(activation, name)) for name in activation.__dataclass_fields__}
     if activation.name == mxpert.SiTUv2().name:
         bounded = p["beta"] * torch.tanh(gate / p["beta"]) / (1 + torch.exp(-gate))
@@ -55,4 +58,4 @@ def act(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.T
     if "limit" in p:
         gate, up = gate.clamp(max=p["limit"]), up.clamp(-p["limit"], p["limit"])
     swish = gate / (1 + torch.exp(-p.get("alpha", 1.0) * gate))
-    return swish * (up + 1 if "alpha" in p else up)
+    return swish * (up + p["beta"] if "alpha" in p else up)
