@@ -16,18 +16,10 @@ from mxpert.training.rows.triton import COMBINE_BLOCK
 from support.inputs import INPUTS
 from support.kernels import kernels_of
 from support.poison import nan_filled_scratch
+from support.training import ACTIVATIONS
 
 REFERENCE = kernels_of("reference")
 TRITON = kernels_of("triton")
-ACTIVATIONS = (
-    mxpert.SiLU(),
-    mxpert.SwiGLU(limit=1.0),
-    mxpert.ClampedSiLU(1.0),
-    mxpert.SiTUv2(),
-    mxpert.GELU(),
-    mxpert.GELU("tanh"),
-    mxpert.SwiGLU(limit=None, beta=0.25),
-)
 DTYPES = (torch.bfloat16, torch.float32)
 STEPS = 16
 """Upper bound of the float32 operations per value in these kernels."""

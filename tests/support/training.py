@@ -1,12 +1,24 @@
-"""What a quantised MoE block that trains may differ from float64 by."""
+"""Activations that train, and what a quantised MoE block may differ from float64 by."""
 
 from __future__ import annotations
 
 import math
 
+import mxpert
 from mxpert.formats.spec import ScaleRule
 from mxpert.testing.noise import gaussian_magnitudes, quantisation_noise
 from mxpert.testing.numerics import rounding_rms, sampling_margin
+
+ACTIVATIONS = (
+    mxpert.SiLU(),
+    mxpert.SwiGLU(limit=1.0),
+    mxpert.ClampedSiLU(1.0),
+    mxpert.SiTUv2(),
+    mxpert.GELU(),
+    mxpert.GELU("tanh"),
+    mxpert.SwiGLU(limit=None, beta=0.25),
+)
+"""Limits of 1 change many of normal values."""
 
 
 def layer_floor_db(numel: int, *, exchanged: bool = False, mxfp8_wire: bool = False) -> float:

@@ -17,18 +17,9 @@ from mxpert.testing.numerics import is_exact, sqnr_db
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE, grouped_linear, grouped_mm
 from mxpert.training.activation import gated_activation
 from mxpert.training.permute import CombineRows, PermuteRows, sort_by_expert
-from support.training import layer_floor_db
+from support.training import ACTIVATIONS, layer_floor_db
 
 PLAIN = MXFP8Recipe(enabled=False)
-ACTIVATIONS = (
-    mxpert.SiLU(),
-    mxpert.SwiGLU(limit=1.0),
-    mxpert.ClampedSiLU(1.0),
-    mxpert.SiTUv2(),
-    mxpert.GELU(),
-    mxpert.GELU("tanh"),
-    mxpert.SwiGLU(limit=None, beta=0.25),
-)
 
 
 def activate(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
