@@ -25,7 +25,6 @@ from ..integrations.checkpoints.hub import local_checkpoint
 from ..integrations.checkpoints.load import LoadedMoELayer, load_gpt_oss_layers
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, positive_int, read_json
 from ..moe.weights import GateUpOrder
-from ..quantize.op import dequantize
 from ..routing.op import route_topk
 from ..testing.problems import MoEShape, random_moe_problem
 from .main import quiet_imports
@@ -204,9 +203,7 @@ def loop_over_experts(layer: LoadedMoELayer, hidden: torch.Tensor) -> torch.Tens
     logits = torch.nn.functional.linear(hidden.float(), layer.router_weight, layer.router_bias)
     chosen, ids = logits.topk(layer.top_k)
     shares = chosen.double().softmax(-1)
-    gate_up, down = (
-        dequantize(part).double() for part in (weights.gate_up_proj, weights.down_proj)
-    )
+    gate_up, down = weights.dequantize(torch.float64)
     out = torch.zeros(hidden.shape, dtype=torch.float64)
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)

@@ -284,6 +284,7 @@ class MoEProblem:
             it), and 0 for the whole layer, which chooses its own.
         local_top_k: how many ids of a token name an expert of this rank, on average over tokens
             that spread evenly over all experts; None if all of them do.
+        weight_format: name of the weights' format: "mxfp4", "mxfp8_e4m3", "nvfp4", "int4_g32", …
     """
 
     op: Op
@@ -297,11 +298,12 @@ class MoEProblem:
     weight_layout: Layout = field(hash=False)
     routing_block_m: int = 0
     local_top_k: float | None = None
+    weight_format: str = field(default="mxfp4", hash=False)
 
     @property
     def formats(self) -> str:
         """Short name of the operand formats, as tuned tables key them: "bf16xmxfp4"."""
-        return f"{self.options.activation_format}xmxfp4"
+        return f"{self.options.activation_format}x{self.weight_format}"
 
     @property
     def routed_rows(self) -> float:

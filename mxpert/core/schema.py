@@ -18,6 +18,7 @@ import torch
 
 from ..formats.spec import MXFormat, ScaleSpan, get_format
 from ..formats.tensor import FACT_FIELDS, TENSOR_FIELDS, Layout, MXTensor, Operand
+from ..formats.weight_tensor import WEIGHT_FORMATS, WeightLike, WeightTensor
 from .problem import Activation, activation_from
 
 FormatName = str | MXFormat
@@ -141,6 +142,31 @@ _MX_TENSOR = Kind(
     _flatten_mx,
     _rebuild_mx_tensor,
 )
+
+
+def _flatten_weight(value: MXTensor | WeightTensor) -> tuple[object, ...]:
+    if isinstance(value, MXTensor):
+        return (*_flatten_mx(value), None, None)
+    facts = value.format.name, value.axis, None
+    return value.qdata, value.scale, None, None, *facts, value.zero_point, value.row_scale
+
+
+def _rebuild_weight(*flat: Any) -> MXTensor | WeightTensor:  # Any: the flat arguments
+    *of_mx, zero_point, row_scale = flat
+    qdata, scale, _, _, facts, *_ = of_mx
+    format = WEIGHT_FORMATS.get(facts)
+    if format is None:
+        return _rebuild_mx_tensor(*of_mx)
+    parts = dict(qdata=qdata, scale=scale, zero_point=zero_point, row_scale=row_scale)
+    return rebuild(WeightTensor, format=format, **parts)
+
+
+_WEIGHT = Kind(
+    (*_MX_TENSOR.types, ("_zero_point", "Tensor?"), ("_row_scale", "Tensor?")),
+    _flatten_weight,
+    _rebuild_weight,
+)
+"""A projection: an MXTensor, or a WeightTensor whose format is the only fact."""
 _KINDS: dict[Any, Kind] = {
     torch.Tensor: _one("Tensor", _same, _same),
     bool: _one("bool", _same, _same),
@@ -201,6 +227,8 @@ def kind_of(hint: Any) -> Kind:
         return _KINDS[hint]
     if hint == Operand:
         return _operand()
+    if hint == WeightLike:
+        return _WEIGHT
     if get_origin(hint) is Literal:  # names
         return kind_of(str)
     if get_origin(hint) is types.UnionType:

@@ -23,14 +23,17 @@ def num_threads(target: Target, config: GemmConfig) -> int:
     return config.num_warps * (64 if target.kind == "hip" else 32)
 
 
-def invalid_tile(target: Target, config: GemmConfig, width: int, memory: int) -> str | None:
+def invalid_tile(
+    target: Target, config: GemmConfig, width: int, memory: int, min_block_k: int = 64
+) -> str | None:
     """Why a program cannot have this tile, as a phrase; None if it can.
 
     Args:
         width: columns of the accumulator, which has block_m rows.
         memory: bytes of shared memory that the program needs.
+        min_block_k: the smallest step along K.
     """
-    for name, low in (("block_m", MIN_BLOCK_M), ("block_n", 32), ("block_k", 64)):
+    for name, low in (("block_m", MIN_BLOCK_M), ("block_n", 32), ("block_k", min_block_k)):
         value = getattr(config, name)
         if not low <= value <= 256 or value & (value - 1):
             return f"{name} must be a power of two from {low} to 256, got {value}"
@@ -88,6 +91,7 @@ def shrink_until_valid(
 
     If none is, the smallest.
     """
-    smaller = ({"num_stages": 3}, {"num_stages": 2}, {"num_stages": 2, "block_k": 64})
+    block_k = min(64, config.block_k)
+    smaller = ({"num_stages": 3}, {"num_stages": 2}, {"num_stages": 2, "block_k": block_k})
     candidates = [config, *(replace(config, **change) for change in smaller)]
     return next((c for c in candidates if invalid(c) is None), candidates[-1])

@@ -25,6 +25,7 @@ from ..core.problem import (
 from ..device.mx_codec import scale_rule_constants
 from ..formats.tensor import MXTensor, Operand
 from ..formats.token import FP8_TOKEN
+from ..formats.weight_tensor import WeightLike
 from ..quantize.inputs import QuantizeInputs
 from ..quantize.triton import QUANTIZE
 from ..routing.inputs import PlanInputs
@@ -173,7 +174,7 @@ class Stage(abc.ABC, Generic[_ConfigT]):
             ValueError: a pinned or tuned config that no kernel implements.
         """
 
-    def weight(self, weights: MoEWeights) -> MXTensor:
+    def weight(self, weights: MoEWeights) -> WeightLike:
         """The weight of this stage."""
         return weights.gate_up_proj if self.op is Op.MOE_GATE_UP else weights.down_proj
 

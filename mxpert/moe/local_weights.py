@@ -29,9 +29,7 @@ def take_experts(weights: MoEWeights, experts: Sequence[int]) -> MoEWeights:
     """
     index = list(experts)
     projections = {
-        name: replace(tensor, qdata=tensor.qdata[index], scale=tensor.scale[index])
-        for name in PROJECTIONS
-        for tensor in [getattr(weights, name)]
+        name: getattr(weights, name)._mapped(lambda part: part[index]) for name in PROJECTIONS
     }
     biases = {name: bias[index] for name in BIASES if (bias := getattr(weights, name)) is not None}
     return replace(weights, **projections, **biases, fold_certificates=None)

@@ -352,6 +352,7 @@ def moe_problem(
         weights.layout,
         routing_block_m,
         local_top_k,
+        weights.weight_format,
     )
 
 

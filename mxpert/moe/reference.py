@@ -36,6 +36,7 @@ from ..formats.codec import decode, dequantize_blocks, quantize_blocks
 from ..formats.spec import E4M3, E8M0_BIAS, MXFormat
 from ..formats.tensor import Layout, MXTensor, Operand
 from ..formats.token import FP8_TOKEN, quantize_token_rows
+from ..formats.weight_tensor import WeightLike, WeightTensor
 from ..quantize.reference import WeightDecoder
 from ..routing.inputs import PlanInputs
 from ..routing.plan import TOKEN_MASK, RoutingPlan
@@ -153,6 +154,11 @@ def _row_values(
     return decode(quantised.qdata, E4M3, dtype), quantised.scale.to(dtype).unsqueeze(1)
 
 
+def _accumulator(weight: WeightLike, accumulate: torch.dtype) -> torch.dtype:
+    """float64 for weights of more than 8 significant bits: TF32 would round them."""
+    return torch.float64 if isinstance(weight, WeightTensor) else accumulate
+
+
 class _MoEKernel(ReferenceGemm):
     """Base class of the three MoE kernels: any device, ROW_MAJOR weights only."""
 
@@ -179,6 +185,7 @@ class GateUp(_MoEKernel):
         x, weights, plan, fmt = inputs.x, inputs.weights, inputs.plan, options.mx_format
         if fmt is not None and not isinstance(x, MXTensor):
             x = quantize_blocks(x, fmt, -1, options.scale_rule)
+        accumulate = _accumulator(weights.gate_up_proj, accumulate)
         x, x_scale = _row_values(x, options, accumulate)
         features, order = weights.intermediate_size, weights.gate_up_order
         everything = torch.arange(features, device=plan.device)
@@ -221,8 +228,8 @@ class Down(_MoEKernel):
 
         h: bfloat16 or MX [P, F] in sorted order.
         """
-        options, accumulate = problem.options, config.accumulate
-        weights, plan = inputs.weights, inputs.plan
+        options, weights, plan = problem.options, inputs.weights, inputs.plan
+        accumulate = _accumulator(weights.down_proj, config.accumulate)
         atomic = options.combine is Combine.ATOMIC
         shape = (plan.num_tokens if atomic else plan.capacity, weights.hidden_size)
         out = torch.zeros(

@@ -11,7 +11,8 @@ from ..formats.layouts import WeightLayout
 from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFP4, ScaleRule
 from ..formats.tensor import Layout, MXTensor
 from ..quantize.op import quantize
-from .weights import MoEWeights, prepared_rows
+from .prepared_weights import prepared_rows
+from .weights import MoEWeights
 
 _CODES = 1 << 28
 """Weights that are quantised at once."""
@@ -107,17 +108,20 @@ def replace_(weights: MoEWeights, new: MoEWeights, need: Checks) -> None:
     if layout is Layout.ROW_MAJOR:
         order = weights.gate_up_order
         need(assigned is order, "gate_up_order", order, assigned)
-    certificates = fold_certificate(new.gate_up_proj), fold_certificate(new.down_proj)
-    gate_up, down = weights.gate_up_proj, weights.down_proj
+    remedy = "quantise again with mxpert.quantize_weights"
+    need(weights.weight_format == MXFP4.name, "weights", "mxfp4", weights.weight_format, remedy)
+    new_gate_up, new_down = new.mx_projections
+    certificates = fold_certificate(new_gate_up), fold_certificate(new_down)
+    gate_up, down = weights.mx_projections
     rows, source = None, None
     if isinstance(layout, WeightLayout):
         assert assigned is not None  # for the type checker: packed weights have a gate
         _require_held(layout, certificates, need)
         rows, source = prepared_rows(layout, assigned, new.intermediate_size, new.device), assigned
-        layout.pack(new.gate_up_proj, certificates[0], rows, out=gate_up)
-        layout.pack(new.down_proj, certificates[1], out=down)
+        layout.pack(new_gate_up, certificates[0], rows, out=gate_up)
+        layout.pack(new_down, certificates[1], out=down)
     else:
-        for held, found in ((gate_up, new.gate_up_proj), (down, new.down_proj)):
+        for held, found in ((gate_up, new_gate_up), (down, new_down)):
             held.qdata.copy_(found.qdata)
             held.scale.copy_(found.scale)
     if weights.gate_up_bias is not None and new.gate_up_bias is not None:

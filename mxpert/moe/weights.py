@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..core.backend import layouts_for
-from ..core.target import detect_target
-from ..errors import require, require_device, require_tensor
-from ..formats.folding import FoldCertificate, fold_certificate
+from ..errors import UnsupportedError, message, require, require_device, require_tensor
+from ..formats.folding import FoldCertificate
 from ..formats.gate_up import GateUpOrder as GateUpOrder
 from ..formats.gate_up import GateUpOrderLike as GateUpOrderLike
 from ..formats.gate_up import gate_up_rows as gate_up_rows
 from ..formats.gate_up import interleaved_rows as interleaved_rows
 from ..formats.layouts import WeightLayout
+from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import Aggregate, Layout, LayoutLike, MXTensor
-from . import weights_state
+from ..formats.weight_tensor import WeightLike
+from . import prepared_weights, weights_state
 
 _OP = "MoEWeights"
 ORDERS = "gpt-oss checkpoints are 'interleaved', stacked gate and up projections 'concatenated'"
@@ -32,12 +32,13 @@ class MoEWeights(
     tensors=("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"),
     facts=("gate_up_order",),
 ):
-    """MXFP4 weights of one layer's experts.
+    """Quantised weights of one layer's experts.
 
     Args:
-        gate_up_proj: MXFP4 [E, 2F, H], blocks of 32 along H; row order given by `gate_up_order`.
-            Of experts without a gate: their up projection [E, F, H].
-        down_proj: MXFP4 [E, H, F], blocks of 32 along F.
+        gate_up_proj: [E, 2F, H], quantised along H: an MXTensor of MXFP4 or MXFP8 (e4m3), or a
+            WeightTensor of NVFP4 or INT4; row order given by `gate_up_order`. Of experts without a
+            gate: their up projection [E, F, H].
+        down_proj: [E, H, F] in the same format, quantised along F.
         gate_up_bias: float32 [E, 2F] in the row order of `gate_up_proj`, or None; [E, F] without a
             gate.
         down_bias: float32 [E, H], or None.
@@ -50,7 +51,8 @@ class MoEWeights(
 
     Raises:
         TypeError: a wrong type or dtype, or no gate/up order.
-        ValueError: shapes, formats or devices that do not fit together.
+        ValueError: shapes, formats or devices that do not fit together; H or F that is no multiple
+            of 32.
 
     Source:
         The experts of gpt-oss checkpoints (arXiv 2508.10925).
@@ -64,8 +66,8 @@ class MoEWeights(
         (4, 32, 32, 6528)
     """
 
-    gate_up_proj: MXTensor
-    down_proj: MXTensor
+    gate_up_proj: WeightLike
+    down_proj: WeightLike
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     gate_up_order: GateUpOrder | None = None
@@ -76,8 +78,8 @@ class MoEWeights(
 
         def __init__(
             self,
-            gate_up_proj: MXTensor,
-            down_proj: MXTensor,
+            gate_up_proj: WeightLike,
+            down_proj: WeightLike,
             gate_up_bias: torch.Tensor | None = ...,
             down_bias: torch.Tensor | None = ...,
             gate_up_order: GateUpOrderLike | None = ...,
@@ -101,10 +103,12 @@ class MoEWeights(
         down, order = self.down_proj.layout, self.gate_up_order
         remedy = "bring both projections into one layout"
         _check(down is self.layout, "down_proj.layout", self.layout, down, remedy)
+        own, theirs = self.weight_format, self.down_proj.format.name
+        _check(own == theirs, "down_proj.format", f"{own}, as gate_up_proj has", theirs)
         if not isinstance(self.layout, WeightLayout):
             return
-        self.layout.check(self.gate_up_proj, _OP)
-        self.layout.check(self.down_proj, _OP)
+        for projection in self.mx_projections:
+            self.layout.check(projection, _OP)
         wanted = self.layout.gate_up_order
         need, remedy = f"{wanted} in {self.layout}", "call prepare on ROW_MAJOR weights"
         _check(order is wanted, "gate_up_order", need, order, remedy)
@@ -115,6 +119,10 @@ class MoEWeights(
         rows, device = 2 * inner if self.has_gate else inner, self.down_proj.device
         wanted = [experts, rows, hidden]
         _check(min(down) > 0, "down_proj.shape", "E, H and F above zero", down)
+        blocks = f"H and F as multiples of {MX_BLOCK_SIZE}"
+        _check(
+            hidden % MX_BLOCK_SIZE == 0 == inner % MX_BLOCK_SIZE, "down_proj.shape", blocks, down
+        )
         need = f"[E, 2F, H] = {wanted}" if self.has_gate else f"[E, F, H] = {wanted}"
         remedy = f"down_proj [E, H, F] is {down}"
         if gate_up == [experts, inner, hidden]:
@@ -141,6 +149,20 @@ class MoEWeights(
     def has_gate(self) -> bool:
         """Whether `gate_up_proj` has gate rows, as every activation but ReLU2 needs them."""
         return self.gate_up_order is not None
+
+    @property
+    def weight_format(self) -> str:
+        """Name of both projections' format, as "mxfp4", "mxfp8_e4m3", "nvfp4" or "int4_g32"."""
+        return self.gate_up_proj.format.name
+
+    @property
+    def mx_projections(self) -> tuple[MXTensor, MXTensor]:
+        """Both projections of MXFP4 or MXFP8 weights; UnsupportedError for other formats."""
+        gate_up, down = self.gate_up_proj, self.down_proj
+        if not (isinstance(gate_up, MXTensor) and isinstance(down, MXTensor)):
+            need, got = "MXFP4 or MXFP8", self.weight_format
+            raise UnsupportedError(message(_OP, "weight_format", need, got))
+        return gate_up, down
 
     @property
     def num_experts(self) -> int:
@@ -178,13 +200,14 @@ class MoEWeights(
         return (
             f"MoEWeights(num_experts={self.num_experts}, hidden_size={self.hidden_size}, "
             f"intermediate_size={self.intermediate_size},\n"
-            f"           gate_up_order={order}, layout={self.layout.name}, biases={biases},\n"
+            f"           weight_format='{self.weight_format}', gate_up_order={order}, "
+            f"layout={self.layout.name}, biases={biases},\n"
             f"           device='{self.device}', nbytes={self.nbytes})"
         )
 
     @property
     def dtype(self) -> torch.dtype:
-        """Torch's dtype of the codes, two values a byte."""
+        """Torch's dtype of the codes; of 4-bit formats two values a byte."""
         return self.down_proj.dtype
 
     @property
@@ -306,7 +329,7 @@ class MoEWeights(
             )
             require(ours == given, op, name, need=ours, got=given)
         remedy = "MoEWeights.from_state_dict makes new weights"
-        _check_holds_data(self.device, op, "weights.device", remedy)
+        prepared_weights.check_holds_data(self.device, op, "weights.device", remedy)
         weights_state.copy_into(self.state_dict(), new.state_dict(), op)
         certificates = new.to(self.device).fold_certificates
         self.__dict__.update(fold_certificates=certificates, source_order=new.source_order)
@@ -378,13 +401,13 @@ class MoEWeights(
             layout: the layout to use; None chooses.
 
         Returns:
-            MoEWeights on `device` with `fold_certificates` set. Only the kernels of a prepared
-            layout can read it.
+            MoEWeights on `device`, of MXFP4 with `fold_certificates` set. Only the kernels of a
+            prepared layout can read it.
 
         Raises:
             TypeError: `layout` is no Layout and no name.
             ValueError: weights that are prepared already, a layout that cannot hold them exactly,
-                or a device that does not exist.
+                or a device that does not exist. Layouts other than ROW_MAJOR hold MXFP4.
 
         Example:
             >>> import mxpert
@@ -393,99 +416,24 @@ class MoEWeights(
             >>> weights.prepare(device="cpu").layout.name
             'ROW_MAJOR'
         """
-        op, device = "prepare", require_device(device, "prepare")
-        _check_holds_data(device, op, "device", "load the weights first")
-        if layout is not None:
-            layout = Layout.parse(layout, op, "layout", "None chooses")
-        plain, remedy = Layout.ROW_MAJOR, "call unprepare() first"
-        require(
-            self.layout is plain, op, "weights.layout", need=plain, got=self.layout, remedy=remedy
-        )
-        gate_up, down = _dense(self.gate_up_proj), _dense(self.down_proj)
-        moved = replace(self, gate_up_proj=gate_up, down_proj=down).to(device)
-        certificates = (fold_certificate(moved.gate_up_proj), fold_certificate(moved.down_proj))
-        if layout is None:
-            arch = detect_target(moved.device).arch
-            layout = fastest_layout(arch, certificates) if self.has_gate else plain
-        need, got = "ROW_MAJOR for experts without a gate", layout.name
-        require(self.has_gate or layout is plain, op, "layout", need=need, got=got)
-        moved = replace(moved, fold_certificates=certificates)
-        return moved._pack(layout, certificates) if isinstance(layout, WeightLayout) else moved
-
-    def _pack(
-        self, layout: WeightLayout, certificates: tuple[FoldCertificate, FoldCertificate]
-    ) -> MoEWeights:
-        assert self.gate_up_order is not None  # checked by __post_init__
-        rows = prepared_rows(layout, self.gate_up_order, self.intermediate_size, self.device)
-        bias = None if self.gate_up_bias is None else self.gate_up_bias[:, rows].contiguous()
-        return replace(
-            self,
-            gate_up_proj=layout.pack(self.gate_up_proj, certificates[0], rows),
-            down_proj=layout.pack(self.down_proj, certificates[1]),
-            gate_up_bias=bias,
-            gate_up_order=layout.gate_up_order,
-            source_order=self.gate_up_order,
-        )
+        return prepared_weights.prepare(self, require_device(device, "prepare"), layout)
 
     def unprepare(self) -> MoEWeights:
         """Return the ROW_MAJOR weights that `prepare` was called on, on the present device."""
-        layout = self.layout
-        if not isinstance(layout, WeightLayout):
-            return replace(self, fold_certificates=None)
-        order = self.source_order or layout.gate_up_order
-        rows = prepared_rows(layout, order, self.intermediate_size, self.device)
-        bias = self.gate_up_bias
-        if bias is not None:
-            bias = torch.empty_like(bias).index_copy_(1, rows, bias)
-        return replace(
-            self,
-            gate_up_proj=layout.unpack(self.gate_up_proj, rows),
-            down_proj=layout.unpack(self.down_proj),
-            gate_up_bias=bias,
-            gate_up_order=order,
-            source_order=None,
-            fold_certificates=None,
-        )
+        return prepared_weights.unprepare(self)
 
 
 def _check(condition: bool, argument: str, need: object, got: object, remedy: str = "") -> None:
     require(condition, _OP, argument, need=need, got=got, remedy=remedy)
 
 
-def _check_holds_data(device: torch.device, op: str, name: str, remedy: str) -> None:
-    need = "a device that holds data"
-    require(device.type != "meta", op, name, need=need, got="'meta'", remedy=remedy)
-
-
-def prepared_rows(
-    layout: WeightLayout, order: GateUpOrder, intermediate_size: int, device: torch.device
-) -> torch.Tensor:
-    """Row indices [2F] that bring rows in `order` to the order of a prepared layout."""
-    group = layout.gate_up_order.group(intermediate_size)
-    return interleaved_rows(order, intermediate_size, device, group)
-
-
 def parse_order(
     order: GateUpOrderLike | None,
-    gate_up_proj: MXTensor | torch.Tensor,
-    down_proj: MXTensor | torch.Tensor,
+    gate_up_proj: WeightLike | torch.Tensor,
+    down_proj: WeightLike | torch.Tensor,
     op: str,
 ) -> GateUpOrder | None:
     """The order of gate and up rows; None, which stands for no gate, is right for F rows alone."""
     if order is None and gate_up_proj.shape[1] == down_proj.shape[2]:
         return None
     return GateUpOrder.parse(order, op, "gate_up_order", ORDERS)
-
-
-def fastest_layout(arch: str, certificates: Iterable[FoldCertificate]) -> Layout:
-    """The layout that the fastest kernels of an architecture read, if it holds these weights."""
-    return next(
-        layout
-        for layout in layouts_for(arch)
-        if not isinstance(layout, WeightLayout) or all(map(layout.fits, certificates))
-    )
-
-
-def _dense(tensor: MXTensor) -> MXTensor:
-    """Make codes and scales contiguous."""
-    return replace(tensor, qdata=tensor.qdata.contiguous(), scale=tensor.scale.contiguous())

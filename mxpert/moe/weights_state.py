@@ -15,8 +15,9 @@ import torch
 from ..core.files import is_file, parse_json, write_atomically
 from ..errors import Checks, message, require, require_tensor
 from ..formats.folding import FoldCertificate
-from ..formats.spec import MXFP4
+from ..formats.spec import FORMATS, MXFP4, MXFP8_E4M3
 from ..formats.tensor import Layout, MXTensor
+from ..formats.weight_tensor import WEIGHT_FORMATS, WeightLike, WeightTensor
 
 if TYPE_CHECKING:
     from .weights import MoEWeights
@@ -34,7 +35,12 @@ _OF_CODES = (
 )
 """Remedy: the types that a projection may have."""
 
-_PARTS = ("qdata", "scale", "reference")
+_PARTS = ("qdata", "scale", "reference", "zero_point", "row_scale")
+_OPTIONAL_PARTS = ("zero_point", "row_scale")
+MX_WEIGHTS = (MXFP4, MXFP8_E4M3)
+"""Formats of projections that are MXTensors."""
+WEIGHT_FORMAT_NAMES = (*(each.name for each in MX_WEIGHTS), *WEIGHT_FORMATS)
+"""Every format of expert weights."""
 _CERTIFICATE_PARTS = ("reference", "rows_outside", "blocks_outside")
 _CERTIFICATE_DTYPES = (torch.uint8, torch.bool, torch.int64)
 _SIZES = ("num_experts", "hidden_size", "intermediate_size")
@@ -47,7 +53,7 @@ def flatten(weights: MoEWeights) -> dict[str, Any]:
     certificates = weights.fold_certificates
     for index, name in enumerate(PROJECTIONS):
         projection = getattr(weights, name)
-        state |= {f"{name}.{part}": getattr(projection, part) for part in _PARTS}
+        state |= {f"{name}.{part}": getattr(projection, part, None) for part in _PARTS}
         if certificates is not None:
             state |= {
                 f"{name}.certificate.{part}": getattr(certificates[index], part)
@@ -71,6 +77,7 @@ def identity(weights: MoEWeights) -> dict[str, Any]:
         **{name: getattr(weights, name) for name in _SIZES},
         "layout": weights.layout.value,
         "gate_up_order": None if order is None else order.value,
+        "weight_format": weights.weight_format,
     }
 
 
@@ -89,9 +96,11 @@ def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
         "gate_up_proj": (experts, intermediate * (2 if facts["gate_up_order"] else 1), hidden),
         "down_proj": (experts, hidden, intermediate),
     }
-    packed = layout is not Layout.ROW_MAJOR
-    parts = _PARTS if layout.is_folded else _PARTS[:2]
+    parts = _PARTS[:3] if layout.is_folded else _PARTS[:2]
     names = {f"{name}.{part}" for name in PROJECTIONS for part in parts}
+    if facts["weight_format"] in WEIGHT_FORMATS:
+        optional = {f"{name}.{part}" for name in PROJECTIONS for part in _OPTIONAL_PARTS}
+        names |= optional & set(state)
     if prepared:
         names |= {
             f"{name}.certificate.{part}" for name in PROJECTIONS for part in _CERTIFICATE_PARTS
@@ -114,24 +123,35 @@ def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
     )
     fields: dict[str, Any] = {name: state.get(name) for name in BIASES}
     for name in PROJECTIONS:
-        qdata, scale = state[f"{name}.qdata"], state[f"{name}.scale"]
-        fields[name] = MXTensor(
-            qdata,
-            scale,
-            MXFP4,
-            -1,
-            layout,
-            state[f"{name}.reference"] if layout.is_folded else None,
-            shapes[name] if packed else None,
-        )
+        fields[name] = _projection(state, name, facts["weight_format"], layout, shapes[name])
         need(
             tuple(fields[name].shape) == shapes[name],
             f"{name}.qdata.shape",
             f"codes of {list(shapes[name])}",
-            list(qdata.shape),
+            list(state[f"{name}.qdata"].shape),
         )
     fields["fold_certificates"] = _certificates(state, facts, shapes, op) if prepared else None
     return fields | {name: facts.get(name) for name in ("gate_up_order", "source_order")}
+
+
+def _projection(
+    state: Mapping[str, Any], name: str, format: str, layout: Layout, shape: tuple[int, ...]
+) -> WeightLike:
+    """One projection from its entries of a state."""
+    qdata, scale = state[f"{name}.qdata"], state[f"{name}.scale"]
+    if format in WEIGHT_FORMATS:
+        optional = (state.get(f"{name}.{part}") for part in _OPTIONAL_PARTS)
+        return WeightTensor(qdata, scale, format, *optional)
+    packed = layout is not Layout.ROW_MAJOR
+    return MXTensor(
+        qdata,
+        scale,
+        FORMATS[format],
+        -1,
+        layout,
+        state[f"{name}.reference"] if layout.is_folded else None,
+        shape if packed else None,
+    )
 
 
 def _checked_facts(state: Mapping[str, Any], op: str) -> dict[str, Any]:
@@ -156,6 +176,9 @@ def _checked_facts(state: Mapping[str, Any], op: str) -> dict[str, Any]:
             repr(facts.get(name)),
         )
     need("gate_up_order" in facts, "gate_up_order", "a fact, None without a gate", "none", remedy)
+    facts = {"weight_format": MXFP4.name, **facts}  # older files do not state it
+    format, names = facts["weight_format"], list(WEIGHT_FORMAT_NAMES)
+    need(format in names, "weight_format", f"one of {names}", repr(format))
     layouts = [layout.value for layout in Layout]
     need(facts.get("layout") in layouts, "layout", f"one of {layouts}", repr(facts.get("layout")))
     if "num_blocks" in facts or "widest_span" in facts:
@@ -328,17 +351,18 @@ def _path(path: object, op: str) -> Path:
 
 
 def check_projection(projection: object, op: str, name: str) -> None:
-    """Require an MXTensor of MXFP4 [E, N, K], quantised along K."""
-    if not isinstance(projection, MXTensor):
+    """Require weights [E, N, K] in a format of WEIGHT_FORMAT_NAMES, quantised along K."""
+    if not isinstance(projection, WeightLike):
         got, remedy = type(projection).__name__, _OF_DENSE
         if isinstance(projection, torch.Tensor):
             dtype = str(projection.dtype).removeprefix("torch.")
             got = f"a {dtype} Tensor {list(projection.shape)}"
             remedy = _OF_DENSE if projection.is_floating_point() else _OF_CODES
-        raise TypeError(message(op, name, "an MXTensor", got, remedy))
-    shape, axis = list(projection.shape), projection.axis
+        raise TypeError(message(op, name, "an MXTensor or a WeightTensor", got, remedy))
+    shape, axis, format = list(projection.shape), projection.axis, projection.format.name
+    formats = " or ".join(WEIGHT_FORMAT_NAMES)
     for argument, fits, need, given, remedy in (
-        ("format", projection.format == MXFP4, "mxfp4", projection.format.name, ""),
+        ("format", format in WEIGHT_FORMAT_NAMES, formats, format, ""),
         ("shape", len(shape) == 3, "three dimensions [E, N, K]", shape, ""),
         ("axis", axis == -1, -1, axis, "quantise along the last axis"),
     ):

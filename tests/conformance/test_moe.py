@@ -70,6 +70,16 @@ def test_experts_without_a_gate(case: MoECase, executor: Executor) -> None:
     case.check(executor)
 
 
+@pytest.mark.cases(cases.WEIGHTS)
+def test_weights_of_other_formats(case: MoECase, executor: Executor) -> None:
+    case.check(executor)
+
+
+@pytest.mark.cases(cases.WEIGHT_STAGES)
+def test_stages_with_weights_of_other_formats(case: MoECase, executor: Executor) -> None:
+    case.check_stages(executor)
+
+
 @pytest.mark.cases(cases.OUT)
 def test_out_is_written(case: MoECase, executor: Executor) -> None:
     case.check(executor)

@@ -23,7 +23,7 @@ from mxpert.core.support import markdown_table
 from mxpert.formats import fold_certificate, tensor
 from mxpert.formats.tensor import Layout
 from mxpert.modules import requantize_
-from mxpert.moe.weights import fastest_layout
+from mxpert.moe.prepared_weights import fastest_layout
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from support.toy_chip import BACKEND, FUSED_MOE, LAST_ROW_FIRST, TARGET, ToyGemmConfig
 

@@ -15,7 +15,7 @@ import mxpert
 from mxpert.core.problem import ACTIVATION_FORMATS
 from mxpert.core.target import on_device
 from mxpert.errors import PerformanceWarning
-from mxpert.moe.weights import fastest_layout
+from mxpert.moe.prepared_weights import fastest_layout
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from mxpert.training import MXFP8Recipe, MXGroupedLinear
 from support.devices import DEVICES, MMA_SYNC

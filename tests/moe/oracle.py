@@ -95,8 +95,8 @@ def moe_layer(
     expert_map: torch.Tensor | None = None,
 ) -> Rows:
     """Each row of the layer, with x and the intermediate in `activation_format`."""
-    w_gate_up = dequantize_blocks(weights.gate_up_proj, torch.float64)
-    w_down = dequantize_blocks(weights.down_proj, torch.float64)
+    w_gate_up = weights.gate_up_proj.dequantize(torch.float64)
+    w_down = weights.down_proj.dequantize(torch.float64)
     sizes = weights.intermediate_size, weights.hidden_size
     h, y = (torch.zeros(*topk_ids.shape, size, dtype=torch.float64) for size in sizes)
     valid = torch.zeros(topk_ids.shape, dtype=torch.bool)

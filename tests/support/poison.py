@@ -19,17 +19,19 @@ from mxpert.formats import pack_codes
 from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS
 from mxpert.formats.spec import E8M0_MAX, E8M0_NAN, MX_BLOCK_SIZE
 from mxpert.formats.tensor import Layout, MXTensor
+from mxpert.formats.weight_tensor import WeightLike
 from mxpert.moe.hopper import layout as layouts
 from mxpert.moe.weights import MoEWeights, gate_up_rows
 from mxpert.testing.problems import MoEInputs
 
+E4M3_NAN = 0x7F
 POISON_CODES = 0x77
 """Two e2m1 codes of 6: with scale byte 254 about 1e39, beyond the range of float32."""
 
 
 def poison_tensor(
-    tensor: MXTensor, *, extra_rows: int = 16, extra_columns: int = 128, scale: int = E8M0_NAN
-) -> MXTensor:
+    tensor: WeightLike, *, extra_rows: int = 16, extra_columns: int = 128, scale: int = E8M0_NAN
+) -> WeightLike:
     """Copy a tensor into larger storage that is poisoned outside the logical shape.
 
     Args:
@@ -46,18 +48,24 @@ def poison_tensor(
         got=extra_columns,
     )
     require(scale in (E8M0_NAN, E8M0_MAX), "poison_tensor", "scale", need="254 or 255", got=scale)
-    parts = (
-        (tensor.qdata, extra_columns // tensor.format.codes_per_byte, POISON_CODES),
-        (tensor.scale, extra_columns // MX_BLOCK_SIZE, scale),
-    )
-    views = []
-    for data, columns, byte in parts:
+    is_mx = isinstance(tensor, MXTensor)
+    group = tensor.shape[-1] // tensor.scale.shape[-1]
+    poison = scale if is_mx else E4M3_NAN if tensor.scale.dtype == torch.uint8 else torch.nan
+    parts = {
+        "qdata": (extra_columns // tensor.format.codes_per_byte, POISON_CODES),
+        "scale": (extra_columns // group, poison),
+        "zero_point": (extra_columns // group, POISON_CODES),
+    }
+    views = {}
+    for name, (columns, value) in parts.items():
+        data = getattr(tensor, name, None)
+        if data is None:
+            continue
         *leading, rows, width = data.shape
-        storage = data.new_full((*leading, rows + extra_rows, width + columns), byte)
-        view = storage[..., :rows, :width]
-        view.copy_(data)
-        views.append(view)
-    return replace(tensor, qdata=views[0], scale=views[1])
+        storage = data.new_full((*leading, rows + extra_rows, width + columns), value)
+        views[name] = storage[..., :rows, :width]
+        views[name].copy_(data)
+    return replace(tensor, **views)
 
 
 def poison_weights(
@@ -208,12 +216,5 @@ weights other than 1; without them these change nothing."""
 
 
 def _with_projections(inputs: MoEInputs, transform: Callable[[MXTensor], MXTensor]) -> MoEInputs:
-    weights = inputs.weights
-    return replace(
-        inputs,
-        weights=replace(
-            weights,
-            gate_up_proj=transform(weights.gate_up_proj),
-            down_proj=transform(weights.down_proj),
-        ),
-    )
+    gate_up, down = map(transform, inputs.weights.mx_projections)
+    return replace(inputs, weights=replace(inputs.weights, gate_up_proj=gate_up, down_proj=down))

@@ -165,7 +165,7 @@ def tokens_for(shape: MoEShape, config: MoEConfig) -> int:
 def redraw(inputs: MoEInputs, generator: torch.Generator) -> None:
     """Other activations, and other weights, drawn in their stored form."""
     inputs.x.normal_(generator=generator)
-    for part in (inputs.weights.gate_up_proj, inputs.weights.down_proj):
+    for part in inputs.weights.mx_projections:
         part.qdata.random_(0, 256, generator=generator)
         if part.reference is None:
             part.scale.random_(119, 127, generator=generator)

@@ -73,9 +73,10 @@ class MXExperts(PreparedExperts):
         weights, found = self.weights.unprepare(), self._source
         tensors: dict[str, torch.Tensor] = {}
         first, second = found.projections
+        gate_up, down = weights.mx_projections
         for name, projection, bias in (
-            (first, weights.gate_up_proj, weights.gate_up_bias),
-            (second, weights.down_proj, weights.down_bias),
+            (first, gate_up, weights.gate_up_bias),
+            (second, down, weights.down_bias),
         ):
             dense = dequantize(projection, dtype=self.dtype)
             if name == first and found.order is not None:

@@ -104,7 +104,7 @@ def poison(weights: MoEWeights) -> None:
     A reload that is refused half-way leaves layers of two models: no result of theirs may look
     right. HOPPER_FRAGMENT has no NaN; its largest row factors, 2^122, overflow.
     """
-    for projection in (weights.gate_up_proj, weights.down_proj):
+    for projection in weights.mx_projections:
         scale = projection.scale if projection.reference is None else projection.reference
         scale.fill_(E8M0_NAN)
     for bias in (weights.gate_up_bias, weights.down_bias):

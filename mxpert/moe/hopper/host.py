@@ -126,10 +126,10 @@ class _GateUp(_Stage):
             return h
         rows = encode_rows(x, plan, num_rows, options, scatter=True)
         if call.config.k_splits > 1:
-            parts = call.multiply_k_splits(rows, weights.gate_up_proj, num_rows, 2 * features)
+            parts = call.multiply_k_splits(rows, weights.mx_projections[0], num_rows, 2 * features)
             return finish(parts, weights.gate_up_bias, plan, options)
         epilogue = _Epilogue(options.activation, options.apply_router_weight_on_input)
-        call.multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, epilogue)
+        call.multiply(h, rows, weights.mx_projections[0], weights.gate_up_bias, epilogue)
         return h
 
 
@@ -176,12 +176,12 @@ class _Down(_Stage):
             rows = encode_rows(h, plan, num_rows, options, scatter=False, release_first=in_layer)
         if config.k_splits > 1:
             call = _Call(problem, config, plan, schedules)
-            parts = call.multiply_k_splits(rows, weights.down_proj, num_rows, width)
+            parts = call.multiply_k_splits(rows, weights.mx_projections[1], num_rows, width)
             return sum_k_splits_and_combine(parts, weights.down_bias, plan, options, out)
         values = rows.scale.new_empty((num_rows, width), dtype=options.out_dtype)
         call = _Call(problem, config, plan, schedules)
         epilogue = _Epilogue(weighted=not options.apply_router_weight_on_input)
-        call.multiply(values, rows, weights.down_proj, weights.down_bias, epilogue)
+        call.multiply(values, rows, weights.mx_projections[1], weights.down_bias, epilogue)
         if flat:
             return values
         return combine_slots(values, plan.slot_rows, problem.target, plan_before_wait=True, out=out)

@@ -19,15 +19,20 @@ from ...device.tile_rules import (
     shrink_until_valid,
     without_scaled_mfma,
 )
-from ...formats.spec import FLOAT_DTYPES
+from ...formats.spec import FLOAT_DTYPES, MXFP4
 from ...formats.tensor import Layout
 from ...formats.token import FP8_TOKEN
+from ...formats.weight_tensor import WEIGHT_FORMATS
 
 BLOCKS_M = (MIN_BLOCK_M, 32, 64, 128)
 SPLITS = (1, 2, 4, 8)
 
 VALUE_BYTES = {"bf16": 2.0, "mxfp8": 1.0, "mxfp4": 0.5, FP8_TOKEN: 1.0}
 """Bytes per activation in shared memory."""
+
+
+WEIGHT_BYTES = {"mxfp8_e4m3": 1.0}
+"""Bytes per weight; the other formats have two weights a byte."""
 
 
 def projections(op: Op, has_gate: bool = True) -> int:
@@ -58,49 +63,80 @@ def unsupported(problem: MoEProblem) -> str | None:
 
 
 def shared_memory(
-    target: Target, op: Op, activation_format: str, config: GemmConfig, has_gate: bool = True
+    target: Target,
+    op: Op,
+    activation_format: str,
+    config: GemmConfig,
+    has_gate: bool = True,
+    weight_format: str = MXFP4.name,
 ) -> int:
     """Upper estimate of the shared memory of one program, in bytes.
 
     A pipeline stage holds the tiles of activations and weights in their memory format, and their
     scales. With tcgen05 e2m1 weights with e4m3 activations take one byte a code. With wgmma MX
-    activations are also stored in shared memory as bf16. After the loop the epilogue may use shared
-    memory to transpose the float32 accumulator.
+    activations are also stored in shared memory as bf16, and where weights are no MX format, on
+    every GPU. After the loop the epilogue may use shared memory to transpose the float32
+    accumulator.
     """
     rows, depth = config.block_m, config.block_k
     weight_rows = projections(op, has_gate) * config.block_n
     widened = has_tcgen05(target) and activation_format in ("mxfp8", FP8_TOKEN)
+    weight_bytes = 1.0 if widened else WEIGHT_BYTES.get(weight_format, 0.5)
+    of_groups = WEIGHT_FORMATS.get(weight_format)
+    scales = weight_rows * depth // 32
+    if of_groups is not None:  # INT4: a float32 scale and a zero point for each step
+        scales = weight_rows * (5 if of_groups.is_integer else depth // of_groups.group_size)
     stage = (
         int(rows * depth * VALUE_BYTES[activation_format])
-        + weight_rows * depth // (1 if widened else 2)
-        + (rows + weight_rows) * depth // 32
+        + int(weight_rows * depth * weight_bytes)
+        + rows * depth // 32
+        + scales
     )
-    decoded = rows * depth * 2 if has_wgmma(target) and activation_format != "bf16" else 0
+    stored = activation_format != "bf16" and (has_wgmma(target) or of_groups is not None)
+    decoded = rows * depth * 2 if stored else 0
+    if of_groups is not None and not has_wgmma(target):
+        decoded += weight_rows * depth * 2
     loop = config.num_stages * stage + decoded
     return max(loop, rows * weight_rows * 4) + EPILOGUE_BYTES
 
 
 def invalid(
-    target: Target, op: Op, activation_format: str, config: GemmConfig, has_gate: bool = True
+    target: Target,
+    op: Op,
+    activation_format: str,
+    config: GemmConfig,
+    has_gate: bool = True,
+    weight_format: str = MXFP4.name,
 ) -> str | None:
     """Why `config` cannot run, as a phrase; None if it can. Tuner and heuristic both use this."""
-    memory = shared_memory(target, op, activation_format, config, has_gate)
-    reason = invalid_tile(target, config, projections(op, has_gate) * config.block_n, memory)
-    decodes = target.kind == "cuda" and activation_format == "mxfp4"
+    of_groups = WEIGHT_FORMATS.get(weight_format)
+    if of_groups is not None and of_groups.is_integer and of_groups.group_size % config.block_k:
+        return f"block_k must divide the weights' group of {of_groups.group_size}"
+    memory = shared_memory(target, op, activation_format, config, has_gate, weight_format)
+    least = 64 if of_groups is None else 32
+    width = projections(op, has_gate) * config.block_n
+    reason = invalid_tile(target, config, width, memory, least)
+    decodes = target.kind == "cuda" and activation_format == "mxfp4" and of_groups is None
     few = config.block_m * config.block_k < 8 * num_threads(target, config)
     if reason is None and decodes and few:
         return "fewer than 8 activations a thread: fewer warps or a larger tile"
-    if reason is None and activation_format != "bf16":
+    if reason is None and of_groups is None and activation_format != "bf16":
         return without_scaled_mfma(target, config)
     return reason
 
 
 @functools.cache
 def require_valid(
-    target: Target, op: Op, activation_format: str, config: GemmConfig, has_gate: bool = True
+    target: Target,
+    op: Op,
+    activation_format: str,
+    config: GemmConfig,
+    has_gate: bool = True,
+    weight_format: str = MXFP4.name,
 ) -> None:
     """Raise ValueError for a config (pinned or from a table) that `invalid` refuses."""
-    require_config(op, config, invalid(target, op, activation_format, config, has_gate))
+    reason = invalid(target, op, activation_format, config, has_gate, weight_format)
+    require_config(op, config, reason)
 
 
 def block_m_for(rows_per_expert: float) -> int:
@@ -130,21 +166,24 @@ def gemm_heuristic(problem: MoEProblem, op: Op, block_m: int) -> GemmConfig:
     L2.
     """
     target, name = problem.target, problem.options.activation_format
-    has_gate = problem.options.activation.is_gated
+    has_gate, format = problem.options.activation.is_gated, problem.weight_format
     columns, depth = stage_dimensions(problem, op)
     by_warp = has_mma_sync_only(target)
     block_n = (64 if by_warp and block_m >= 128 else 128) // projections(op, has_gate)
     halved = target.kind == "cuda" and block_m >= (32 if by_warp else 128)
+    block_k, of_groups = 64 if halved else 128, WEIGHT_FORMATS.get(format)
+    if of_groups is not None and of_groups.is_integer:
+        block_k = min(block_k, of_groups.group_size)
     config = GemmConfig(
         block_m=block_m,
         block_n=block_n,
-        block_k=64 if halved else 128,
+        block_k=block_k,
         num_warps=4 if target.kind == "hip" and block_m < 128 else 8,
         num_stages=4,
         group_m=1 if problem.rows_per_expert <= block_m else 8,
         split_k=split_k_for(problem, block_m, block_n, columns, depth),
     )
-    return shrink_until_valid(config, lambda c: invalid(target, op, name, c, has_gate))
+    return shrink_until_valid(config, lambda c: invalid(target, op, name, c, has_gate, format))
 
 
 def split_k_for(problem: MoEProblem, block_m: int, block_n: int, columns: int, depth: int) -> int:
@@ -175,15 +214,16 @@ def stage_block_m(problem: MoEProblem) -> int:
 def stage_configs(problem: MoEProblem, op: Op, blocks_m: Iterable[int]) -> Iterator[GemmConfig]:
     """Every valid config of a stage in the tuner's grid."""
     target, name = problem.target, problem.options.activation_format
-    has_gate = problem.options.activation.is_gated
+    has_gate, format = problem.options.activation.is_gated, problem.weight_format
     _, depth = stage_dimensions(problem, op)
+    depths = (32, 64, 128) if format.startswith("int4") else (64, 128, 256)
     grid = itertools.product(
-        blocks_m, (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5), (1, 8), SPLITS
+        blocks_m, (32, 64, 128, 256), depths, (4, 8), (2, 3, 4, 5), (1, 8), SPLITS
     )
     for block_m, block_n, block_k, num_warps, num_stages, group_m, split_k in grid:
         config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, group_m, split_k)
         enough_steps = split_k == 1 or depth // block_k >= 2 * split_k
-        if enough_steps and invalid(target, op, name, config, has_gate) is None:
+        if enough_steps and invalid(target, op, name, config, has_gate, format) is None:
             yield config
 
 

@@ -13,6 +13,7 @@ from ...core.launch import CACHED_LAUNCHES, Launch
 from ...core.problem import Combine, GemmConfig, MoEProblem, Op, Target
 from ...formats.spec import MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
+from ...formats.weight_tensor import WeightLike, WeightTensor
 from ...routing.plan import RoutingPlan
 from ..finish import _moe_down_finish_kernel, _moe_gate_up_finish_kernel, _moe_up_finish_kernel
 from ..layer import (
@@ -40,6 +41,13 @@ def operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, str]:
     if isinstance(rows, CodedRows):
         return rows.qdata, rows.block_scale.expand(rows.qdata.shape[0], -1), "e4m3"
     return rows, None, "bf16"
+
+
+def weight_operand(weight: WeightLike) -> tuple[str, int]:
+    """W_FORMAT and GROUP of weights: the element format, and the weights to a scale."""
+    if isinstance(weight, MXTensor):
+        return weight.format.element.name, weight.format.block_size
+    return "int4" if weight.format.is_integer else weight.format.name, weight.format.group_size
 
 
 class _Stage(Stage[GemmConfig]):
@@ -71,8 +79,8 @@ class _Stage(Stage[GemmConfig]):
         epilogue: dict[str, torch.Tensor | None],
     ) -> None:
         """Start the GEMM and, after split-K, the kernel that sums its parts."""
-        format, has_gate = problem.options.activation_format, weights.has_gate
-        heuristics.require_valid(problem.target, self.op, format, config, has_gate)
+        sizes = problem.options.activation_format, config, weights.has_gate, problem.weight_format
+        heuristics.require_valid(problem.target, self.op, *sizes)
         # At most 2^24 routed rows keep grids below 2^31.
         row_blocks = plan.max_blocks * (plan.routing_block_m // config.block_m)
         if not row_blocks:
@@ -93,6 +101,8 @@ class _Stage(Stage[GemmConfig]):
             x_row_scale_ptr=coded.scale if isinstance(coded, CodedRows) else None,
             w_ptr=weight.qdata,
             w_scale_ptr=weight.scale,
+            w_zero_ptr=weight.zero_point if isinstance(weight, WeightTensor) else None,
+            w_row_scale_ptr=weight.row_scale if isinstance(weight, WeightTensor) else None,
             **epilogue,
         )
         if partial is not None:
@@ -105,16 +115,19 @@ class _Geometry(NamedTuple):
     routing_block_m: int
     row_blocks: int
     x_format: str
+    w_format: str
+    group: int
     x_strides: tuple[int, int]
     weight_strides: tuple[int, ...]
 
     @staticmethod
-    def of(plan: RoutingPlan, row_blocks: int, rows: Rows, weight: MXTensor) -> _Geometry:
+    def of(plan: RoutingPlan, row_blocks: int, rows: Rows, weight: WeightLike) -> _Geometry:
         x, x_scale, x_format = operand(rows)
         return _Geometry(
             plan.routing_block_m,
             row_blocks,
             x_format,
+            *weight_operand(weight),
             (x.stride(0), 0 if x_scale is None else x_scale.stride(0)),
             (*weight.qdata.stride()[:2], *weight.scale.stride()[:2]),
         )
@@ -132,6 +145,8 @@ class _Geometry(NamedTuple):
             "x_scale_stride": self.x_strides[1],
             **dict(zip(names, self.weight_strides, strict=True)),
             "X_FORMAT": self.x_format,
+            "W_FORMAT": self.w_format,
+            "GROUP": self.group,
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,
             "PREFETCH_SCALES": target.kind != "hip",

@@ -1,4 +1,4 @@
-"""Loads and main loop of the portable MoE GEMMs.
+"""Main loop of the portable MoE GEMMs for MXFP4 and MXFP8 weights.
 
 `tl.dot_scaled` multiplies MXFP4 weights natively on gfx950 and Blackwell. On Hopper it converts
 them to bf16 in registers before wgmma. Tokens are the N dimension of wgmma, so a tile can have as
@@ -9,58 +9,13 @@ Triton 3.6 transposes that product itself, and keeps the token loads asynchronou
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
 from ...device.fp8 import decode_fp8, has_fp8_instructions
 from ..tiles import gate_up_row
-
-
-class Activations(NamedTuple):
-    """Rows of the left matrix [N, K]; strides of its rows in elements.
-
-    `ptr`: bf16 values or uint8 codes (e2m1: two a byte). `scale_ptr`: E8M0 scales [N, K/32], or
-    None for bf16. `rows`: the rows to multiply; masked ones count as zeros.
-    """
-
-    ptr: tl.tensor
-    scale_ptr: tl.tensor | None
-    stride: tl.tensor
-    scale_stride: tl.tensor
-    rows: tl.tensor
-    mask: tl.tensor
-
-
-class Weights(NamedTuple):
-    """MXFP4 weights of all experts; strides in elements.
-
-    `ptr`: uint8 [E, N, K/2], two e2m1 codes a byte. `scale_ptr`: E8M0 scales [E, N, K/32].
-    """
-
-    ptr: tl.tensor
-    scale_ptr: tl.tensor
-    stride_e: tl.tensor
-    stride_n: tl.tensor
-    scale_stride_e: tl.tensor
-    scale_stride_n: tl.tensor
-
-
-class WeightRows(NamedTuple):
-    """Rows of one expert's weights to multiply; masked ones count as zeros."""
-
-    expert: tl.tensor
-    rows: tl.tensor
-    mask: tl.tensor
-
-
-class KRange(NamedTuple):
-    """Blocks of 32 along K: a program's first and end block, and the number of all blocks."""
-
-    first: tl.tensor
-    last: tl.tensor
-    total: tl.tensor
+from .group_tiles import multiply_groups
+from .loads import load_rows, load_scales
 
 
 @triton.jit
@@ -73,39 +28,6 @@ def gate_up_rows(tile_n, gate_up_group, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def k_range(split, blocks_per_split, num_blocks):
-    """`KRange` of one split of K."""
-    first = split * blocks_per_split
-    return KRange(first, tl.minimum(first + blocks_per_split, num_blocks), num_blocks)
-
-
-@triton.jit
-def load_scales(row_ptrs, row_mask, block, k, BLOCK_K: tl.constexpr):
-    """Load E8M0 scales, [rows, BLOCK_K/32] uint8; 0 outside the matrix."""
-    blocks = block + tl.arange(0, BLOCK_K // 32)
-    return tl.load(
-        row_ptrs[:, None] + blocks[None, :],
-        other=0,
-        mask=row_mask[:, None] & (blocks < k.total)[None, :],
-    )
-
-
-@triton.jit
-def load_rows(row_ptrs, row_mask, block, k, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Load codes or bf16 values, [rows, BLOCK_K] (e2m1: [rows, BLOCK_K/2] uint8, two codes a byte).
-
-    Elements outside the matrix are 0.
-    """
-    PER_BLOCK: tl.constexpr = 16 if FORMAT == "e2m1" else 32
-    elements = block * PER_BLOCK + tl.arange(0, BLOCK_K // 32 * PER_BLOCK)
-    return tl.load(
-        row_ptrs[:, None] + elements[None, :],
-        other=0,
-        mask=row_mask[:, None] & (elements < k.total * PER_BLOCK)[None, :],
-    )
-
-
-@triton.jit
 def multiply_tile(
     x,
     x_row_scale_ptr,
@@ -113,6 +35,34 @@ def multiply_tile(
     w_rows,
     k,
     X_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
+):
+    """``x @ w[expert, rows].T`` over a range of K, float32 [x rows, w rows], of any weight format.
+
+    Args:
+        W_FORMAT: "e2m1" or "e4m3" with E8M0 scales; else `multiply_groups` multiplies.
+        GROUP: weights to a scale.
+    """
+    if W_FORMAT == "e2m1" or W_FORMAT == "e4m3":
+        return multiply_mx(
+            x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES
+        )
+    else:
+        return multiply_groups(x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, GROUP, BLOCK_K)
+
+
+@triton.jit
+def multiply_mx(
+    x,
+    x_row_scale_ptr,
+    w,
+    w_rows,
+    k,
+    X_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
 ):
@@ -133,6 +83,8 @@ def multiply_tile(
     AHEAD: tl.constexpr = STEP if PREFETCH_SCALES else 0
     BY_BITS: tl.constexpr = (X_FORMAT == "e4m3") and not has_fp8_instructions()
     DECODED: tl.constexpr = "bf16" if BY_BITS else X_FORMAT
+    W_BY_BITS: tl.constexpr = (W_FORMAT == "e4m3") and not has_fp8_instructions()
+    W_DECODED: tl.constexpr = "bf16" if W_BY_BITS else W_FORMAT
     x_ptrs = x.ptr + x.rows.to(tl.int64) * x.stride
     row, expert = w_rows.rows.to(tl.int64), w_rows.expert.to(tl.int64)
     w_ptrs = w.ptr + expert * w.stride_e + row * w.stride_n
@@ -145,8 +97,10 @@ def multiply_tile(
     for block in range(k.first, k.last, STEP):
         # [ROWS, BLOCK_K] bf16 or uint8 codes; e2m1: [ROWS, BLOCK_K/2] uint8, two codes a byte
         x_tile = load_rows(x_ptrs, x.mask, block, k, X_FORMAT, BLOCK_K)
-        # [W_ROWS, BLOCK_K/2] uint8, two e2m1 codes a byte
-        w_tile = load_rows(w_ptrs, w_rows.mask, block, k, "e2m1", BLOCK_K)
+        # [W_ROWS, BLOCK_K/2] uint8, two e2m1 codes a byte; e4m3: [W_ROWS, BLOCK_K]
+        w_tile = load_rows(w_ptrs, w_rows.mask, block, k, W_FORMAT, BLOCK_K)
+        if W_BY_BITS:
+            w_tile = decode_fp8(w_tile, W_FORMAT)
         # uint8 E8M0 scales: [ROWS, STEP] of x, [W_ROWS, STEP] of w
         if IS_MX:
             next_x_scale = load_scales(x_scale_ptrs, x.mask, block + AHEAD, k, BLOCK_K)
@@ -156,10 +110,10 @@ def multiply_tile(
             x_scale = x_scale if PREFETCH_SCALES else next_x_scale
             if BY_BITS:
                 x_tile = decode_fp8(x_tile, X_FORMAT)
-            acc = tl.dot_scaled(w_tile, w_scale, "e2m1", x_tile.T, x_scale, DECODED, acc)
+            acc = tl.dot_scaled(w_tile, w_scale, W_DECODED, x_tile.T, x_scale, DECODED, acc)
             x_scale = next_x_scale
         else:
-            acc = tl.dot_scaled(x_tile, None, "bf16", w_tile.T, w_scale, "e2m1", acc)
+            acc = tl.dot_scaled(x_tile, None, "bf16", w_tile.T, w_scale, W_DECODED, acc)
         w_scale = next_w_scale
     if IS_MX:
         acc = acc.T

@@ -206,4 +206,54 @@ OUT: Cases = {
     )
     for combine, tile in zip(COMBINES[:2], tiles, strict=True)
 } | {"no_tokens": MoECase("bf16", out="new", sizes=Sizes(tokens=0))}
-ALL = (EXACT, OTHER_TILES, HIGH_TILES, STAGES, NO_TOKENS, ROUNDED, ROUTED, OPERANDS, NO_GATE, OUT)
+WIDE = Sizes(256, 128, tokens=40)
+"""Depths that groups of 128 weights divide."""
+WEIGHTS: Cases = {
+    "mxfp8-bf16": MoECase("bf16", w_format="mxfp8_e4m3", tile="split"),
+    "mxfp8-mxfp8": MoECase("mxfp8", SiLU(), w_format="mxfp8_e4m3", poisoned=True),
+    "mxfp8-mxfp4": MoECase("mxfp4", SiTUv2(), w_format="mxfp8_e4m3", tile="wide"),
+    "nvfp4-bf16": MoECase("bf16", w_format="nvfp4", poisoned=True, tile="wide"),
+    "nvfp4-mxfp8": MoECase("mxfp8", combine=Combine.ATOMIC, w_format="nvfp4", tile="split"),
+    "nvfp4-mxfp4": MoECase("mxfp4", SiLU(), w_format="nvfp4"),
+    "nvfp4-fp8_token": MoECase("fp8_token", w_format="nvfp4", exact=False, sizes=WIDE),
+}
+"""Other formats with the values of MXFP4, where scales allow it."""
+WEIGHT_STAGES: Cases = {
+    f"{w_format}-{a_format}-{activation.name}": MoECase(
+        a_format,
+        activation,
+        order,
+        w_format=w_format,
+        exact=False,
+        poisoned=a_format == "bf16",
+        sizes=WIDE,
+        tile=tile,
+    )
+    for w_format, a_format, activation, order, tile in (
+        ("mxfp8_e4m3", "fp8_token", SWIGLU, ORDERS[1], "small"),
+        ("mxfp8_e4m3", "bf16", ReLU2(), ORDERS[0], "small"),
+        ("nvfp4", "bf16", SiLU(), ORDERS[0], "split"),
+        ("nvfp4", "mxfp8", ReLU2(), ORDERS[0], "small"),
+        ("int4_g32", "bf16", SiLU(), ORDERS[0], "chosen"),
+        ("int4_g32", "mxfp4", SWIGLU, ORDERS[2], "chosen"),
+        ("int4_g64", "mxfp8", ClampedSiLU(), ORDERS[1], "split"),
+        ("int4_g128", "bf16", SWIGLU, ORDERS[1], "small"),
+        ("int4_g128", "fp8_token", SiLU(), ORDERS[2], "small"),
+        ("int4_g128", "mxfp8", ReLU2(), ORDERS[0], "split"),
+    )
+}
+"""Scales of any value, zero points, factors of rows."""
+ALL = (
+    EXACT,
+    OTHER_TILES,
+    HIGH_TILES,
+    STAGES,
+    NO_TOKENS,
+    ROUNDED,
+    ROUTED,
+    OPERANDS,
+    NO_GATE,
+    OUT,
+    WEIGHTS,
+    WEIGHT_STAGES,
+)

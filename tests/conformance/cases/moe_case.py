@@ -39,6 +39,7 @@ from support import hopper
 from support.exact import exact_moe_problem
 from support.executors import Executor
 from support.poison import poison_weights
+from support.weight_formats import in_format
 from tests.conformance.cases.moe_tiles import TILES
 from tests.moe.oracle import Rows, moe_layer
 
@@ -76,6 +77,7 @@ class MoECase:
         x: how activations arrive: bfloat16, quantised, or as a view at an odd address or with gaps.
         out: written by the op: a new tensor, or x itself. poisoned: weights lie in larger storage
             that is NaN. bad: stands in one element of one token, which has no finite result then.
+        w_format: of the weights.
     """
 
     a_format: OwnFormat
@@ -99,6 +101,7 @@ class MoECase:
     out: Literal["new", "x"] | None = None
     poisoned: bool = False
     bad: float | None = None
+    w_format: str = "mxfp4"
     seed: int = 0
 
     def problem(self, target: Target, layout: Layout) -> MoEProblem:
@@ -108,11 +111,15 @@ class MoECase:
             self.activation, self.a_format, self.rule, self.on_input, self.combine, self.out_dtype
         )
         dimensions = sizes.tokens, sizes.top_k, sizes.experts, sizes.hidden, sizes.inner
-        return MoEProblem(Op.FUSED_MOE, target, *dimensions, options, layout)
+        held = layout if self.w_format == "mxfp4" else Layout.ROW_MAJOR
+        return MoEProblem(
+            Op.FUSED_MOE, target, *dimensions, options, held, weight_format=self.w_format
+        )
 
     def served_by(self, backend: str) -> bool:
         """`test_backends_serve_what_the_cases_say` compares this with the kernels."""
-        return backend in (BACKENDS if self.activation.is_gated else ("reference", "triton"))
+        everywhere = self.activation.is_gated and self.w_format == "mxfp4"
+        return backend in (BACKENDS if everywhere else ("reference", "triton"))
 
     def is_exact_on(self, backend: str) -> bool:
         """Whether to compare bits. Scales of fp8_token are no powers of two, and FP8 tensor cores
@@ -145,6 +152,9 @@ class MoECase:
             )
         else:
             made = random_moe_problem(shape, sizes.tokens, seed=self.seed, routing=self.routing)
+        if self.w_format != "mxfp4":
+            other = in_format(made.weights, self.w_format, exact=self.exact, seed=self.seed)
+            made = replace(made, weights=other)
         if self.expert_map is not None:
             weights, ids = random_routing(
                 sizes.tokens, len(self.expert_map), sizes.top_k, generator=draw

@@ -1,0 +1,112 @@
+"""Weights in the layout that a device's fastest kernels read: there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..core.backend import layouts_for
+from ..core.target import detect_target
+from ..errors import require
+from ..formats.folding import FoldCertificate, fold_certificate
+from ..formats.gate_up import GateUpOrder, interleaved_rows
+from ..formats.layouts import WeightLayout
+from ..formats.spec import MXFP4
+from ..formats.tensor import Layout, LayoutLike
+
+if TYPE_CHECKING:
+    from .weights import MoEWeights
+
+
+def prepare(weights: MoEWeights, device: torch.device, layout: LayoutLike | None) -> MoEWeights:
+    """`MoEWeights.prepare`. Formats other than MXFP4 stay ROW_MAJOR."""
+    op = "prepare"
+    check_holds_data(device, op, "device", "load the weights first")
+    if layout is not None:
+        layout = Layout.parse(layout, op, "layout", "None chooses")
+    plain, remedy = Layout.ROW_MAJOR, "call unprepare() first"
+    held = weights.layout
+    require(held is plain, op, "weights.layout", need=plain, got=held, remedy=remedy)
+    dense = {
+        name: getattr(weights, name)._mapped(torch.Tensor.contiguous)
+        for name in ("gate_up_proj", "down_proj")
+    }
+    moved = replace(weights, **dense).to(device)
+    if weights.weight_format != MXFP4.name:
+        need = f"ROW_MAJOR for {weights.weight_format}"
+        require(layout is None or layout is plain, op, "layout", need=need, got=layout)
+        return moved
+    gate_up, down = moved.mx_projections
+    certificates = fold_certificate(gate_up), fold_certificate(down)
+    if layout is None:
+        arch = detect_target(moved.device).arch
+        layout = fastest_layout(arch, certificates) if weights.has_gate else plain
+    need, got = "ROW_MAJOR for experts without a gate", layout.name
+    require(weights.has_gate or layout is plain, op, "layout", need=need, got=got)
+    moved = replace(moved, fold_certificates=certificates)
+    return _pack(moved, layout, certificates) if isinstance(layout, WeightLayout) else moved
+
+
+def _pack(
+    weights: MoEWeights, layout: WeightLayout, certificates: tuple[FoldCertificate, FoldCertificate]
+) -> MoEWeights:
+    order, (gate_up, down) = weights.gate_up_order, weights.mx_projections
+    assert order is not None  # checked by `prepare`
+    rows = prepared_rows(layout, order, weights.intermediate_size, weights.device)
+    bias = None if weights.gate_up_bias is None else weights.gate_up_bias[:, rows].contiguous()
+    return replace(
+        weights,
+        gate_up_proj=layout.pack(gate_up, certificates[0], rows),
+        down_proj=layout.pack(down, certificates[1]),
+        gate_up_bias=bias,
+        gate_up_order=layout.gate_up_order,
+        source_order=order,
+    )
+
+
+def unprepare(weights: MoEWeights) -> MoEWeights:
+    """`MoEWeights.unprepare`."""
+    layout = weights.layout
+    if not isinstance(layout, WeightLayout):
+        return replace(weights, fold_certificates=None)
+    gate_up, down = weights.mx_projections
+    order = weights.source_order or layout.gate_up_order
+    rows = prepared_rows(layout, order, weights.intermediate_size, weights.device)
+    bias = weights.gate_up_bias
+    if bias is not None:
+        bias = torch.empty_like(bias).index_copy_(1, rows, bias)
+    return replace(
+        weights,
+        gate_up_proj=layout.unpack(gate_up, rows),
+        down_proj=layout.unpack(down),
+        gate_up_bias=bias,
+        gate_up_order=order,
+        source_order=None,
+        fold_certificates=None,
+    )
+
+
+def prepared_rows(
+    layout: WeightLayout, order: GateUpOrder, intermediate_size: int, device: torch.device
+) -> torch.Tensor:
+    """Row indices [2F] that bring rows in `order` to the order of a prepared layout."""
+    group = layout.gate_up_order.group(intermediate_size)
+    return interleaved_rows(order, intermediate_size, device, group)
+
+
+def fastest_layout(arch: str, certificates: Iterable[FoldCertificate]) -> Layout:
+    """The layout that the fastest kernels of an architecture read, if it holds these weights."""
+    return next(
+        layout
+        for layout in layouts_for(arch)
+        if not isinstance(layout, WeightLayout) or all(map(layout.fits, certificates))
+    )
+
+
+def check_holds_data(device: torch.device, op: str, name: str, remedy: str) -> None:
+    """Raise ValueError for the meta device."""
+    need = "a device that holds data"
+    require(device.type != "meta", op, name, need=need, got="'meta'", remedy=remedy)
