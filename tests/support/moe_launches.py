@@ -10,12 +10,13 @@ from mxpert.moe.inputs import DownInputs, GateUpInputs
 from mxpert.moe.triton import host as moe
 from mxpert.testing.problems import MoEShape
 from support.devices import DEVICES
-from support.without_data import layer_of, plain, plan_of, rows_of, weights_of
+from support.without_data import layer_of, plain_in, plan_of, rows_of, weights_of
 
 
 def launch_stages(problem: MoEProblem, config: MoEConfig, shape: MoEShape) -> None:
     """Run both stages on meta tensors with a problem's sizes."""
-    weights = weights_of(problem, plain, shape.has_bias, shape.gate_up_order)
+    projection = plain_in(problem.weight_format)
+    weights = weights_of(problem, projection, shape.has_bias, shape.gate_up_order)
     plan = plan_of(problem, config.routing_block_m)
     x = rows_of(problem.num_tokens, problem.hidden_size, problem.options.mx_format)
     first, second = config.gate_up, config.down

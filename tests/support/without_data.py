@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from mxpert.core.problem import MoEOptions, MoEProblem, Op, Target
-from mxpert.formats import MXFP4, MXFormat, MXTensor
+from mxpert.formats import MXFP4, MXFP8_E4M3, MXFormat, MXTensor
 from mxpert.formats.tensor import Layout
+from mxpert.formats.weight_tensor import WEIGHT_FORMATS, WeightLike, WeightTensor
 from mxpert.moe.weights import GateUpOrder, MoEWeights
 from mxpert.routing.plan import RoutingPlan, plan_capacity
 from mxpert.testing.problems import MoEShape
@@ -33,6 +34,25 @@ def plain(experts: int, num_rows: int, depth: int) -> MXTensor:
     return MXTensor(codes, empty(experts, num_rows, depth // 32), MXFP4)
 
 
+def plain_in(format: str) -> Callable[[int, int, int], WeightLike]:
+    """A maker of row-major projections; INT4 has zero points, NVFP4 factors of rows."""
+    if format == MXFP4.name:
+        return plain
+
+    def projection(experts: int, num_rows: int, depth: int) -> WeightLike:
+        if format == MXFP8_E4M3.name:
+            codes = empty(experts, num_rows, depth)
+            return MXTensor(codes, empty(experts, num_rows, depth // 32), MXFP8_E4M3)
+        found, codes = WEIGHT_FORMATS[format], empty(experts, num_rows, depth // 2)
+        blocks = experts, num_rows, depth // found.group_size
+        if not found.is_integer:
+            factors = empty(experts, num_rows, dtype=torch.float32)
+            return WeightTensor(codes, empty(*blocks), found, row_scale=factors)
+        return WeightTensor(codes, empty(*blocks, dtype=torch.bfloat16), found, empty(*blocks))
+
+    return projection
+
+
 def packed(experts: int, num_rows: int, depth: int) -> MXTensor:
     """A projection in the layout HOPPER_FRAGMENT."""
     units, steps = -(-num_rows // 64), -(-depth // 128)
@@ -49,7 +69,7 @@ def packed(experts: int, num_rows: int, depth: int) -> MXTensor:
 
 def weights_of(
     problem: MoEProblem,
-    projection: Callable[[int, int, int], MXTensor],
+    projection: Callable[[int, int, int], WeightLike],
     has_bias: bool,
     order: GateUpOrder = GateUpOrder.INTERLEAVED,
 ) -> MoEWeights:

@@ -1,8 +1,9 @@
-"""Main loop of the portable MoE GEMMs for NVFP4 and INT4 weights.
+"""Main loop of the portable MoE GEMMs for NVFP4, INT4 and, on some GPUs, MXFP8 weights.
 
-Both are multiplied as bf16, exactly. An NVFP4 code times its e4m3 scale has at most 6 significant
+All are multiplied as bf16, exactly. An NVFP4 code times its e4m3 scale has at most 6 significant
 bits; the factor of a row multiplies the sum. INT4 codes without their zero points are integers of
-5 bits; the scale of a group multiplies the group's sum. Activations in MX formats are bf16 numbers.
+5 bits; the scale of a group multiplies the group's sum. MXFP8 weights, and activations in MX
+formats, are bf16 numbers.
 """
 
 from __future__ import annotations
@@ -62,6 +63,16 @@ def load_nvfp4(w_ptrs, scale_ptrs, mask, block, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def load_mxfp8(w_ptrs, scale_ptrs, mask, block, k, BLOCK_K: tl.constexpr):
+    """MXFP8 weights (e4m3) [rows, BLOCK_K] as bf16."""
+    codes = load_rows(w_ptrs, mask, block, k, "e4m3", BLOCK_K)
+    W_ROWS: tl.constexpr = codes.shape[0]
+    scale = scale_value(load_scales(scale_ptrs, mask, block, k, BLOCK_K).to(tl.int32))
+    values = tl.reshape(decode(codes, "e4m3"), (W_ROWS, BLOCK_K // 32, 32)) * scale[:, :, None]
+    return tl.reshape(values, (W_ROWS, BLOCK_K)).to(tl.bfloat16)
+
+
+@triton.jit
 def load_int4(w_ptrs, zero_ptrs, mask, block, k, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
     """Integers [rows, BLOCK_K] as bf16: codes of one group of each row without its zero point."""
     codes = unpack(load_rows(w_ptrs, mask, block, k, "e2m1", BLOCK_K))
@@ -81,6 +92,7 @@ def multiply_groups(
     w_rows,
     k: KRange,
     X_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -89,12 +101,12 @@ def multiply_groups(
     Args:
         x: Activations. w: Weights. w_rows: WeightRows. k: KRange.
         x_row_scale_ptr: one more float32 factor for each row of MX activations, or None.
-        GROUP: 16 means NVFP4, other sizes INT4. BLOCK_K: of INT4 at most GROUP.
+        W_FORMAT: "nvfp4", "int4" or "mxfp8". GROUP: weights to a scale. BLOCK_K: of INT4 at most
+            GROUP.
     """
     ROWS: tl.constexpr = x.rows.shape[0]
     W_ROWS: tl.constexpr = w_rows.rows.shape[0]
-    IS_NVFP4: tl.constexpr = GROUP == 16
-    tl.static_assert(IS_NVFP4 or GROUP % BLOCK_K == 0, "a step lies in one group of INT4")
+    tl.static_assert(W_FORMAT != "int4" or GROUP % BLOCK_K == 0, "a step lies in one group")
     x_ptrs = x.ptr + x.rows.to(tl.int64) * x.stride
     x_scale_ptrs = (
         None if X_FORMAT == "bf16" else x.scale_ptr + x.rows.to(tl.int64) * x.scale_stride
@@ -107,15 +119,19 @@ def multiply_groups(
     acc = tl.zeros((W_ROWS, ROWS), tl.float32)
     for block in range(k.first, k.last, BLOCK_K // 32):
         x_tile = load_activations(x, x_ptrs, x_scale_ptrs, block, k, X_FORMAT, BLOCK_K)
-        if IS_NVFP4:
+        if W_FORMAT == "nvfp4":
             w_tile = load_nvfp4(w_ptrs, scale_ptrs, w_rows.mask, block, k, BLOCK_K)
             acc = tl.dot(w_tile, x_tile.T, acc)
+        elif W_FORMAT == "mxfp8":
+            w_tile = load_mxfp8(w_ptrs, scale_ptrs, w_rows.mask, block, k, BLOCK_K)
+            acc = tl.dot(w_tile, x_tile.T, acc)
         else:
+            tl.static_assert(W_FORMAT == "int4", "a weight format")
             w_tile = load_int4(w_ptrs, zero_ptrs, w_rows.mask, block, k, GROUP, BLOCK_K)
             group = block * 32 // GROUP
             scale = tl.load(scale_ptrs + group, mask=w_rows.mask, other=0.0).to(tl.float32)
             acc += tl.dot(w_tile, x_tile.T) * scale[:, None]
-    if IS_NVFP4:
+    if W_FORMAT == "nvfp4":
         factor = tl.full((W_ROWS,), _ROW_UP, tl.float32)
         if w.row_scale_ptr is not None:
             ptrs = w.row_scale_ptr + expert * w.num_rows + row

@@ -11,7 +11,7 @@ import triton
 
 from ...core.launch import CACHED_LAUNCHES, Launch
 from ...core.problem import Combine, GemmConfig, MoEProblem, Op, Target
-from ...formats.spec import MX_BLOCK_SIZE
+from ...formats.spec import MX_BLOCK_SIZE, MXFP8_E4M3
 from ...formats.tensor import MXTensor
 from ...formats.weight_tensor import WeightLike, WeightTensor
 from ...routing.plan import RoutingPlan
@@ -43,10 +43,11 @@ def operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, str]:
     return rows, None, "bf16"
 
 
-def weight_operand(weight: WeightLike) -> tuple[str, int]:
-    """W_FORMAT and GROUP of weights: the element format, and the weights to a scale."""
+def weight_operand(weight: WeightLike, target: Target) -> tuple[str, int]:
+    """W_FORMAT and GROUP of weights: how they are multiplied, and the weights to a scale."""
     if isinstance(weight, MXTensor):
-        return weight.format.element.name, weight.format.block_size
+        decoded = heuristics.decodes_mxfp8(target) and weight.format == MXFP8_E4M3
+        return "mxfp8" if decoded else weight.format.element.name, weight.format.block_size
     return "int4" if weight.format.is_integer else weight.format.name, weight.format.group_size
 
 
@@ -87,7 +88,8 @@ class _Stage(Stage[GemmConfig]):
             return
         weight, order = self.weight(weights), weights.gate_up_order
         coded = gemm_rows(problem, rows)
-        geometry = _Geometry.of(plan, row_blocks, coded, weight)
+        of_weight = weight_operand(weight, problem.target)
+        geometry = _Geometry.of(plan, row_blocks, coded, weight, of_weight)
         gemm, finish = _launches(problem, self.op, config, geometry, order)
         x, x_scale, _ = operand(coded)
         partial = None
@@ -121,13 +123,19 @@ class _Geometry(NamedTuple):
     weight_strides: tuple[int, ...]
 
     @staticmethod
-    def of(plan: RoutingPlan, row_blocks: int, rows: Rows, weight: WeightLike) -> _Geometry:
+    def of(
+        plan: RoutingPlan,
+        row_blocks: int,
+        rows: Rows,
+        weight: WeightLike,
+        of_weight: tuple[str, int],
+    ) -> _Geometry:
         x, x_scale, x_format = operand(rows)
         return _Geometry(
             plan.routing_block_m,
             row_blocks,
             x_format,
-            *weight_operand(weight),
+            *of_weight,
             (x.stride(0), 0 if x_scale is None else x_scale.stride(0)),
             (*weight.qdata.stride()[:2], *weight.scale.stride()[:2]),
         )

@@ -51,7 +51,7 @@ def multiply_tile(
             x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES
         )
     else:
-        return multiply_groups(x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, GROUP, BLOCK_K)
+        return multiply_groups(x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, W_FORMAT, GROUP, BLOCK_K)
 
 
 @triton.jit

@@ -136,6 +136,36 @@ def test_first_stage_of_other_activations(
     assert metrics.shared_memory <= heuristics.shared_memory(*sizes)
 
 
+@pytest.mark.parametrize("target", [*TARGETS, "sm_80"])
+@pytest.mark.parametrize(
+    ("w_format", "a_format", "block_m"),
+    [("mxfp8_e4m3", "mxfp8", 16), ("nvfp4", "bf16", 128), ("int4_g32", "mxfp8", 16)]
+    + [("int4_g128", "bf16", 128)],
+)
+def test_weights_of_other_formats(
+    record: Recorder, w_format: str, a_format: str, block_m: int, target: str
+) -> None:
+    """No spills, shared memory within the estimate, tensor cores: of MX pairs with block scales."""
+    shape = MODEL_SHAPES["kimi-k2-tp4"]
+    described = describe(target, a_format, {16: 256, 128: 32768}[block_m], shape)
+    problem = replace(described, weight_format=w_format)
+    config = heuristics.layer_heuristic(problem)
+    assert config.routing_block_m == block_m
+    stages = {Op.MOE_GATE_UP: config.gate_up, Op.MOE_DOWN: config.down}
+    gemms = [launch for launch in record(problem, config, shape) if launch.kernel.__name__ in GEMMS]
+    assert len(gemms) == 2
+    for launch in gemms:
+        op = GEMMS[launch.kernel.__name__]
+        metrics = compile_launch(launch, target)
+        native = NATIVE if w_format.startswith("mx") else WITH_BF16
+        assert metrics.matrix_instruction == native.get(target, "mma")
+        assert metrics.spills == 0
+        estimate = heuristics.shared_memory(
+            problem.target, op, a_format, stages[op], weight_format=w_format
+        )
+        assert metrics.shared_memory <= estimate <= problem.target.shared_memory
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx950"])
 def test_split_k_without_a_gate_is_finished(record: Recorder, target: str) -> None:
     shape = replace(MODEL_SHAPES["gpt-oss-120b"], activation=ReLU2())
