@@ -51,6 +51,7 @@ from .formats.spans import rebase
 from .formats.spec import ElementFormat, MXFormat, ScaleRule, ScaleSpan
 from .formats.tensor import Layout, MXTensor
 from .formats.token import TokenRows
+from .formats.weight_tensor import WeightFormat, WeightTensor
 from .grouped.op import grouped_gemm, grouped_wgrad
 from .integrations.on_import import watch
 from .modules import MoE, quantize_weights
@@ -130,6 +131,8 @@ torch.serialization.add_safe_globals(
         RoutingPlan,
         ScaleSpan,
         TokenRows,
+        WeightFormat,
+        WeightTensor,
         # where earlier versions had them, as their files say
         (GateUpOrder, "mxpert.weights.GateUpOrder"),
         (MoEWeights, "mxpert.weights.MoEWeights"),

@@ -18,29 +18,28 @@ from .core.problem import (
     parse_activation_format,
 )
 from .distributed import ExpertParallel
-from .errors import Checks, UnsupportedError, message, require, require_device, require_tensor
-from .formats.gate_up import GateUpOrderLike
-from .formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, ScaleRule, ScaleRuleLike
+from .errors import Checks, UnsupportedError, message, require, require_tensor
+from .formats.spec import FLOAT_DTYPES, MXFP4
 from .formats.tensor import Layout
 from .moe import published_tensors as published
 from .moe.checks import check_gate, check_weight_on_input
 from .moe.local_weights import check_local_weights, local_weights
 from .moe.op import fused_moe
 from .moe.requantize import requantize_ as requantize_
-from .moe.stacked import quantize_stacked
-from .moe.weights import GateUpOrder, MoEWeights, parse_order
+from .moe.stacked import quantize_weights as quantize_weights
+from .moe.weights import GateUpOrder, MoEWeights
 from .moe.weights_state import PROJECTIONS
 from .routing.op import check_route_topk, route_topk
 
 
 class PreparedExperts(torch.nn.Module):
-    """The MXFP4 experts of one layer, prepared for the device that they are on.
+    """The quantised experts of one layer, prepared for the device that they are on.
 
-    ``state_dict`` holds the published tensors (``gate_up_proj_blocks``, ``gate_up_proj_scales``,
-    …), whatever layout the kernels read. ``load_state_dict`` checks their sizes and prepares them
-    in new memory: capture CUDA graphs again after it. ``.to(device)`` prepares the weights for the
-    new device; a dtype given to ``.to`` changes nothing. A call changes no state, so threads may
-    share the module.
+    ``state_dict`` holds the published tensors (of MXFP4 ``gate_up_proj_blocks``,
+    ``gate_up_proj_scales``, …), whatever layout the kernels read. ``load_state_dict`` checks their
+    sizes and prepares them in new memory: capture CUDA graphs again after it. ``.to(device)``
+    prepares the weights for the new device; a dtype given to ``.to`` changes nothing. A call
+    changes no state, so threads may share the module.
 
     Args:
         weights: MoEWeights, ROW_MAJOR or prepared.
@@ -100,11 +99,8 @@ class PreparedExperts(torch.nn.Module):
     def _hold(self, weights: MoEWeights) -> None:
         """Keep `weights`, and register them as buffers so that memory footprints count them."""
         self.weights = weights
-        for name, projection in zip(
-            PROJECTIONS, (weights.gate_up_proj, weights.down_proj), strict=True
-        ):
-            self.register_buffer(f"{name}_qdata", projection.qdata, persistent=False)
-            self.register_buffer(f"{name}_scale", projection.scale, persistent=False)
+        for name, tensor in _parts_of(weights).items():
+            self.register_buffer(name, tensor, persistent=False)
 
     def forward(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
@@ -157,9 +153,11 @@ class PreparedExperts(torch.nn.Module):
     def _refuse_exchanged_buffers(self) -> None:
         """Raise for buffers that were assigned, or that `functional_call` exchanged."""
         gate_up, down = self.weights.gate_up_proj, self.weights.down_proj
-        own = [*map(id, (gate_up.qdata, gate_up.scale, down.qdata, down.scale))]
+        own = [gate_up.qdata, gate_up.scale, down.qdata, down.scale]
+        if len(self._buffers) > len(own):  # zero points, factors of rows
+            own = [*_parts_of(self.weights).values()]
         require(
-            own == [*map(id, self._buffers.values())],
+            [*map(id, own)] == [*map(id, self._buffers.values())],
             type(self).__name__,
             "buffers",
             need="the prepared weights, whose layout only the kernels know",
@@ -180,6 +178,14 @@ class PreparedExperts(torch.nn.Module):
     def _published(self) -> dict[str, torch.Tensor]:
         return published.published_expert_tensors(self.weights.unprepare(), dtype=self.dtype)
 
+    def _published_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        weights = self.weights
+        if weights.weight_format != MXFP4.name:  # ROW_MAJOR: nothing is unpacked
+            return {name: tuple(tensor.shape) for name, tensor in self._published().items()}
+        sizes = weights.num_experts, weights.hidden_size, weights.intermediate_size
+        has_bias, has_gate = weights.gate_up_bias is not None, weights.has_gate
+        return published.published_shapes(*sizes, has_bias=has_bias, has_gate=has_gate)
+
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
@@ -199,9 +205,7 @@ class PreparedExperts(torch.nn.Module):
         error_msgs: list[str],
     ) -> None:
         weights = self.weights
-        sizes = weights.num_experts, weights.hidden_size, weights.intermediate_size
-        has_bias, has_gate = weights.gate_up_bias is not None, weights.has_gate
-        wanted = published.published_shapes(*sizes, has_bias=has_bias, has_gate=has_gate)
+        wanted = self._published_shapes()
         given = {
             name.removeprefix(prefix): self._local(tensor)
             for name, tensor in state_dict.items()
@@ -223,7 +227,8 @@ class PreparedExperts(torch.nn.Module):
         loaded = published.expert_weights_from(
             kept
             | {name: tensor.to(weights.device, copy=not assign) for name, tensor in given.items()},
-            GateUpOrder.INTERLEAVED if has_gate else None,
+            GateUpOrder.INTERLEAVED if weights.has_gate else None,
+            weights.weight_format,
         )
         self._hold(loaded.prepare(device=weights.device))
 
@@ -391,68 +396,14 @@ class MoE(torch.nn.Module):
         return f"top_k={self.top_k}, routing={self.routing}"
 
 
-def quantize_weights(
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    *,
-    gate_up_order: GateUpOrderLike | None,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
-    device: torch.device | str | None = None,
-) -> MoEWeights:
-    """Quantise the dense experts of one layer to MXFP4.
-
-    Each projection becomes ``quantize(w, "mxfp4", axis=-1)``, a few rows at a time.
-
-    Args:
-        gate_up_proj: bfloat16, float16 or float32 [E, 2F, H]; the up projection [E, F, H] of
-            experts without a gate (ReLU2).
-        down_proj: the same dtypes, [E, H, F].
-        gate_up_order: how gate and up rows are arranged: "concatenated" (F gate rows, then F up
-            rows), "interleaved" (gpt-oss) or "interleaved_16"; None without a gate.
-        gate_up_bias: [E, 2F] in that order ([E, F] without a gate), or None. down_bias: [E, H], or
-            None.
-        scale_rule: how a block's scale follows from its maximum.
-        device: where the result goes; None is the device of `gate_up_proj`.
-
-    Returns:
-        MoEWeights, not prepared.
-
-    Raises:
-        TypeError, ValueError: a wrong type, dtype, shape or device.
-
-    Example:
-        >>> quantize_weights(torch.ones(4, 64, 32), torch.ones(4, 32, 32),
-        ...                  gate_up_order="concatenated").num_experts
-        4
-    """
-    op = "quantize_weights"
-    scale_rule = ScaleRule.parse(scale_rule, op, "scale_rule")
-    for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
-        require_tensor(weight, op, name, dtype=FLOAT_DTYPES, shape=(None, None, None))
-        require(
-            weight.shape[-1] % MX_BLOCK_SIZE == 0,
-            op,
-            f"{name}.shape[-1]",
-            need=f"a multiple of {MX_BLOCK_SIZE}",
-            got=weight.shape[-1],
-            remedy="MXFP4 has no partial blocks; pad the layer first",
-        )
-    gate_up_order = parse_order(gate_up_order, gate_up_proj, down_proj, op)
-    for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
-        if bias is not None:
-            require_tensor(bias, op, name, dtype=FLOAT_DTYPES)
-    target = gate_up_proj.device if device is None else require_device(device, op)
-    gate_up, down = (
-        quantize_stacked(weight, transposed=False, scale_rule=scale_rule, device=target)
-        for weight in (gate_up_proj, down_proj)
-    )
-    biases = [
-        None if bias is None else bias.detach().to(target, torch.float32).contiguous()
-        for bias in (gate_up_bias, down_bias)
-    ]
-    return MoEWeights(gate_up, down, biases[0], biases[1], gate_up_order=gate_up_order)
+def _parts_of(weights: MoEWeights) -> dict[str, torch.Tensor]:
+    """The tensors of both projections that are not None, by their name as buffers."""
+    parts = {
+        f"{name}_{part}": getattr(getattr(weights, name), part, None)
+        for name in PROJECTIONS
+        for part in published.PARTS
+    }
+    return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
 
 def _check_router(

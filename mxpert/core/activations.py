@@ -171,7 +171,8 @@ class GELU:
         value = self.approximate
         need, got = "'none' or 'tanh'", repr(value)
         error = ValueError if isinstance(value, str) else TypeError
-        require(value in ("none", "tanh"), "GELU", "approximate", need=need, got=got, error=error)
+        known = isinstance(value, str) and value in ("none", "tanh")
+        require(known, "GELU", "approximate", need=need, got=got, error=error)
 
     @property
     def name(self) -> str:

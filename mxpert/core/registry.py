@@ -140,6 +140,8 @@ class Explanation:
             f"  config:  {_config_text(chosen.config)}",
             f"  source:  {chosen.source} ({chosen.detail})",
         ]
+        if formats := getattr(self.problem, "formats", ""):
+            lines.insert(1, f"  formats: {formats}")
         mode = getattr(chosen.kernel, "mode", None)
         if mode is not None and (text := mode(self.problem)):
             lines.append(f"  mode:    {text}")

@@ -1,4 +1,4 @@
-"""Microscaling formats: descriptors, tensors, exact codecs and the exact FP4-to-FP8 fold."""
+"""Microscaling formats, NVFP4 and INT4: descriptors, tensors, exact codecs, the FP4-to-FP8 fold."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ from .spec import (
 )
 from .tensor import Layout, MXTensor
 from .token import FP8_TOKEN, TokenRows, quantize_token_rows
+from .weight_quantize import quantize_weight
+from .weight_tensor import INT4_G32, INT4_G64, INT4_G128, NVFP4, WeightFormat, WeightTensor
 
 __all__ = [
     "E2M1",
@@ -44,10 +46,14 @@ __all__ = [
     "E8M0_NAN",
     "FORMATS",
     "FP8_TOKEN",
+    "INT4_G128",
+    "INT4_G32",
+    "INT4_G64",
     "MXFP4",
     "MXFP8_E4M3",
     "MXFP8_E5M2",
     "MX_BLOCK_SIZE",
+    "NVFP4",
     "ElementFormat",
     "FoldCertificate",
     "Layout",
@@ -56,6 +62,8 @@ __all__ = [
     "ScaleRule",
     "ScaleSpan",
     "TokenRows",
+    "WeightFormat",
+    "WeightTensor",
     "block_scale",
     "count_wide_blocks",
     "decode",
@@ -69,6 +77,7 @@ __all__ = [
     "quantize_blocks",
     "quantize_spans",
     "quantize_token_rows",
+    "quantize_weight",
     "rebase",
     "unfold",
     "unpack_codes",

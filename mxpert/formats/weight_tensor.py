@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from ..errors import Checks, message
 from .codec import decode, unpack_codes
-from .spec import E2M1, E4M3, WIDE_DTYPES
+from .spec import E2M1, E4M3, MXFP4, MXFP8_E4M3, WIDE_DTYPES, MXFormat
 from .tensor import Aggregate, Layout, MXTensor
 
 INT4_ZERO = 8
@@ -233,6 +233,34 @@ class WeightTensor(
 
 WeightLike = MXTensor | WeightTensor
 """One projection of a layer's experts."""
+AnyWeightFormat = MXFormat | WeightFormat
+"""The format of a projection."""
+
+
+WeightFormatName = Literal[
+    "mxfp4", "mxfp8", "mxfp8_e4m3", "nvfp4", "int4_g32", "int4_g64", "int4_g128"
+]
+"""Names of the formats that expert weights have; "mxfp8" means "mxfp8_e4m3"."""
+
+
+def parse_weight_format(name: object, op: str, argument: str = "weight_format") -> AnyWeightFormat:
+    """Return the format of expert weights that `name` is or names.
+
+    Raises:
+        ValueError: an unknown name. TypeError: neither a format nor a name.
+
+    Example:
+        >>> parse_weight_format("mxfp8", "quantize_weights")
+        MXFormat('mxfp8_e4m3')
+    """
+    found = name.name if isinstance(name, AnyWeightFormat) else name
+    found = MXFP8_E4M3.name if found == "mxfp8" else found
+    formats: dict[str, AnyWeightFormat] = {MXFP4.name: MXFP4, MXFP8_E4M3.name: MXFP8_E4M3}
+    formats |= WEIGHT_FORMATS
+    if isinstance(found, str) and found in formats:
+        return formats[found]
+    error: type[Exception] = ValueError if isinstance(found, str) else TypeError
+    raise error(message(op, argument, f"one of {['mxfp8', *formats]}", repr(name)))
 
 
 def get_weight_format(name: object, op: str, argument: str) -> WeightFormat:

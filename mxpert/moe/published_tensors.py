@@ -1,7 +1,9 @@
-"""The published MXFP4 layout of one layer's experts: tensor names, shapes, to and from MoEWeights.
+"""The published layout of one layer's experts: tensor names, shapes, to and from MoEWeights.
 
-gpt-oss publishes its experts this way, and so does everything that mxpert writes: blocks and scales
-of each projection, biases, gate and up rows INTERLEAVED, the low nibble of a byte first.
+gpt-oss publishes its MXFP4 experts this way, and so does everything that mxpert writes: blocks and
+scales of each projection, biases, gate and up rows INTERLEAVED, the low nibble of a byte first.
+Other formats have no such name in a published model: their tensors are named after the parts of
+MXTensor and WeightTensor, ``gate_up_proj_qdata`` and so on.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ import torch
 
 from ..core.problem import OUT_DTYPES
 from ..errors import message, require, require_dtype, require_tensor
-from ..formats.spec import MX_BLOCK_SIZE, MXFP4
+from ..formats.spec import MX_BLOCK_SIZE, MXFP4, MXFormat
 from ..formats.tensor import Layout, MXTensor
+from ..formats.weight_tensor import WeightLike, WeightTensor, parse_weight_format
 from .weights import GateUpOrder, MoEWeights, interleaved_rows
 from .weights_state import PROJECTIONS
 
+PARTS = ("qdata", "scale", "zero_point", "row_scale")
+"""Tensors of a projection in another format than MXFP4."""
 BLOCK_BYTES = MX_BLOCK_SIZE // MXFP4.codes_per_byte
 """Bytes of one block's codes: the last dimension of ``*_blocks``."""
 
@@ -60,7 +65,7 @@ def published_expert_tensors(
     dtype: torch.dtype = torch.bfloat16,
     op: str = "published_expert_tensors",
 ) -> dict[str, torch.Tensor]:
-    """The published tensors of one layer's experts.
+    """The published tensors of one layer's experts, in any weight format.
 
     Args:
         weights: ROW_MAJOR, in any gate/up order; rows and bias come out INTERLEAVED.
@@ -70,7 +75,8 @@ def published_expert_tensors(
     Returns:
         ``gate_up_proj_blocks`` uint8 [E, 2F, H/32, 16], ``gate_up_proj_scales`` uint8 [E, 2F,
         H/32], the same for ``down_proj``, and ``*_bias`` where there are biases; contiguous.
-        Without a gate ``up_proj_*`` [E, F, …] instead of ``gate_up_proj_*``.
+        Without a gate ``up_proj_*`` [E, F, …] instead of ``gate_up_proj_*``. Of other formats than
+        MXFP4 ``*_qdata`` and ``*_scale``, and ``*_zero_point``, ``*_row_scale`` where they are.
     """
     if not isinstance(weights, MoEWeights):
         raise TypeError(message(op, "weights", "MoEWeights", type(weights).__name__))
@@ -89,9 +95,16 @@ def published_expert_tensors(
         (published_projections(weights.has_gate)[0], weights.gate_up_proj, weights.gate_up_bias),
         ("down_proj", weights.down_proj, weights.down_bias),
     ):
-        scale = projection.scale.contiguous()
-        tensors[f"{name}_blocks"] = projection.qdata.contiguous().view(*scale.shape, BLOCK_BYTES)
-        tensors[f"{name}_scales"] = scale
+        parts = {part: getattr(projection, part, None) for part in PARTS}
+        if projection.format == MXFP4:
+            scale = projection.scale.contiguous()
+            blocks = projection.qdata.contiguous().view(*scale.shape, BLOCK_BYTES)
+            parts = {"blocks": blocks, "scales": scale}
+        tensors |= {
+            f"{name}_{part}": tensor.contiguous()
+            for part, tensor in parts.items()
+            if tensor is not None
+        }
         if bias is not None:
             tensors[f"{name}_bias"] = bias.to(dtype).contiguous()
     return tensors
@@ -103,7 +116,7 @@ def published_projections(has_gate: bool) -> tuple[str, str]:
 
 
 def expert_weights_from(
-    tensors: Mapping[str, torch.Tensor], order: GateUpOrder | None
+    tensors: Mapping[str, torch.Tensor], order: GateUpOrder | None, weight_format: str = MXFP4.name
 ) -> MoEWeights:
     """MoEWeights of published tensors: the same codes and scales, biases in float32.
 
@@ -111,6 +124,7 @@ def expert_weights_from(
         tensors: by names below ``experts.``; biases may be absent.
         order: order of gate and up rows as stored; published checkpoints are INTERLEAVED. None:
             experts without a gate.
+        weight_format: name of the format.
 
     Example:
         >>> tensors = {name: torch.zeros(shape, dtype=torch.uint8)
@@ -122,15 +136,25 @@ def expert_weights_from(
     if not isinstance(tensors, Mapping):
         raise TypeError(message(op, "tensors", "tensors by name", type(tensors).__name__))
     first, _ = published_projections(order is not None)
-    for part, dims in (("blocks", 4), ("scales", 3)):
+    format = parse_weight_format(weight_format, op)
+    wanted = {"blocks": 4, "scales": 3} if format == MXFP4 else {"qdata": 3, "scale": 3}
+    for part, dims in wanted.items():
         for name in (f"{first}_{part}", f"down_proj_{part}"):
-            require_tensor(tensors.get(name), op, name, dtype=torch.uint8, shape=(None,) * dims)
+            dtype = None if part == "scale" else torch.uint8
+            require_tensor(tensors.get(name), op, name, dtype=dtype, shape=(None,) * dims)
     for name in (f"{first}_bias", "down_proj_bias"):
         if tensors.get(name) is not None:
             require_tensor(tensors[name], op, name, shape=(None, None))
 
-    def projection(name: str) -> MXTensor:
-        return MXTensor(tensors[f"{name}_blocks"].flatten(-2), tensors[f"{name}_scales"], MXFP4)
+    def projection(name: str) -> WeightLike:
+        if format == MXFP4:
+            return MXTensor(tensors[f"{name}_blocks"].flatten(-2), tensors[f"{name}_scales"], MXFP4)
+        qdata, scale, *others = (tensors.get(f"{name}_{part}") for part in PARTS)
+        assert qdata is not None  # for the type checker: checked above
+        assert scale is not None  # for the type checker: checked above
+        if isinstance(format, MXFormat):
+            return MXTensor(qdata, scale, format)
+        return WeightTensor(qdata, scale, format, *others)
 
     def bias(name: str) -> torch.Tensor | None:
         stored = tensors.get(f"{name}_bias")
@@ -154,9 +178,7 @@ def _interleaved(weights: MoEWeights) -> MoEWeights:
     projection, bias = weights.gate_up_proj, weights.gate_up_bias
     return replace(
         weights,
-        gate_up_proj=replace(
-            projection, qdata=projection.qdata[:, rows], scale=projection.scale[:, rows]
-        ),
+        gate_up_proj=projection._mapped(lambda part: part[:, rows]),
         gate_up_bias=None if bias is None else bias[:, rows].contiguous(),
         gate_up_order=GateUpOrder.INTERLEAVED,
         fold_certificates=None,
@@ -172,5 +194,7 @@ def mismatch(name: str, tensor: object, shape: tuple[int, ...]) -> str:
             f"size mismatch for {name}: copying a param with shape {tensor.shape} from "
             f"checkpoint, the shape in current model is {torch.Size(shape)}."
         )
-    fits = tensor.is_floating_point() if name.endswith("_bias") else tensor.dtype == torch.uint8
+    fits = tensor.dtype == torch.uint8
+    if name.endswith(("_bias", "_scale")):  # a scale may be a number or a byte
+        fits = tensor.is_floating_point() or (fits and name.endswith("_scale"))
     return "" if fits else f"dtype mismatch for {name}: {tensor.dtype} is not the published dtype."

@@ -54,7 +54,7 @@ def test_its_target_gets_its_kernel() -> None:
     kernel, config = resolve(layer())
     assert (kernel, config) == (FUSED_MOE, FUSED_MOE.heuristic(layer()))
     shown = str(explain_problem(layer()))
-    assert "fused_moe on Toy 1 (toy1)\n  backend: toy" in shown
+    assert "fused_moe on Toy 1 (toy1)\n  formats: bf16xmxfp4\n  backend: toy" in shown
     assert "lanes=4" in shown
     assert "status:  not tried" in shown
 

@@ -28,6 +28,7 @@ ACTIVATIONS = (
     mxpert.GELU(),
     mxpert.GELU("tanh"),
 )
+OTHER_WEIGHTS = ("mxfp8", "nvfp4", "int4_g32")
 Arguments = dict[str, Any]
 
 
@@ -46,10 +47,16 @@ def packed(rng: random.Random, *shape: int, name: str = "mxfp4") -> MXTensor:
 
 
 def moe_weights(rng: random.Random, experts: int, hidden: int, inner: int) -> MoEWeights:
-    bias = rng.random() < 0.5
+    bias, name = rng.random() < 0.5, rng.choice(("mxfp4", "mxfp4", *OTHER_WEIGHTS))
+    made = mxpert.quantize_weights(
+        randn(rng, experts, 2 * inner, hidden),
+        randn(rng, experts, hidden, inner),
+        gate_up_order="concatenated",
+        weight_format=name,
+    )
     return MoEWeights(
-        packed(rng, experts, 2 * inner, hidden),
-        packed(rng, experts, hidden, inner),
+        made.gate_up_proj,
+        made.down_proj,
         randn(rng, experts, 2 * inner) if bias else None,
         randn(rng, experts, hidden) if bias else None,
         rng.choice((GateUpOrder.CONCATENATED, GateUpOrder.INTERLEAVED)),
@@ -338,15 +345,10 @@ def activated(rng: random.Random) -> Arguments:
 
 
 def prepared(rng: random.Random) -> MoEWeights:
-    weights = moe_weights(rng, 2, 32, 32)
-    kind = rng.random()
-    return (
-        weights
-        if kind < 0.5
-        else weights.prepare(
-            device="cpu", layout=mx.Layout.HOPPER_FRAGMENT if kind < 0.75 else None
-        )
-    )
+    weights, kind = moe_weights(rng, 2, 32, 32), rng.random()
+    packs = kind < 0.75 and weights.weight_format == "mxfp4"
+    layout = mx.Layout.HOPPER_FRAGMENT if packs else None
+    return weights if kind < 0.5 else weights.prepare(device="cpu", layout=layout)
 
 
 def state(rng: random.Random) -> Arguments:

@@ -180,6 +180,22 @@ FORMATS = [
         lambda r: dict(qdata=codes(r, 3, 32), scale=codes(r, 3, 1), format=mx.MXFP8_E4M3, axis=-1),
     ),
     Target(
+        "WeightTensor",
+        mx.WeightTensor,
+        lambda r: dict(
+            qdata=codes(r, 3, 32),
+            scale=randn(r, 3, 2, dtype=r.choice(FLOATS)),
+            format=r.choice((mx.INT4_G32, "int4_g32")),
+            zero_point=r.choice((None, codes(r, 3, 2))),
+            row_scale=None,
+        ),
+    ),
+    Target(
+        "quantize_weight",
+        mx.quantize_weight,
+        lambda r: dict(weight=randn(r, 2, 3, 64), format=r.choice((mx.NVFP4, "int4_g64"))),
+    ),
+    Target(
         "MXTensor.to",
         method("to"),
         lambda r: dict(self=packed(r, 3, 32), device="cpu"),
@@ -473,6 +489,7 @@ MODULES = [
             gate_up_order=GateUpOrder.CONCATENATED,
             gate_up_bias=r.choice((None, randn(r, 2, 64))),
             down_bias=None,
+            weight_format=r.choice(("mxfp4", "mxfp8", "nvfp4", "int4_g32")),
             scale_rule=r.choice(list(ScaleRule)),
             device=None,
         ),

@@ -13,6 +13,7 @@ from torch.nn.functional import gelu
 import mxpert
 from mxpert import MXTensor
 from mxpert.core.problem import Activation
+from mxpert.formats import WeightTensor
 
 Arguments = dict[str, Any]
 Results = list[torch.Tensor | None]
@@ -42,9 +43,9 @@ class Case:
     on_gpu: bool = True
 
 
-def wide(value: torch.Tensor | MXTensor) -> torch.Tensor:
+def wide(value: torch.Tensor | MXTensor | WeightTensor) -> torch.Tensor:
     """Values in float64."""
-    return value.dequantize(WIDE) if isinstance(value, MXTensor) else value.detach().double()
+    return value.detach().double() if isinstance(value, torch.Tensor) else value.dequantize(WIDE)
 
 
 def act(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -104,12 +104,12 @@ REFUSED: dict[str, tuple[dict[str, Callable[[], Any]], type[Exception], str]] = 
     "plain_tensor": (
         {"down_proj": lambda: torch.zeros(E, H, F)},
         TypeError,
-        r"down_proj — need an MXTensor, got a float32 Tensor .*quantize_weights takes",
+        "down_proj — need an MXTensor or a WeightTensor, got a float32 .*quantize_weights takes",
     ),
     "format": (
         {"gate_up_proj": lambda: mxfp8_projection(E, 2 * F, H)},
         ValueError,
-        r"gate_up_proj\.format — need mxfp4, got mxfp8_e4m3",
+        r"down_proj\.format — need mxfp8_e4m3, as gate_up_proj has, got mxfp4",
     ),
     "dimensions": (
         {"down_proj": lambda: projection(H, F)},

@@ -12,7 +12,7 @@ from ...core.problem import MoEConfig, MoEProblem, Op
 from ...core.stage_configs import StageConfig, require_integers, require_positive, set_kernel
 from ...errors import require
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
-from ...formats.spec import FLOAT_DTYPES
+from ...formats.spec import FLOAT_DTYPES, MXFP4
 from .layout import CDNA4_FRAGMENT
 
 
@@ -110,6 +110,8 @@ def unsupported(problem: MoEProblem) -> str | None:
         return f"needs gfx950, not {problem.target.arch}"
     if not problem.options.activation.is_gated:
         return "multiplies gate and up rows; experts without a gate run on portable kernels"
+    if problem.weight_format != MXFP4.name:
+        return f"multiplies MXFP4 weights; {problem.weight_format} runs on portable kernels"
     if problem.weight_layout is not CDNA4_FRAGMENT:
         return "needs weights in CDNA4_FRAGMENT layout: call weights.prepare(device=...)"
     if problem.options.out_dtype not in FLOAT_DTYPES:

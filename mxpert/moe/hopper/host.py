@@ -21,6 +21,7 @@ from ...core.problem import (
 )
 from ...device.hopper import matrix_descriptor, rows_descriptor
 from ...device.pdl import PDL_LAUNCH
+from ...formats.spec import MXFP4
 from ...formats.tensor import MXTensor, Operand
 from ...routing.plan import RoutingPlan
 from ..combine import combine_slots
@@ -56,6 +57,8 @@ class _Stage:
             return f"needs sm_90, not {problem.target.arch}"
         if not problem.options.activation.is_gated:
             return "multiplies gate and up rows; experts without a gate run on portable kernels"
+        if problem.weight_format != MXFP4.name:
+            return f"multiplies MXFP4 weights; {problem.weight_format} runs on portable kernels"
         if problem.weight_layout is not HOPPER_FRAGMENT:
             return (
                 "needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...), which "

@@ -84,36 +84,34 @@ def load_int4(w_ptrs, zero_ptrs, mask, block, k, GROUP: tl.constexpr, BLOCK_K: t
         return values - (zero.to(tl.float32) + 128.0).to(tl.bfloat16)[:, None]
 
 
+@triton.constexpr_function
+def int4_group(W_FORMAT):
+    """Weights to a scale of an INT4 format; for others a multiple of every step."""
+    return {"int4_g32": 32, "int4_g64": 64, "int4_g128": 128}.get(W_FORMAT, 256)
+
+
 @triton.jit
 def multiply_groups(
-    x,
-    x_row_scale_ptr,
-    w,
-    w_rows,
-    k: KRange,
-    X_FORMAT: tl.constexpr,
-    W_FORMAT: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    x, w, w_rows, k: KRange, X_FORMAT: tl.constexpr, W_FORMAT: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """``x @ w[expert, rows].T`` over a range of K, float32 [x rows, w rows].
 
     Args:
         x: Activations. w: Weights. w_rows: WeightRows. k: KRange.
-        x_row_scale_ptr: one more float32 factor for each row of MX activations, or None.
-        W_FORMAT: "nvfp4", "int4" or "mxfp8". GROUP: weights to a scale. BLOCK_K: of INT4 at most
-            GROUP.
+        W_FORMAT: "nvfp4", "mxfp8", "int4_g32", "int4_g64" or "int4_g128". BLOCK_K: of INT4 at most
+            its group.
     """
     ROWS: tl.constexpr = x.rows.shape[0]
     W_ROWS: tl.constexpr = w_rows.rows.shape[0]
-    tl.static_assert(W_FORMAT != "int4" or GROUP % BLOCK_K == 0, "a step lies in one group")
+    GROUP: tl.constexpr = int4_group(W_FORMAT)
+    tl.static_assert(GROUP % BLOCK_K == 0, "a step lies in one group")
     x_ptrs = x.ptr + x.rows.to(tl.int64) * x.stride
     x_scale_ptrs = (
         None if X_FORMAT == "bf16" else x.scale_ptr + x.rows.to(tl.int64) * x.scale_stride
     )
     row, expert = w_rows.rows.to(tl.int64), w_rows.expert.to(tl.int64)
-    w_ptrs = w.ptr + expert * w.stride_e + row * w.stride_n
-    scale_offsets = expert * w.scale_stride_e + row * w.scale_stride_n
+    w_ptrs = w.ptr + expert * w.strides.stride_e + row * w.strides.stride_n
+    scale_offsets = expert * w.strides.scale_stride_e + row * w.strides.scale_stride_n
     scale_ptrs = w.scale_ptr + scale_offsets
     zero_ptrs = None if w.zero_ptr is None else w.zero_ptr + scale_offsets
     acc = tl.zeros((W_ROWS, ROWS), tl.float32)
@@ -126,7 +124,6 @@ def multiply_groups(
             w_tile = load_mxfp8(w_ptrs, scale_ptrs, w_rows.mask, block, k, BLOCK_K)
             acc = tl.dot(w_tile, x_tile.T, acc)
         else:
-            tl.static_assert(W_FORMAT == "int4", "a weight format")
             w_tile = load_int4(w_ptrs, zero_ptrs, w_rows.mask, block, k, GROUP, BLOCK_K)
             group = block * 32 // GROUP
             scale = tl.load(scale_ptrs + group, mask=w_rows.mask, other=0.0).to(tl.float32)
@@ -138,6 +135,6 @@ def multiply_groups(
             factor *= tl.load(ptrs, mask=w_rows.mask, other=0.0)
         acc *= factor[:, None]
     acc = acc.T
-    if x_row_scale_ptr is not None:
-        acc *= tl.load(x_row_scale_ptr + x.rows, mask=x.mask, other=0.0)[:, None]
+    if x.row_scale_ptr is not None:
+        acc *= tl.load(x.row_scale_ptr + x.rows, mask=x.mask, other=0.0)[:, None]
     return acc

@@ -43,12 +43,12 @@ def operand(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None, str]:
     return rows, None, "bf16"
 
 
-def weight_operand(weight: WeightLike, target: Target) -> tuple[str, int]:
-    """W_FORMAT and GROUP of weights: how they are multiplied, and the weights to a scale."""
+def weight_operand(weight: WeightLike, target: Target) -> str:
+    """W_FORMAT of weights: how they are multiplied."""
     if isinstance(weight, MXTensor):
         decoded = heuristics.decodes_mxfp8(target) and weight.format == MXFP8_E4M3
-        return "mxfp8" if decoded else weight.format.element.name, weight.format.block_size
-    return "int4" if weight.format.is_integer else weight.format.name, weight.format.group_size
+        return "mxfp8" if decoded else weight.format.element.name
+    return weight.format.name
 
 
 class _Stage(Stage[GemmConfig]):
@@ -88,8 +88,8 @@ class _Stage(Stage[GemmConfig]):
             return
         weight, order = self.weight(weights), weights.gate_up_order
         coded = gemm_rows(problem, rows)
-        of_weight = weight_operand(weight, problem.target)
-        geometry = _Geometry.of(plan, row_blocks, coded, weight, of_weight)
+        w_format = weight_operand(weight, problem.target)
+        geometry = _Geometry.of(plan, row_blocks, coded, weight, w_format)
         gemm, finish = _launches(problem, self.op, config, geometry, order)
         x, x_scale, _ = operand(coded)
         partial = None
@@ -118,24 +118,19 @@ class _Geometry(NamedTuple):
     row_blocks: int
     x_format: str
     w_format: str
-    group: int
     x_strides: tuple[int, int]
     weight_strides: tuple[int, ...]
 
     @staticmethod
     def of(
-        plan: RoutingPlan,
-        row_blocks: int,
-        rows: Rows,
-        weight: WeightLike,
-        of_weight: tuple[str, int],
+        plan: RoutingPlan, row_blocks: int, rows: Rows, weight: WeightLike, w_format: str
     ) -> _Geometry:
         x, x_scale, x_format = operand(rows)
         return _Geometry(
             plan.routing_block_m,
             row_blocks,
             x_format,
-            *of_weight,
+            w_format,
             (x.stride(0), 0 if x_scale is None else x_scale.stride(0)),
             (*weight.qdata.stride()[:2], *weight.scale.stride()[:2]),
         )
@@ -154,7 +149,6 @@ class _Geometry(NamedTuple):
             **dict(zip(names, self.weight_strides, strict=True)),
             "X_FORMAT": self.x_format,
             "W_FORMAT": self.w_format,
-            "GROUP": self.group,
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,
             "PREFETCH_SCALES": target.kind != "hip",

@@ -26,7 +26,7 @@ from ..epilogue import (
     up_epilogue,
 )
 from ..tiles import Partials, open_columns, open_rows, schedule, store_partial
-from .loads import Activations, WeightRows, Weights, k_range
+from .loads import Activations, WeightRows, Weights, WeightStrides, k_range
 from .tiles import gate_up_rows, multiply_tile, split_gate_up
 
 RUN_TIME_VALUES = (
@@ -89,7 +89,6 @@ def _moe_gate_up_kernel(
     w_scale_stride_n,
     X_FORMAT: tl.constexpr,
     W_FORMAT: tl.constexpr,
-    GROUP: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     EMAX: tl.constexpr,
@@ -113,24 +112,15 @@ def _moe_gate_up_kernel(
     rows = open_rows(sorted_token_ids_ptr, tile_m, num_tokens, BLOCK_M)
     if tl.max(rows.mask.to(tl.int32), axis=0) == 0:  # a row block that is all padding
         return
-    x = Activations(x_ptr, x_scale_ptr, x_stride, x_scale_stride, rows.token, rows.mask)
-    w = Weights(
-        w_ptr,
-        w_scale_ptr,
-        w_zero_ptr,
-        w_row_scale_ptr,
-        2 * num_features,
-        w_stride_e,
-        w_stride_n,
-        w_scale_stride_e,
-        w_scale_stride_n,
+    x = Activations(
+        x_ptr, x_scale_ptr, x_row_scale_ptr, x_stride, x_scale_stride, rows.token, rows.mask
     )
+    strides = WeightStrides(w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n)
+    w = Weights(w_ptr, w_scale_ptr, w_zero_ptr, w_row_scale_ptr, 2 * num_features, strides)
     both_rows, both_features = gate_up_rows(tile_n, gate_up_group, BLOCK_N)  # [2 * BLOCK_N] each
     k = k_range(split, k_blocks_per_split, num_k_blocks)
     w_rows = WeightRows(expert, both_rows, both_features < num_features)
-    acc = multiply_tile(
-        x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, W_FORMAT, GROUP, BLOCK_K, PREFETCH_SCALES
-    )
+    acc = multiply_tile(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES)
     gate, up = split_gate_up(acc)  # [BLOCK_M, BLOCK_N] float32 each
     features = open_columns(tile_n, num_features, BLOCK_N)
     if partial_ptr is not None:
@@ -138,16 +128,10 @@ def _moe_gate_up_kernel(
         store_partial(partials, gate, split, rows, features)
         store_partial(partials, up, split, rows, features, num_features)
     else:
-        gate_up_epilogue(
-            Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
-            GatedActivation(ACTIVATION, p0, p1, p2),
-            GateUpBias(bias_ptr, expert, gate_up_group),
-            sorted_weights_ptr,
-            gate,
-            up,
-            rows,
-            features,
-        )
+        out = Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD)
+        activation = GatedActivation(ACTIVATION, p0, p1, p2)
+        bias = GateUpBias(bias_ptr, expert, gate_up_group)
+        gate_up_epilogue(out, activation, bias, sorted_weights_ptr, gate, up, rows, features)
 
 
 @triton.jit(
@@ -185,7 +169,6 @@ def _moe_up_kernel(
     w_scale_stride_n,
     X_FORMAT: tl.constexpr,
     W_FORMAT: tl.constexpr,
-    GROUP: tl.constexpr,
     OUT_FORMAT: tl.constexpr,
     EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr,
@@ -209,23 +192,14 @@ def _moe_up_kernel(
     if tl.max(rows.mask.to(tl.int32), axis=0) == 0:  # a row block that is all padding
         return
     features = open_columns(tile_n, num_features, BLOCK_N)
-    x = Activations(x_ptr, x_scale_ptr, x_stride, x_scale_stride, rows.token, rows.mask)
-    w = Weights(
-        w_ptr,
-        w_scale_ptr,
-        w_zero_ptr,
-        w_row_scale_ptr,
-        num_features,
-        w_stride_e,
-        w_stride_n,
-        w_scale_stride_e,
-        w_scale_stride_n,
+    x = Activations(
+        x_ptr, x_scale_ptr, x_row_scale_ptr, x_stride, x_scale_stride, rows.token, rows.mask
     )
+    strides = WeightStrides(w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n)
+    w = Weights(w_ptr, w_scale_ptr, w_zero_ptr, w_row_scale_ptr, num_features, strides)
     w_rows = WeightRows(expert, features.index, features.mask)
     k = k_range(split, k_blocks_per_split, num_k_blocks)
-    up = multiply_tile(
-        x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, W_FORMAT, GROUP, BLOCK_K, PREFETCH_SCALES
-    )
+    up = multiply_tile(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES)
     if partial_ptr is not None:
         store_partial(Partials(partial_ptr, partial_rows, num_features), up, split, rows, features)
     else:
@@ -274,7 +248,6 @@ def _moe_down_kernel(
     w_scale_stride_n,
     X_FORMAT: tl.constexpr,
     W_FORMAT: tl.constexpr,
-    GROUP: tl.constexpr,
     ATOMIC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -294,23 +267,14 @@ def _moe_down_kernel(
     if tl.max(rows.mask.to(tl.int32), axis=0) == 0:  # a row block that is all padding
         return
     columns = open_columns(tile_n, num_columns, BLOCK_N)
-    x = Activations(x_ptr, x_scale_ptr, x_stride, x_scale_stride, rows.index, rows.mask)
-    w = Weights(
-        w_ptr,
-        w_scale_ptr,
-        w_zero_ptr,
-        w_row_scale_ptr,
-        num_columns,
-        w_stride_e,
-        w_stride_n,
-        w_scale_stride_e,
-        w_scale_stride_n,
+    x = Activations(
+        x_ptr, x_scale_ptr, x_row_scale_ptr, x_stride, x_scale_stride, rows.index, rows.mask
     )
+    strides = WeightStrides(w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n)
+    w = Weights(w_ptr, w_scale_ptr, w_zero_ptr, w_row_scale_ptr, num_columns, strides)
     w_rows = WeightRows(expert, columns.index, columns.mask)
     k = k_range(split, k_blocks_per_split, num_k_blocks)
-    acc = multiply_tile(
-        x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, W_FORMAT, GROUP, BLOCK_K, PREFETCH_SCALES
-    )
+    acc = multiply_tile(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES)
     if partial_ptr is not None:
         store_partial(Partials(partial_ptr, partial_rows, num_columns), acc, split, rows, columns)
     else:

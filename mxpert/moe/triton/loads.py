@@ -12,19 +12,30 @@ class Activations(NamedTuple):
     """Rows of the left matrix [N, K]; strides of its rows in elements.
 
     `ptr`: bf16 values or uint8 codes (e2m1: two a byte). `scale_ptr`: E8M0 scales [N, K/32], or
-    None for bf16. `rows`: the rows to multiply; masked ones count as zeros.
+    None for bf16. `row_scale_ptr`: one more float32 factor for each row of MX activations [N], or
+    None. `rows`: the rows to multiply; masked ones count as zeros.
     """
 
     ptr: tl.tensor
     scale_ptr: tl.tensor | None
+    row_scale_ptr: tl.tensor | None
     stride: tl.tensor
     scale_stride: tl.tensor
     rows: tl.tensor
     mask: tl.tensor
 
 
+class WeightStrides(NamedTuple):
+    """Strides of codes and scales over experts and rows, in elements."""
+
+    stride_e: tl.tensor
+    stride_n: tl.tensor
+    scale_stride_e: tl.tensor
+    scale_stride_n: tl.tensor
+
+
 class Weights(NamedTuple):
-    """Weights of all experts; strides in elements.
+    """Weights of all experts.
 
     `ptr`: uint8 [E, N, K/2], two codes of 4 bits a byte, or e4m3 codes [E, N, K]. `scale_ptr`:
     [E, N, K/group]. `zero_ptr`: zero points like the scales, or None. `row_scale_ptr`: a factor for
@@ -36,10 +47,7 @@ class Weights(NamedTuple):
     zero_ptr: tl.tensor | None
     row_scale_ptr: tl.tensor | None
     num_rows: tl.tensor
-    stride_e: tl.tensor
-    stride_n: tl.tensor
-    scale_stride_e: tl.tensor
-    scale_stride_n: tl.tensor
+    strides: WeightStrides
 
 
 class WeightRows(NamedTuple):

@@ -30,13 +30,11 @@ def gate_up_rows(tile_n, gate_up_group, BLOCK_N: tl.constexpr):
 @triton.jit
 def multiply_tile(
     x,
-    x_row_scale_ptr,
     w,
     w_rows,
     k,
     X_FORMAT: tl.constexpr,
     W_FORMAT: tl.constexpr,
-    GROUP: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
 ):
@@ -44,20 +42,16 @@ def multiply_tile(
 
     Args:
         W_FORMAT: "e2m1" or "e4m3" with E8M0 scales; else `multiply_groups` multiplies.
-        GROUP: weights to a scale.
     """
     if W_FORMAT == "e2m1" or W_FORMAT == "e4m3":
-        return multiply_mx(
-            x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES
-        )
+        return multiply_mx(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES)
     else:
-        return multiply_groups(x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, W_FORMAT, GROUP, BLOCK_K)
+        return multiply_groups(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K)
 
 
 @triton.jit
 def multiply_mx(
     x,
-    x_row_scale_ptr,
     w,
     w_rows,
     k,
@@ -70,7 +64,6 @@ def multiply_mx(
 
     Args:
         x: Activations. w: Weights. w_rows: WeightRows. k: KRange.
-        x_row_scale_ptr: one more float32 factor for each row of MX activations, or None.
         PREFETCH_SCALES: load scales one step before their use. On NVIDIA scales are too narrow for
             asynchronous copies, so the pipeliner would load them in the step that uses them. On AMD
             the pipeliner loads them ahead.
@@ -87,8 +80,8 @@ def multiply_mx(
     W_DECODED: tl.constexpr = "bf16" if W_BY_BITS else W_FORMAT
     x_ptrs = x.ptr + x.rows.to(tl.int64) * x.stride
     row, expert = w_rows.rows.to(tl.int64), w_rows.expert.to(tl.int64)
-    w_ptrs = w.ptr + expert * w.stride_e + row * w.stride_n
-    w_scale_ptrs = w.scale_ptr + expert * w.scale_stride_e + row * w.scale_stride_n
+    w_ptrs = w.ptr + expert * w.strides.stride_e + row * w.strides.stride_n
+    w_scale_ptrs = w.scale_ptr + expert * w.strides.scale_stride_e + row * w.strides.scale_stride_n
     w_scale = load_scales(w_scale_ptrs, w_rows.mask, k.first, k, BLOCK_K)
     if IS_MX:
         x_scale_ptrs = x.scale_ptr + x.rows.to(tl.int64) * x.scale_stride
@@ -117,8 +110,8 @@ def multiply_mx(
         w_scale = next_w_scale
     if IS_MX:
         acc = acc.T
-        if x_row_scale_ptr is not None:
-            acc *= tl.load(x_row_scale_ptr + x.rows, mask=x.mask, other=0.0)[:, None]
+        if x.row_scale_ptr is not None:
+            acc *= tl.load(x.row_scale_ptr + x.rows, mask=x.mask, other=0.0)[:, None]
     return acc
 
 
