@@ -20,6 +20,7 @@ from ..errors import require
 from ..explain import explain
 from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import MXTensor
+from ..formats.weight_tensor import WeightFormatName
 from ..moe.op import fused_moe, moe_down, moe_gate_up
 from ..moe.weights import MoEWeights
 from ..quantize.op import dequantize
@@ -56,9 +57,11 @@ from .options import (
     JsonFile,
     ListModels,
     Tokens,
+    WeightFormat,
     check_backend,
     check_model,
     check_target,
+    check_weight_format,
     open_folder,
     parse_choices,
     parse_formats,
@@ -140,6 +143,7 @@ class Request:
     stages: list[str]
     routing: str
     backend: str | None
+    weight_format: WeightFormatName = "mxfp4"
 
 
 def random_inputs(
@@ -265,6 +269,7 @@ def bench_case(
             routed_rows=num_tokens * shape.top_k,
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
+            bytes_per_weight=weights.plain.nbytes / weights.plain.numel(),
         )
         row: Row = {
             "model": model.name,
@@ -278,6 +283,7 @@ def bench_case(
             "impl": f"mxpert/{first.resolution.kernel.backend}",
             "config": str(first.resolution.config),
             "activation": name,
+            "weights": weights.plain.weight_format,
             "stage": stage,
             "rel_l2": error,
         }
@@ -298,7 +304,7 @@ def run_bench(request: Request, device: torch.device, console: Console) -> Row:
             ceilings = Ceilings.measure(device, request.formats)
         for model in request.models:
             advance(done, total, f"{model.name}: making weights")
-            weights = RunWeights.random(model.shape, device)
+            weights = RunWeights.random(model.shape, device, request.weight_format)
             for num_tokens, name in cases:
                 advance(done, total, f"{model.name} T={num_tokens} {FORMAT_NAMES[name]}")
                 options = MoEOptions(model.shape.activation, name)
@@ -338,6 +344,13 @@ def show(document: Row, console: Console) -> None:
         say(console, NOT_TIMED)
 
 
+def _format_of(row: Row) -> str:
+    """The short name of a row's formats; of other weights than MXFP4 both names."""
+    if row["weights"] == "mxfp4":
+        return FORMAT_NAMES[row["activation"]]
+    return f"{row['activation']} × {row['weights']}"
+
+
 def _cells(row: Row, timed: bool) -> list[str]:
     times = (
         [
@@ -353,7 +366,7 @@ def _cells(row: Row, timed: bool) -> list[str]:
         row["model"],
         str(row["T"]),
         f"{row['hit']:.0f}",
-        FORMAT_NAMES[row["activation"]],
+        _format_of(row),
         row["stage"],
         *times,
         f"{row['rel_l2']:.1e}",
@@ -399,6 +412,7 @@ def bench(
     stage: str = typer.Option(",".join(STAGES), help="Stages to time, comma-separated."),
     routing: str = typer.Option("uniform", help="uniform, zipf, half or one_expert."),
     backend: str = typer.Option(None, help="Time this backend instead of the best one."),
+    weight_format: WeightFormat = "mxfp4",
     scale: Scale = 0,
     expert_parallel: RanksToStart = None,
     plan: Plan = False,
@@ -430,6 +444,7 @@ def bench(
     Examples:
         mxpert bench --model gpt-oss-120b --tokens 1,64,1024 --format a16w4
         mxpert bench --model kimi-k2 --model deepseek-v3 --stage layer --routing zipf
+        mxpert bench --model qwen3-235b --weight-format int4_g128 --tokens 1,64
         mxpert bench --tokens 1 --json - | jq '.rows[].us'
         mxpert bench --expert-parallel 2 --model gpt-oss-120b --tokens 16,1024 --format a8w4
         mxpert bench --plan --model deepseek-v3 --ranks 8..72 --link nvlink5 --format a8w4
@@ -447,9 +462,10 @@ def bench(
     check_target(json_to, "bench")
     scale = scale or (1 if plan or device.type == "cuda" else CPU_SCALE)
     models = [Model.named(check_model(name, "bench"), scale) for name in model or ["gpt-oss-120b"]]
-    request = Request(models, counts, names, stages, routing, backend)
+    held = check_weight_format(weight_format, "bench")
+    request = Request(models, counts, names, stages, routing, backend, held)
     if plan or expert_parallel is not None:
-        refuse_unused(plan, expert_parallel, stages, backend)
+        refuse_unused(plan, expert_parallel, request)
     shapes = {each.name: each.shape for each in models}
     if plan:
         asked = PlanRequest(shapes, counts, names, routing, ranks, link)
@@ -460,15 +476,14 @@ def bench(
         bench_layers(request, device, output, json_to)
 
 
-def refuse_unused(
-    plan: bool, num_ranks: int | None, stages: Sequence[str], backend: str | None
-) -> None:
+def refuse_unused(plan: bool, num_ranks: int | None, request: Request) -> None:
     """Refuse options that a layer over several GPUs does not take."""
     option = "--plan" if plan else "--expert-parallel"
     for name, is_unused in (
         ("--expert-parallel", not plan or num_ranks is None),
-        ("--stage", tuple(stages) == STAGES),
-        ("--backend", backend is None),
+        ("--stage", tuple(request.stages) == STAGES),
+        ("--backend", request.backend is None),
+        ("--weight-format", request.weight_format == "mxfp4"),
     ):
         require(is_unused, "bench", name, need=f"none with {option}", got="one")
 

@@ -15,6 +15,7 @@ from ..core.problem import ReferenceConfig
 from ..core.registry import Explanation, Resolution, override
 from ..errors import UnsupportedError
 from ..formats.token import FP8_TOKEN
+from ..formats.weight_tensor import WeightFormatName
 from ..moe.weights import MoEWeights
 from ..testing.numerics import (
     END_TO_END_GATE,
@@ -88,9 +89,12 @@ class RunWeights:
         return cls(prepared.unprepare(), prepared)
 
     @classmethod
-    def random(cls, shape: MoEShape, device: torch.device) -> RunWeights:
-        """Random weights of a shape, made on `device`."""
-        return cls.of(random_moe_problem(shape, 1, device=device).weights, device)
+    def random(
+        cls, shape: MoEShape, device: torch.device, weight_format: WeightFormatName = "mxfp4"
+    ) -> RunWeights:
+        """Random weights of a shape and a format, made on `device`."""
+        made = random_moe_problem(shape, 1, device=device, weight_format=weight_format)
+        return cls.of(made.weights, device)
 
     def resolve(
         self, explain_with: Callable[[MoEWeights], Explanation], backend: str | None

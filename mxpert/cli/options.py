@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 
@@ -15,11 +15,14 @@ from ..core.backend import BACKENDS
 from ..core.files import is_file, kind_of_file, short
 from ..core.problem import SHORT_NAMES, OwnFormat, parse_activation_format
 from ..errors import UnsupportedError, message, require
+from ..formats.weight_tensor import WeightFormatName
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, CheckpointReader, read_json
 from ..routing.plan import TOKEN_MASK
 from ..testing.problems import MODEL_SHAPES
 
 FORMAT_NAMES = SHORT_NAMES
+WEIGHT_NAMES: tuple[str, ...] = get_args(WeightFormatName)
+"""Names of the formats of weights."""
 FORMATS_HELP = (
     f"Activation formats, comma-separated: {', '.join(SHORT_NAMES.values())}; the "
     f"names {', '.join(SHORT_NAMES)} mean the same."
@@ -31,6 +34,9 @@ JSON_HELP = (
 JsonFile = Annotated[str | None, typer.Option("--json", metavar="FILE", help=JSON_HELP)]
 Formats = Annotated[str, typer.Option("--format", "--formats", help=FORMATS_HELP)]
 Tokens = Annotated[str, typer.Option(help="Token counts, comma-separated.")]
+WeightFormat = Annotated[
+    str, typer.Option(metavar="NAME", help=f"Weights: {', '.join(WEIGHT_NAMES)}.")
+]
 DEFAULT_FORMATS = "a16w4,a8w4,a4w4"
 
 
@@ -93,6 +99,17 @@ def parse_formats(text: str, command: str, option: str) -> list[OwnFormat]:
                 )
             ) from error
     return list(dict.fromkeys(found))
+
+
+def check_weight_format(name: str, command: str) -> WeightFormatName:
+    """Return the name of a --weight-format; refuse an unknown one.
+
+    >>> check_weight_format("nvfp4", "bench")
+    'nvfp4'
+    """
+    need = f"one of {', '.join(WEIGHT_NAMES)}"
+    require(name in WEIGHT_NAMES, command, "--weight-format", need=need, got=short(name))
+    return cast("WeightFormatName", name)
 
 
 def check_backend(backend: str | None, command: str) -> None:

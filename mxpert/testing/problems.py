@@ -10,9 +10,10 @@ import torch
 
 from ..core.problem import Activation, ClampedSiLU, SiLU, SwiGLU
 from ..errors import require
-from ..formats.spec import E8M0_BIAS, E8M0_MAX, MX_BLOCK_SIZE, MXFP4
-from ..formats.tensor import MXTensor
+from ..formats.weight_tensor import WeightFormatName
 from ..moe.weights import GateUpOrder, MoEWeights
+from .random_weights import random_mxfp4 as random_mxfp4
+from .random_weights import random_weight as random_weight
 
 
 @dataclass(frozen=True)
@@ -157,38 +158,6 @@ def random_tokens(
     )
 
 
-def random_mxfp4(
-    shape: tuple[int, ...], *, rms: float, scale_spread: float, generator: torch.Generator
-) -> MXTensor:
-    """MXFP4 tensor of uniformly random codes, quantised along the last axis.
-
-    Args:
-        shape: logical shape.
-        rms: root mean square of the values, accurate to a factor of √2 (scales are powers of two).
-        scale_spread: standard deviation of log2 of the block scales; about 1 in trained weights.
-        generator: source of the random numbers; its device is used.
-    """
-    *leading, size = shape
-    require(
-        size % MX_BLOCK_SIZE == 0,
-        "random_mxfp4",
-        "shape[-1]",
-        need=f"a multiple of {MX_BLOCK_SIZE}",
-        got=size,
-    )
-    device = generator.device
-    qdata = torch.randint(
-        0, 256, (*leading, size // 2), dtype=torch.uint8, generator=generator, device=device
-    )
-    # Mean square of the 16 codes: (0 + .25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8. If log2 of the scales
-    # has standard deviation s, their mean square grows by a factor of 2^(2 s² ln 2).
-    code_rms = math.sqrt(68.5 / 8)
-    center = math.log2(rms / code_rms) - scale_spread**2 * math.log(2)
-    noise = torch.randn((*leading, size // MX_BLOCK_SIZE), generator=generator, device=device)
-    scale = (E8M0_BIAS + center + scale_spread * noise).round().clamp(1, E8M0_MAX)
-    return MXTensor(qdata, scale.to(torch.uint8), MXFP4)
-
-
 def random_moe_problem(
     shape: str | MoEShape,
     num_tokens: int,
@@ -197,8 +166,9 @@ def random_moe_problem(
     device: torch.device | str = "cpu",
     scale_spread: float = 1.0,
     routing: Routing | str = Routing.UNIFORM,
+    weight_format: WeightFormatName = "mxfp4",
 ) -> MoEInputs:
-    """A reproducible MoE layer and batch. Weights are generated as MXFP4, without a bf16 copy.
+    """A reproducible MoE layer and batch. Weights are generated as codes, without a bf16 copy.
 
     x is standard normal. Weights are scaled so that gate, up and the layer's output are of order 1,
     where the activations are not linear.
@@ -206,7 +176,8 @@ def random_moe_problem(
     Args:
         shape: a name of MODEL_SHAPES or explicit dimensions. num_tokens: T.
         seed: seed of the generator. device: device of the tensors.
-        scale_spread: see `random_mxfp4`. routing: see `Routing`.
+        scale_spread: see `random_weight`. routing: see `Routing`.
+        weight_format: of the weights: "mxfp4", "mxfp8", "nvfp4", "int4_g32", …
 
     Example:
         >>> shape = MoEShape(hidden_size=64, intermediate_size=32, num_experts=4, top_k=2)
@@ -219,8 +190,12 @@ def random_moe_problem(
     has_gate = shape.activation.is_gated
     first = 2 * inner if has_gate else inner
     gate_up, down = (
-        random_mxfp4(
-            size, rms=1.5 / math.sqrt(size[-1]), scale_spread=scale_spread, generator=generator
+        random_weight(
+            size,
+            weight_format,
+            rms=1.5 / math.sqrt(size[-1]),
+            scale_spread=scale_spread,
+            generator=generator,
         )
         for size in ((experts, first, hidden), (experts, hidden, inner))
     )

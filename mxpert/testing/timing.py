@@ -269,6 +269,7 @@ class Work:
         routed_rows: int,
         hidden_size: int,
         intermediate_size: int,
+        bytes_per_weight: float = BYTES_PER_MX_WEIGHT,
     ) -> Work:
         """Work of "gate_up", "down", or both together ("layer").
 
@@ -279,7 +280,7 @@ class Work:
         matrices = {"gate_up": 2, "down": 1, "layer": 3}
         require(stage in matrices, "Work.of_stage", "stage", need=list(matrices), got=repr(stage))
         elements = matrices[stage] * hidden_size * intermediate_size
-        return cls(hit_experts * elements * BYTES_PER_MX_WEIGHT, 2 * routed_rows * elements)
+        return cls(hit_experts * elements * bytes_per_weight, 2 * routed_rows * elements)
 
     def floor_us(self, bandwidth: float, rate: float) -> float:
         """Lower bound of the time in microseconds: the slower of reading and computing."""

@@ -54,6 +54,23 @@ def test_rows_tell_all_that_is_needed_to_judge_them(tmp_path: Path) -> None:
     assert document["environment"]["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.parametrize("weight_format", ["mxfp8", "nvfp4", "int4_g32"])
+def test_weights_of_other_formats(weight_format: str, tmp_path: Path) -> None:
+    cell = ["--model", "qwen3-next", "--tokens", "3", "--format", "a16w4"]
+    outcome = run(tmp_path, *cell, "--weight-format", weight_format)
+    assert outcome.exit_code == 0, outcome.output
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert {row["weights"].removesuffix("_e4m3") for row in rows} == {weight_format}
+    assert f"bf16 × {weight_format}" in outcome.stdout
+
+
+def test_a_weight_format_is_checked(tmp_path: Path) -> None:
+    outcome = run(tmp_path, "--weight-format", "int8")
+    assert_one_line(outcome, "bench: --weight-format — need one of mxfp4, ", "int8")
+    outcome = run(tmp_path, "--plan", "--weight-format", "nvfp4")
+    assert_one_line(outcome, "bench: --weight-format — need none with --plan")
+
+
 def test_a_cpu_is_checked_and_not_timed(tmp_path: Path) -> None:
     (tmp_path / "roofline.png").touch()
     outcome = run(tmp_path, "--tokens", "1", "--format", "a16w4,a8w4")

@@ -21,6 +21,7 @@ from mxpert.testing.problems import (
     random_moe_problem,
     random_mxfp4,
     random_routing,
+    random_weight,
     scaled_shape,
 )
 from mxpert.testing.validate import validate_plan, validate_routing, validate_weights
@@ -243,3 +244,12 @@ def test_bad_bias_is_named() -> None:
     weights.gate_up_bias[1, 2] = float("inf")
     with pytest.raises(ValueError, match=r"weights.gate_up_bias\[1, 2\] — need finite values"):
         validate_weights(weights)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "nvfp4", "int4_g32", "int4_g128"])
+@pytest.mark.parametrize("spread", [0.0, 1.0])
+def test_weights_of_any_format_have_the_size_that_was_asked_for(format: str, spread: float) -> None:
+    weight = random_weight((64, 4096), format, rms=0.02, scale_spread=spread, generator=generator())
+    values = weight.dequantize(torch.float64)
+    assert values.isfinite().all()
+    assert 0.02 / 1.6 < values.square().mean().sqrt() < 0.02 * 1.6
