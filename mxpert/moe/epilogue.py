@@ -66,13 +66,14 @@ def store_quantized(out, values, rows, columns):
 
 
 @triton.jit
-def gate_up_epilogue(out, activation, bias, sorted_weights_ptr, gate, up, rows, features):
+def gate_up_epilogue(out, activation, bias, sorted_weights_ptr, both, rows, features):
     """Apply routing weight and bias (if given) and the activation; store bf16 or an MX format.
 
     Args:
         out: Output. activation: GatedActivation. bias: GateUpBias.
-        gate, up: float32 [BLOCK_M, BLOCK_N]. rows: Rows. features: Columns.
+        both: gate and up, float32 [BLOCK_M, BLOCK_N]. rows: Rows. features: Columns.
     """
+    gate, up = both
     if sorted_weights_ptr is not None:
         weight = tl.load(sorted_weights_ptr + rows.index, mask=rows.mask, other=0.0)[:, None]
         gate *= weight

@@ -94,8 +94,7 @@ def _moe_gate_up_finish_kernel(
         GatedActivation(ACTIVATION, p0, p1, p2),
         GateUpBias(bias_ptr, expert, group),
         sorted_weights_ptr,
-        gate,
-        up,
+        (gate, up),
         rows,
         features,
     )

@@ -97,6 +97,14 @@ def store_partial(partials, acc, split, rows, columns, first_column=0):
 
 
 @triton.jit
+def store_gate_and_up(partials, both, split, rows, features, num_features):
+    """`store_partial` of gate, and of up `num_features` columns further right."""
+    gate, up = both
+    store_partial(partials, gate, split, rows, features)
+    store_partial(partials, up, split, rows, features, num_features)
+
+
+@triton.jit
 def sum_partials(partials, split_k, rows, columns, first_column=0):
     """Sum the splits in ascending order, float32 [BLOCK_M, BLOCK_N]; see `store_partial`."""
     total = tl.zeros((rows.index.shape[0], columns.index.shape[0]), tl.float32)

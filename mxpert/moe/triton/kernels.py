@@ -25,7 +25,7 @@ from ..epilogue import (
     gate_up_epilogue,
     up_epilogue,
 )
-from ..tiles import Partials, open_columns, open_rows, schedule, store_partial
+from ..tiles import Partials, open_columns, open_rows, schedule, store_gate_and_up, store_partial
 from .loads import Activations, WeightRows, Weights, WeightStrides, k_range
 from .tiles import gate_up_rows, multiply_tile, split_gate_up
 
@@ -100,10 +100,8 @@ def _moe_gate_up_kernel(
     PREFETCH_SCALES: tl.constexpr,
 ):
     """Stage 1: gather tokens, multiply by gate and up weights, run `gate_up_epilogue`."""
-    num_features = num_n_blocks * 32
-    tile_m, tile_n, split = schedule(
-        num_valid_ptr, num_features, split_k, BLOCK_M, BLOCK_N, GROUP_M
-    )
+    num_outputs = num_n_blocks * 32
+    tile_m, tile_n, split = schedule(num_valid_ptr, num_outputs, split_k, BLOCK_M, BLOCK_N, GROUP_M)
     if tile_m < 0:
         return
     expert = tl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
@@ -116,22 +114,26 @@ def _moe_gate_up_kernel(
         x_ptr, x_scale_ptr, x_row_scale_ptr, x_stride, x_scale_stride, rows.token, rows.mask
     )
     strides = WeightStrides(w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n)
-    w = Weights(w_ptr, w_scale_ptr, w_zero_ptr, w_row_scale_ptr, 2 * num_features, strides)
+    w = Weights(w_ptr, w_scale_ptr, w_zero_ptr, w_row_scale_ptr, 2 * num_outputs, strides)
     both_rows, both_features = gate_up_rows(tile_n, gate_up_group, BLOCK_N)  # [2 * BLOCK_N] each
     k = k_range(split, k_blocks_per_split, num_k_blocks)
-    w_rows = WeightRows(expert, both_rows, both_features < num_features)
+    w_rows = WeightRows(expert, both_rows, both_features < num_outputs)
     acc = multiply_tile(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES)
-    gate, up = split_gate_up(acc)  # [BLOCK_M, BLOCK_N] float32 each
-    features = open_columns(tile_n, num_features, BLOCK_N)
+    both = split_gate_up(acc)  # gate and up, [BLOCK_M, BLOCK_N] float32 each
+    features = open_columns(tile_n, num_outputs, BLOCK_N)
     if partial_ptr is not None:
-        partials = Partials(partial_ptr, partial_rows, 2 * num_features)
-        store_partial(partials, gate, split, rows, features)
-        store_partial(partials, up, split, rows, features, num_features)
+        partials = Partials(partial_ptr, partial_rows, 2 * num_outputs)
+        store_gate_and_up(partials, both, split, rows, features, num_outputs)
     else:
-        out = Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD)
-        activation = GatedActivation(ACTIVATION, p0, p1, p2)
-        bias = GateUpBias(bias_ptr, expert, gate_up_group)
-        gate_up_epilogue(out, activation, bias, sorted_weights_ptr, gate, up, rows, features)
+        gate_up_epilogue(
+            Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
+            GatedActivation(ACTIVATION, p0, p1, p2),
+            GateUpBias(bias_ptr, expert, gate_up_group),
+            sorted_weights_ptr,
+            both,
+            rows,
+            features,
+        )
 
 
 @triton.jit(
@@ -179,10 +181,8 @@ def _moe_up_kernel(
     PREFETCH_SCALES: tl.constexpr,
 ):
     """Stage 1 without a gate: gather tokens, multiply by up weights, run `up_epilogue`."""
-    num_features = num_n_blocks * 32
-    tile_m, tile_n, split = schedule(
-        num_valid_ptr, num_features, split_k, BLOCK_M, BLOCK_N, GROUP_M
-    )
+    num_outputs = num_n_blocks * 32
+    tile_m, tile_n, split = schedule(num_valid_ptr, num_outputs, split_k, BLOCK_M, BLOCK_N, GROUP_M)
     if tile_m < 0:
         return
     expert = tl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
@@ -191,17 +191,17 @@ def _moe_up_kernel(
     rows = open_rows(sorted_token_ids_ptr, tile_m, num_tokens, BLOCK_M)
     if tl.max(rows.mask.to(tl.int32), axis=0) == 0:  # a row block that is all padding
         return
-    features = open_columns(tile_n, num_features, BLOCK_N)
+    features = open_columns(tile_n, num_outputs, BLOCK_N)
     x = Activations(
         x_ptr, x_scale_ptr, x_row_scale_ptr, x_stride, x_scale_stride, rows.token, rows.mask
     )
     strides = WeightStrides(w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n)
-    w = Weights(w_ptr, w_scale_ptr, w_zero_ptr, w_row_scale_ptr, num_features, strides)
+    w = Weights(w_ptr, w_scale_ptr, w_zero_ptr, w_row_scale_ptr, num_outputs, strides)
     w_rows = WeightRows(expert, features.index, features.mask)
     k = k_range(split, k_blocks_per_split, num_k_blocks)
     up = multiply_tile(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES)
     if partial_ptr is not None:
-        store_partial(Partials(partial_ptr, partial_rows, num_features), up, split, rows, features)
+        store_partial(Partials(partial_ptr, partial_rows, num_outputs), up, split, rows, features)
     else:
         up_epilogue(
             Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
