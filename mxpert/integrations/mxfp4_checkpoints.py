@@ -28,7 +28,7 @@ from ..formats.spec import ScaleRule
 from ..moe.published_tensors import published_shapes
 from ..moe.weights import GateUpOrder
 from .checkpoint_names import fitting, module_of
-from .checkpoints.load import check_experts, expert_modules_of
+from .checkpoints.published_experts import check_experts, expert_modules_of
 from .checkpoints.safetensors_files import CheckpointReader
 from .models.convert import check_ranks, forbid_saving
 from .models.expert_modules import StoredExperts

@@ -15,7 +15,7 @@ from ..core.problem import ActivationFormat
 from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import ScaleRule
-from .checkpoints.load import stored_gate_up_order
+from .checkpoints.published_experts import stored_gate_up_order
 from .checkpoints.safetensors_files import CONFIG_FILE
 from .dense_checkpoints import LocalExpertsConfig
 from .models.convert import convert, mx_experts

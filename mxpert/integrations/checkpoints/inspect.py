@@ -21,8 +21,8 @@ from ...moe.weights import GateUpOrder, interleaved_rows
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import choose_modules, layer_number, match_modules, module_order
 from .expert_sources import ExpertSource, find_expert_sources
-from .load import stored_gate_up_order
 from .plan import CHUNK_ELEMENTS
+from .published_experts import stored_gate_up_order
 from .safetensors_files import CONFIG_FILE, CheckpointReader
 
 OP = "inspect_checkpoint"
