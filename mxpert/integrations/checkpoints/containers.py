@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import UnsupportedError, message, require
-from ...formats.spec import MXFP4
 from ...formats.tensor import MXTensor
 from ...moe.published_tensors import published_projections
 from ...moe.weights import MoEWeights
@@ -36,6 +35,7 @@ from .published_experts import (
     expert_modules_of,
     has_gate,
     read_experts,
+    read_published_matrix,
     stored_gate_up_order,
 )
 from .safetensors_files import CONFIG_FILE, CheckpointReader, quantization_method
@@ -212,9 +212,7 @@ class PublishedContainer(Container):
     def matrix(
         self, reader: CheckpointReader, module: ExpertModule, projection: str, expert: int
     ) -> MXTensor:
-        blocks = reader.read_row(f"{module.path}.{projection}_blocks", expert)
-        scales = reader.read_row(f"{module.path}.{projection}_scales", expert)
-        return MXTensor(blocks.flatten(-2), scales, MXFP4)
+        return read_published_matrix(reader, module.path, projection, expert)
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,12 @@ class ExpertModule:
         """N of a part's matrix [N, K]."""
         return self.hidden_size if part == "down" else self.intermediate_size
 
+    def sizes(self, stage: int) -> tuple[int, int]:
+        """N and K of a projection."""
+        parts = self.stages[stage]
+        columns = self.intermediate_size if "down" in parts else self.hidden_size
+        return sum(self.rows(part) for part in parts), columns
+
 
 def expert_tails(names: Iterable[str]) -> dict[str, list[str]]:
     """Names of tensors below each experts module, by the module's path.

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ...errors import require
-from ...formats.spec import MX_BLOCK_SIZE
+from ...formats.spec import MX_BLOCK_SIZE, MXFP4
+from ...formats.tensor import MXTensor
 from ...moe.published_tensors import BLOCK_BYTES, expert_weights_from, published_projections
 from ...moe.weights import GateUpOrder, MoEWeights
 from ..module_paths import module_order
@@ -155,3 +156,12 @@ def read_experts(
         },
         order,
     )
+
+
+def read_published_matrix(
+    reader: CheckpointReader, path: str, projection: str, expert: int
+) -> MXTensor:
+    """One expert's projection [N, K] on the CPU, without reading the others."""
+    blocks = reader.read_row(f"{path}.{projection}_blocks", expert)
+    scales = reader.read_row(f"{path}.{projection}_scales", expert)
+    return MXTensor(blocks.flatten(-2), scales, MXFP4)
