@@ -71,7 +71,7 @@ class Statement:
                 method = entry.get("quant_method")
                 need = "the name of a method"
                 require(isinstance(method, str), op, f"{where}.quant_method", need=need, got=method)
-                return cls(_plain(str(method)), entry, config, where, op)
+                return cls(plain_method(str(method)), entry, config, where, op)
         if producer is None:
             return None
         where = f"{place}/{HF_QUANT_CONFIG_FILE}: quantization"
@@ -202,7 +202,7 @@ def config_parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield config["text_config"]
 
 
-def _plain(method: str) -> str:
+def plain_method(method: str) -> str:
     """A method's name without the suffix that ModelOpt adds for a format."""
     return "modelopt" if method.startswith("modelopt") else method
 
