@@ -17,55 +17,19 @@ from safetensors.torch import load_file, save_file
 
 import mxpert
 from mxpert.errors import UnsupportedError
+from mxpert.integrations.models import convert as convert_module
 from mxpert.integrations.models.convert import convert, mx_experts, restore
 from mxpert.integrations.models.expert_modules import StoredExperts
 from mxpert.testing.numerics import assert_exact
-from support.expert_containers import KINDS, Matrix
+from support.expert_containers import KINDS, edit, store_experts
 from tests.integrations.families import EXPERTS, build
-from tests.integrations.test_transformers_loading import load, logits, tensors_of
+from tests.integrations.test_transformers_loading import load, logits
 
 Tensors = dict[str, torch.Tensor]
 CT, QUARK, MODELOPT = ("compressed-tensors mxfp4-pack-quantized", "Quark OCP MX", "ModelOpt NVFP4")
 BESIDE_DENSE = (CT, QUARK, MODELOPT, "compressed-tensors nvfp4-pack-quantized")
 """Containers whose other layers may be dense; DeepSeek-V4's and MiMo's are FP8."""
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
-
-
-def matrix_of(weight: torch.Tensor) -> Matrix:
-    """What `convert` makes of a matrix, by meaning."""
-    quantized = mxpert.quantize(weight, "mxfp4", scale_rule="rceil")
-    codes = torch.stack((quantized.qdata & 15, quantized.qdata >> 4), dim=-1).flatten(-2)
-    return Matrix(codes.to(torch.int64), quantized.scale.to(torch.int64) - 127)
-
-
-def is_expert(name: str) -> bool:
-    return ".experts." in name and name.endswith(".weight")
-
-
-def store(
-    dense: Path, out: Path, kind: str, keep: Callable[[str], bool] = lambda name: False
-) -> Path:
-    """Write a bf16 checkpoint with its experts in a container, except for those of `keep`."""
-    shutil.copytree(dense, out)
-    for file in out.glob("*.safetensors"):
-        file.unlink()
-    written: Tensors = {}
-    for index, (name, tensor) in enumerate(tensors_of(dense).items()):
-        if not is_expert(name) or keep(name):
-            written[name] = tensor
-            continue
-        parts = KINDS[kind].store(matrix_of(tensor), index % 3)
-        prefix = name.removesuffix("weight")
-        written |= {f"{prefix}{suffix}": part.contiguous() for suffix, part in parts.items()}
-    save_file(written, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "model.safetensors.index.json").unlink(missing_ok=True)
-    edit(out, **KINDS[kind].config)
-    return out
-
-
-def edit(path: Path, **changes: Any) -> None:
-    config = json.loads((path / "config.json").read_text("utf-8")) | changes
-    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +48,7 @@ def stored(dense: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     def write(family: str, kind: str) -> Path:
         if (family, kind) not in made:
             out = root / f"{family}-{len(made)}"
-            made[family, kind] = store(dense[family], out, kind)
+            made[family, kind] = store_experts(dense[family], out, kind)
         return made[family, kind]
 
     return write
@@ -103,6 +67,7 @@ def test_a_model_has_the_bits_of_its_container(
 
     for name in ("dequantize_blocks", "quantize_blocks"):
         monkeypatch.setattr(f"mxpert.formats.codec.{name}", refuse)
+    monkeypatch.setattr(convert_module, "quantize_stacked", refuse)
     model, info = load(path, output_loading_info=True)
     monkeypatch.undo()
     assert not info["missing_keys"]
@@ -177,7 +142,9 @@ def test_a_loaded_model_saves_and_restores(stored: Any, tmp_path: Path) -> None:
 
 def test_dense_experts_of_a_layer_stay_dense(dense: Any, tmp_path: Path) -> None:
     kept = "model.layers.0.mlp.experts"
-    path = store(dense["qwen3_moe"], tmp_path / "mixed", QUARK, lambda name: name.startswith(kept))
+    path = store_experts(
+        dense["qwen3_moe"], tmp_path / "mixed", QUARK, lambda name: name.startswith(kept)
+    )
     stated = KINDS[QUARK].config["quantization_config"]
     edit(path, quantization_config=stated | {"exclude": [*stated["exclude"], f"{kept}*"]})
     model = load(path)
@@ -277,7 +244,7 @@ def test_a_checkpoint_of_another_size_is_refused(stored: Any, tmp_path: Path) ->
 def test_experts_of_the_deepseek_form_are_read_where_the_rest_is_dense(
     dense: Any, tmp_path: Path
 ) -> None:
-    path = store(dense["qwen3_moe"], tmp_path / "deepseek", "DeepSeek-V4")
+    path = store_experts(dense["qwen3_moe"], tmp_path / "deepseek", "DeepSeek-V4")
     wanted = convert(load(dense["qwen3_moe"], "eager"), progress=False)
     assert_exact(logits(load(path)), logits(wanted), "logits")
 

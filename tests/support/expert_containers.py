@@ -7,6 +7,7 @@ codecs: the values that a reader must find come from the table of E2M1 and power
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+import mxpert
 from mxpert.integrations.checkpoints.load import load_expert_weights
 from mxpert.moe.weights import GateUpOrder, MoEWeights
 from mxpert.testing.numerics import assert_exact
@@ -304,3 +306,45 @@ def check_checkpoint(path: Path, modules: list[Experts]) -> None:
     assert list(loaded) == [module.path for module in modules]
     for module in modules:
         check_weights(loaded[module.path], module)
+
+
+def matrix_of(weight: torch.Tensor) -> Matrix:
+    """What `convert` makes of a matrix, by meaning."""
+    quantized = mxpert.quantize(weight, "mxfp4", scale_rule="rceil")
+    codes = torch.stack((quantized.qdata & 15, quantized.qdata >> 4), dim=-1).flatten(-2)
+    return Matrix(codes.to(torch.int64), quantized.scale.to(torch.int64) - 127)
+
+
+def is_expert(name: str) -> bool:
+    return ".experts." in name and name.endswith(".weight")
+
+
+def store_experts(
+    dense: Path, out: Path, kind: str, keep: Callable[[str], bool] = lambda name: False
+) -> Path:
+    """Write a bf16 checkpoint with its experts in a container, except for those of `keep`."""
+    shutil.copytree(dense, out)
+    for file in out.glob("*.safetensors"):
+        file.unlink()
+    written: Tensors = {}
+    stored = {
+        name: tensor
+        for file in sorted(dense.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+    for index, (name, tensor) in enumerate(stored.items()):
+        if not is_expert(name) or keep(name):
+            written[name] = tensor
+            continue
+        parts = KINDS[kind].store(matrix_of(tensor), index % 3)
+        prefix = name.removesuffix("weight")
+        written |= {f"{prefix}{suffix}": part.contiguous() for suffix, part in parts.items()}
+    save_file(written, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors.index.json").unlink(missing_ok=True)
+    edit(out, **KINDS[kind].config)
+    return out
+
+
+def edit(path: Path, **changes: Any) -> None:
+    config = json.loads((path / "config.json").read_text("utf-8")) | changes
+    (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
