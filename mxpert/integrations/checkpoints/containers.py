@@ -379,7 +379,9 @@ UNSERVED: tuple[UnservedFormat, ...] = (
     UnservedFormat("AWQ", "INT4", _method("awq")),
     UnservedFormat("GPTQ", "INT4", _method("gptq")),
     UnservedFormat("FP8 in blocks", "FP8", _method("fp8")),
-    UnservedFormat("ModelOpt FP8", "FP8", _modelopt("FP8", "FP8_PB_WO", "FP8_PB_REAL")),
+    UnservedFormat(
+        "ModelOpt FP8", "FP8", _modelopt("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
+    ),
     UnservedFormat("compressed-tensors float-quantized", "FP8", _compressed("float-quantized")),
     UnservedFormat("ModelOpt NVFP4 with AWQ", "NVFP4", _modelopt("NVFP4_AWQ")),
     UnservedFormat("ModelOpt W4A8 MXFP4", "MXFP4", _modelopt("W4A8_MXFP4_FP8")),
