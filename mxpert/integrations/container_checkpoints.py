@@ -199,7 +199,7 @@ def _refuse_quantized_rest(
         if info.dtype not in SOURCE_DTYPES:
             need = f"dense layers in {' or '.join(SOURCE_DTYPES)} beside the experts"
             got = f"{info.dtype} in a checkpoint of {container.name}"
-            remedy = "mxpert.load_expert_weights reads its experts; vLLM and SGLang serve it whole"
+            remedy = "mxpert.load_expert_weights reads its experts, vLLM serves it whole"
             raise UnsupportedError(message(_OP, name, need, got, remedy))
 
 

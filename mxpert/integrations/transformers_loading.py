@@ -18,8 +18,8 @@ from ..errors import UnsupportedError, message, require
 from ..formats.spec import ScaleRule
 from .checkpoints.containers import METHODS
 from .checkpoints.published_experts import stored_gate_up_order
-from .checkpoints.safetensors_files import CONFIG_FILE
-from .checkpoints.stated_quantization import HF_QUANT_CONFIG_FILE, plain_method
+from .checkpoints.safetensors_files import CONFIG_FILE, read_json
+from .checkpoints.stated_quantization import HF_QUANT_CONFIG_FILE, Statement, plain_method
 from .container_checkpoints import ContainerConfig, ContainerRequest, unquantized_config
 from .dense_checkpoints import LocalExpertsConfig
 from .models.convert import convert, mx_experts
@@ -102,7 +102,8 @@ def _is_container(
         return False
     quantization = _quantization(stated)
     if not quantization:
-        return _has_quant_config_file(cls, args, kwargs)
+        producer = _quant_config_file(cls, args, kwargs)
+        return Statement.of({}, producer, str(_place(args, kwargs)), _OP) is not None
     method = str(quantization.get("quant_method"))
     return method != _MXFP4 and plain_method(method) in METHODS
 
@@ -118,20 +119,20 @@ def _load_container(
     return (model, info) if wants_info else model
 
 
-def _has_quant_config_file(
+def _quant_config_file(
     cls: type[PreTrainedModel], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether a checkpoint has ModelOpt's own config; that of the Hub is fetched."""
+) -> dict[str, Any] | None:
+    """ModelOpt's own config of a checkpoint, fetched where that is on the Hub; None without one."""
     place = _place(args, kwargs)
     if place is None or getattr(cls, "config_class", None) is None:
-        return False
-    folder = Path(str(place), kwargs.get("subfolder") or "")
-    if folder.is_dir():
-        return (folder / HF_QUANT_CONFIG_FILE).is_file()
-    try:
-        return cached_file(str(place), HF_QUANT_CONFIG_FILE, **_hub(kwargs)) is not None
-    except (OSError, ValueError):  # no such file, or no such checkpoint: Transformers says so
-        return False
+        return None
+    file = Path(place, kwargs.get("subfolder") or "", HF_QUANT_CONFIG_FILE)
+    if not file.parent.is_dir():
+        try:
+            file = Path(cached_file(place, HF_QUANT_CONFIG_FILE, **_hub(kwargs)))
+        except (OSError, TypeError, ValueError):  # none, or no such checkpoint: see there
+            return None
+    return read_json(file, _OP) if file.is_file() else None
 
 
 def _place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -22,8 +22,9 @@ from mxpert.integrations.models.convert import convert, mx_experts, restore
 from mxpert.integrations.models.expert_modules import StoredExperts
 from mxpert.testing.numerics import assert_exact
 from support.expert_containers import KINDS, edit, store_experts
+from support.memory import peak_bytes
 from tests.integrations.families import EXPERTS, build
-from tests.integrations.test_transformers_loading import load, logits
+from tests.integrations.test_transformers_loading import dense_layer_bytes, load, logits, tensors_of
 
 Tensors = dict[str, torch.Tensor]
 CT, QUARK, MODELOPT = ("compressed-tensors mxfp4-pack-quantized", "Quark OCP MX", "ModelOpt NVFP4")
@@ -159,6 +160,30 @@ def test_dense_experts_of_a_layer_stay_dense(dense: Any, tmp_path: Path) -> None
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"^from_pretrained: {kept}\.down_proj — need these tens"):
         load(path)
+
+
+def test_modelopts_file_of_a_dense_checkpoint_changes_nothing(dense: Any, tmp_path: Path) -> None:
+    """Its experts are quantised as they are loaded, as without the file."""
+    path = shutil.copytree(dense["qwen3_moe"], tmp_path / "dense")
+    own = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (path / "hf_quant_config.json").write_text(json.dumps(own), encoding="utf-8")
+    assert_exact(logits(load(path)), logits(load(dense["qwen3_moe"])), "logits")
+
+
+def test_a_model_loads_within_its_own_size_and_one_layer(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the profiler sees one thread
+    sizes = dict(hidden_size=256, moe_intermediate_size=256, num_hidden_layers=6)
+    model = build("qwen3_moe", dtype=torch.bfloat16, **sizes)
+    layer = dense_layer_bytes(model)
+    model.save_pretrained(tmp_path / "dense")
+    path = store_experts(tmp_path / "dense", tmp_path / "stored", CT)
+    stored = sum(tensor.nbytes for tensor in tensors_of(path).values())
+    mapped = (path / "model.safetensors").stat().st_size
+    peak = peak_bytes(lambda: None, lambda _: load(path), mapped=mapped)
+    assert peak < stored + layer, f"{peak} bytes; {stored} on disk, a dense layer has {layer}"
+    mapped = (tmp_path / "dense" / "model.safetensors").stat().st_size
+    whole = peak_bytes(lambda: None, lambda _: load(tmp_path / "dense"), mapped=mapped)
+    assert whole > stored + layer, "the measure would not see dense experts"
 
 
 # ---- what is refused ----------------------------------------------------------------------------

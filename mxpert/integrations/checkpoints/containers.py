@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...core.files import short
 from ...errors import UnsupportedError, message, require
 from ...formats.tensor import MXTensor
 from ...moe.published_tensors import published_projections
@@ -27,6 +28,7 @@ from .per_expert import (
     check_module,
     dense_tensor,
     expert_tails,
+    linear_of,
     read_module,
     read_stage,
 )
@@ -409,22 +411,15 @@ def container_of(reader: CheckpointReader) -> tuple[Container, Statement]:
         where = f"{reader.directory / CONFIG_FILE}: quantization_config.quant_method"
         need, remedy = _served_methods(), "convert the checkpoint with `mxpert quantize`"
         raise ValueError(message(op, where, need, quantization_method(reader.config()), remedy))
-    tails = expert_tails(reader.names)
-    linears = [
-        path
-        if "_proj" in names[0].partition(".")[0]
-        else f"{path}.{'.'.join(names[0].split('.')[:2])}"
-        for path, names in tails.items()
-    ]
-    formats: dict[str, str] = {}
-    for linear in linears:
-        if not statement.excludes(linear):
-            formats.setdefault(statement.format_of(linear), linear)
-    if not formats:
-        formats[statement.format_of("")] = ""
+    linears = [linear_of(*module) for module in expert_tails(reader.names).items()]
+    quantized = [linear for linear in linears if not statement.excludes(linear)]
+    if linears and not quantized:
+        need, got = "quantised experts", f"{linears[0]} among the layers that it excludes"
+        raise ValueError(message(op, statement.where, need, got))
+    formats = {statement.format_of(linear): linear for linear in quantized or [""]}
     if len(formats) > 1:
         need = "experts in one format"
-        got = " and ".join(f"{name} ({linear})" for name, linear in formats.items())
+        got = " and ".join(f"{short(name)} ({linear})" for name, linear in formats.items())
         raise ValueError(message(op, statement.where, need, got))
     (format,) = formats
     return served(statement, format), statement
@@ -439,15 +434,11 @@ def served(statement: Statement, format: str) -> Container:
     for container in CONTAINERS:
         if container.stated.fits(statement.method, format):
             return container
-    known = [each for each in UNSERVED if each.stated.fits(statement.method, format)]
-    got = (
-        f"{known[0].name} ({known[0].weight_format})"
-        if known
-        else (f"{statement.method} {format}".strip())
-    )
-    remedy = "see docs/which-checkpoints-run.md"
-    if known:
-        remedy = f"{known[0].weight_format} experts in this container are not served; {remedy}"
+    got, remedy = short(f"{statement.method} {format}".strip()), "see docs/which-checkpoints-run.md"
+    for each in UNSERVED:
+        if each.stated.fits(statement.method, format):
+            got = f"{each.name} ({each.weight_format})"
+            remedy = f"{each.weight_format} experts in this container are not served; {remedy}"
     raise UnsupportedError(message(statement.op, statement.where, _served_methods(), got, remedy))
 
 

@@ -88,6 +88,17 @@ def expert_tails(names: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
+def linear_of(path: str, tails: Sequence[str]) -> str:
+    """The path that a config knows a module's experts by: of a matrix, or of the stacked module.
+
+    Example:
+        >>> linear_of("h.1.experts", ["0.w1.weight"]), linear_of("h.1.experts", ["down_proj"])
+        ('h.1.experts.0.w1', 'h.1.experts')
+    """
+    match = _TAIL.match(tails[0])
+    return f"{path}.{match['expert']}.{match['matrix']}" if match else path
+
+
 def dense_tensor(reader: CheckpointReader, path: str, tails: Collection[str]) -> TensorInfo | None:
     """The first tensor of a module whose experts are not quantised; None for quantised ones."""
     if not all(_DENSE.search(tail) for tail in tails):
@@ -228,7 +239,7 @@ def read_stage(
     parts = [
         read_matrix(reader, module.matrices[expert, part], stored) for part in module.stages[stage]
     ]
-    exact = [part for part in parts if isinstance(part, MXTensor)]
+    exact = [part for part in parts if not isinstance(part, NotACast)]
     if len(exact) == len(parts):
         joined: dict[str, Any] = {  # fields of any type that a matrix may have
             field: torch.cat([getattr(part, field) for part in exact])
@@ -236,8 +247,8 @@ def read_stage(
         }
         return replace(exact[0], **joined)
     return NotACast(
-        sum(part.scale.numel() if isinstance(part, MXTensor) else part.casts for part in parts),
-        sum(part.scale.numel() if isinstance(part, MXTensor) else part.blocks for part in parts),
+        sum(part.casts if isinstance(part, NotACast) else part.scale.numel() for part in parts),
+        sum(part.blocks if isinstance(part, NotACast) else part.scale.numel() for part in parts),
     )
 
 

@@ -76,7 +76,8 @@ class Statement:
             return None
         where = f"{place}/{HF_QUANT_CONFIG_FILE}: quantization"
         entry = _object(producer.get("quantization"), where, op)
-        return cls("modelopt", entry, config, where, op)
+        is_quantized = entry.get("quant_algo") or entry.get("quantized_layers")
+        return cls("modelopt", entry, config, where, op) if is_quantized else None
 
     def format_of(self, linear: str) -> str:
         """The name that this method gives to the format of one linear layer's weight.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,15 @@ def test_a_wrong_tensor_is_named_before_anything_is_read(case: str, tmp_path: Pa
         load_expert_weights(tmp_path)  # no iteration: headers are checked by the call itself
 
 
+@pytest.mark.parametrize("kept", [0, 100, 4000])
+def test_a_truncated_shard_is_named(kept: int, tmp_path: Path) -> None:
+    write(tmp_path, CT)
+    os.truncate(sorted(tmp_path.glob("*.safetensors"))[-1], kept)
+    expected = r"^load_expert_weights: [^\n]*model-000.*\.safetensors — need a complete safetensors"
+    with pytest.raises(ValueError, match=expected):
+        load_expert_weights(tmp_path)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     write(tmp_path, CT)
     sorted(tmp_path.glob("*.safetensors"))[-1].unlink()
@@ -204,7 +214,11 @@ STATED: dict[str, tuple[Any, str]] = {
         {"quant_method": "quark", "global_quant_config": None},
         "global_quant_config — need a JSON object, got None",
     ),
-    "two formats": (MIXED, r"need experts in one format, got NVFP4 \(.*\) and MXFP8 \("),
+    "experts that it excludes": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["*.experts*"]},
+        "need quantised experts, got model.layers.0.mlp.experts.0.*_proj among the layers",
+    ),
+    "two formats": (MIXED, r"need experts in one format, got 'NVFP4' \(.*\) and 'MXFP8' \("),
 }
 
 
@@ -233,10 +247,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "AWQ": ({"quant_method": "awq"}, r"got AWQ \(INT4\)"),
     "GPTQ": ({"quant_method": "gptq"}, r"got GPTQ \(INT4\)"),
     "FP8": ({"quant_method": "fp8"}, r"got FP8 in blocks \(FP8\); FP8 experts in this container"),
-    "unknown": ({"quant_method": "hqq"}, "got hqq; see docs/which-checkpoints-run.md"),
+    "unknown": ({"quant_method": "hqq"}, "got 'hqq'; see docs/which-checkpoints-run.md"),
     "fp6 of quark": (
         {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "fp6_e2m3"}}},
-        "got quark fp6_e2m3",
+        "got 'quark fp6_e2m3'",
     ),
     "fp4 of another block size": (
         {
@@ -245,7 +259,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                 "weight": {"dtype": "fp4", "group_size": 16, "scale_format": "e4m3"}
             },
         },
-        "got quark fp4 group_size=16 scale_format='e4m3'",
+        "got .quark fp4 group_size=16 scale_format='e4m3'.",
     ),
     "float weights of quark": (
         {
@@ -255,7 +269,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             },
             "export": {"weight_format": "fake_quantized"},
         },
-        "got quark fp4 fake_quantized",
+        "got 'quark fp4 fake_quantized'",
     ),
 }
 
