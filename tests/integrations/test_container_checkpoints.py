@@ -162,6 +162,33 @@ def test_dense_experts_of_a_layer_stay_dense(dense: Any, tmp_path: Path) -> None
         load(path)
 
 
+def test_gpt_oss_with_a_matrix_and_a_bias_for_each_expert(tmp_path: Path) -> None:
+    """As llm-compressor takes its experts apart; the model's own rows alternate gate and up."""
+    model = build("gpt_oss", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "dense")
+    tensors = tensors_of(tmp_path / "dense")
+    for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
+        path, _, projection = name.rpartition(".")
+        weights, biases = tensors.pop(name).transpose(1, 2), tensors.pop(f"{name}_bias")
+        steps = {"gate_proj": (0, 2), "up_proj": (1, 2)}
+        for part, (first, step) in (
+            steps if projection == "gate_up_proj" else {"down_proj": (0, 1)}
+        ).items():
+            for expert in range(EXPERTS):
+                prefix = f"{path}.{expert}.{part}"
+                tensors[f"{prefix}.weight"] = weights[expert, first::step].contiguous()
+                tensors[f"{prefix}.bias"] = biases[expert, first::step].contiguous()
+    save_file(tensors, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
+    path = store_experts(tmp_path / "dense", tmp_path / "stored", CT)
+    found, wanted = load(path), convert(model, progress=False)
+    assert_exact(logits(found), logits(wanted), "logits")
+    for mine, theirs in zip(mx_experts(found), mx_experts(wanted), strict=True):
+        rows = mine.restored(), theirs.restored()
+        assert rows[0].keys() == rows[1].keys()
+        for name, tensor in rows[0].items():
+            assert torch.equal(tensor, rows[1][name]), name
+
+
 def test_modelopts_file_of_a_dense_checkpoint_changes_nothing(dense: Any, tmp_path: Path) -> None:
     """Its experts are quantised as they are loaded, as without the file."""
     path = shutil.copytree(dense["qwen3_moe"], tmp_path / "dense")

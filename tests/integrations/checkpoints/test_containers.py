@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.integrations.checkpoints.containers import CONTAINERS, GPT_OSS
+from mxpert.integrations.checkpoints.containers import CONTAINERS, GPT_OSS, container_of
 from mxpert.integrations.checkpoints.load import load_expert_weights
+from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
+from mxpert.moe.local_weights import take_experts
 from mxpert.testing.numerics import assert_exact
 from support.expert_containers import (
     EXPERTS,
@@ -137,6 +139,23 @@ def test_biases_are_read_with_their_matrices(tmp_path: Path) -> None:
     rewrite(tmp_path, lambda tensors: tensors.pop(f"{module.path}.3.up_proj.bias"))
     with pytest.raises(ValueError, match=r"experts\.3\.up_proj\.bias — need this tensor"):
         load_expert_weights(tmp_path)
+
+
+def test_some_experts_are_read_in_the_wanted_order(demo: Path, tmp_path: Path) -> None:
+    write(tmp_path, "DeepSeek-V4")
+    for path in (demo, tmp_path):
+        reader = CheckpointReader(path, "read")
+        container, statement = container_of(reader)
+        names = container.paths(reader, statement)
+        (module,) = container.check(reader, statement, names[1:])
+        assert (module.num_experts, module.hidden_size) == (EXPERTS, HIDDEN)
+        wanted = take_experts(container.read(reader, module), [2, 0])
+        found = container.read(reader, module, experts=[2, 0])
+        states = wanted.state_dict(), found.state_dict()
+        assert states[0].keys() == states[1].keys()
+        assert states[0].pop("_extra_state") == states[1].pop("_extra_state")
+        for name, tensor in states[0].items():
+            assert torch.equal(tensor, states[1][name]), name
 
 
 def test_experts_without_a_gate_load(tmp_path: Path) -> None:
