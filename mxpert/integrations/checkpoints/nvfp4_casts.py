@@ -20,6 +20,9 @@ _HALVES = MX_BLOCK_SIZE // NVFP4_BLOCK_SIZE
 _MAGNITUDES = 0x77
 """The bits of a byte of two codes that are no signs."""
 
+_NONE, _ZERO = -1, 256
+"""What stands in the place of a scale byte: no power of two that E8M0 holds, and zero."""
+
 
 @dataclass(frozen=True)
 class NotACast:
@@ -59,26 +62,30 @@ def mxfp4_of_cast(
         >>> cast.dequantize()[0, :2].tolist(), cast.scale.tolist()
         ([1.0, 2.0], [[127]])
     """
-    # Exact in float64: e4m3 has 4 significant bits, float32 has 24. A quotient that is no power of
-    # two differs from each by a factor of 1 ± 2^-24 at least, which float64 keeps.
-    blocks, whole = scale.to(torch.float64), global_scale.reshape(()).to(torch.float64)
-    values = blocks / whole if is_divisor else blocks * whole
-    mantissa, exponent = torch.frexp(values)  # a power of two is 0.5 · 2^exponent
-    bytes_ = exponent.to(torch.int32) - 1 + E8M0_BIAS
-    is_scale = (mantissa == 0.5) & (bytes_ >= 0) & (bytes_ < E8M0_NAN)
-    magnitudes = codes.unflatten(-1, (scale.shape[-1], -1)) & _MAGNITUDES
-    is_free = (values == 0) & (magnitudes == 0).all(-1)
-
-    bytes_, is_scale, is_free = (
-        each.unflatten(-1, (-1, _HALVES)) for each in (bytes_, is_scale, is_free)
-    )
-    lowest, highest = (
-        torch.where(is_free, outside, bytes_)
-        for outside in (E8M0_NAN, -1)  # beyond every scale, so that the other half's is taken
-    )
-    low, high = lowest.amin(-1), highest.amax(-1)
-    is_cast = (is_scale | is_free).all(-1) & ((low == high) | is_free.all(-1))
+    found = _scale_table(global_scale, is_divisor)[scale.view(torch.uint8).to(torch.int32)]
+    is_zero = found == _ZERO
+    if bool(is_zero.any()):
+        magnitudes = codes.unflatten(-1, (scale.shape[-1], -1))[is_zero] & _MAGNITUDES
+        found[is_zero] = torch.where((magnitudes == 0).all(-1), _ZERO, _NONE).to(found.dtype)
+    first, second = found.unflatten(-1, (-1, _HALVES)).unbind(-1)
+    is_cast = (first == second) | (first == _ZERO) | (second == _ZERO)
+    is_cast &= (first != _NONE) & (second != _NONE)
     if not bool(is_cast.all()):
         return NotACast(int(is_cast.sum()), is_cast.numel())
-    found = torch.where(is_free.all(-1), ZERO_BLOCK_SCALE, high)
-    return MXTensor(codes, found.to(torch.uint8), MXFP4)
+    chosen = torch.where(first == _ZERO, second, first)
+    chosen = torch.where(chosen == _ZERO, ZERO_BLOCK_SCALE, chosen)
+    return MXTensor(codes, chosen.to(torch.uint8), MXFP4)
+
+
+def _scale_table(global_scale: torch.Tensor, is_divisor: bool) -> torch.Tensor:
+    """int16 [256]: for each e4m3 scale its E8M0 byte together with the global one, or a mark."""
+    # Exact in float64: e4m3 has 4 significant bits, float32 has 24. A quotient that is no power of
+    # two differs from each by a factor of 1 ± 2^-24 at least, which float64 keeps.
+    scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float64)
+    whole = global_scale.reshape(()).to(torch.float64)
+    values = scales / whole if is_divisor else scales * whole
+    mantissa, exponent = torch.frexp(values)  # a power of two is 0.5 · 2^exponent
+    bytes_ = exponent.to(torch.int16) - 1 + E8M0_BIAS
+    is_scale = (mantissa == 0.5) & (bytes_ >= 0) & (bytes_ < E8M0_NAN)
+    table = torch.where(is_scale, bytes_, _NONE)
+    return torch.where(values == 0, _ZERO, table).to(torch.int16)
