@@ -25,7 +25,8 @@ from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, message, require
 from ..moe.weights import GateUpOrder
 from .checkpoint_names import fitting, module_of
-from .checkpoints.containers import Container, container_of
+from .checkpoints.container_kinds import Container
+from .checkpoints.containers import container_of
 from .checkpoints.expert_sources import SOURCE_DTYPES
 from .checkpoints.per_expert import ExpertModule
 from .checkpoints.safetensors_files import CheckpointReader

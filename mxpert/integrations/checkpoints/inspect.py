@@ -22,7 +22,8 @@ from ...moe.published_tensors import BLOCK_BYTES, published_projections
 from ...moe.weights import GateUpOrder, interleaved_rows
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import choose_modules, layer_number, match_modules, module_order
-from .containers import GPT_OSS, Container, container_of
+from .container_kinds import Container
+from .containers import GPT_OSS, container_of
 from .expert_matrices import Decoded
 from .expert_sources import ExpertSource, find_expert_sources
 from .nvfp4_casts import NotACast
