@@ -21,6 +21,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NEEDS_TRITON = ("mxpert.backends.triton", "mxpert.backends.hopper", "mxpert.testing")
 NEEDS_TRANSFORMERS = (
+    "mxpert.integrations.container_checkpoints",
     "mxpert.integrations.dense_checkpoints",
     "mxpert.integrations.transformers",
     "mxpert.integrations.models.convert",

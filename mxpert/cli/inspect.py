@@ -30,8 +30,8 @@ def inspect(
     path: Annotated[
         Path,
         typer.Argument(
-            help="Checkpoint directory in gpt-oss's format, one .safetensors file, or the id of a "
-            "model on the Hugging Face Hub.",
+            help="Checkpoint directory in any container that loads, one .safetensors file in "
+            "gpt-oss's format, or the id of a model on the Hugging Face Hub.",
             show_default=False,
         ),
     ],
@@ -42,11 +42,12 @@ def inspect(
     layer: Annotated[int | None, typer.Option(help="Only this decoder layer.")] = None,
     json_to: JsonFile = None,
 ) -> None:
-    """Show scale histograms, zero blocks, exact-fold certificates and, with a source, the SQNR.
+    """Show container, scale histograms, exact-fold certificates and, with a source, the SQNR.
 
     'folds' says "exactly" where the scales of each row lie within 15 binades: the codes then become
     FP8 without rounding. Otherwise it counts the blocks that do not fold. 'span' is the widest row,
-    in binades. The table goes to standard output; a file is written for --json only.
+    in binades. 'casts' counts the experts of an NVFP4 checkpoint that hold MXFP4 values; the other
+    columns count these alone. The table goes to standard output; a file is written for --json only.
 
     Examples:
         mxpert inspect ./gpt-oss-20b --layer 0
@@ -58,7 +59,7 @@ def inspect(
     columns, rows = _cells(found, with_source=source is not None)
     print_table(
         result_console(json_to),
-        "MXFP4 tensors; scales as exponents of two, minimum/median/maximum",
+        f"{_title(found)}; scales as exponents of two, minimum/median/maximum",
         columns,
         rows,
     )
@@ -92,14 +93,25 @@ def sparkline(histogram: dict[int, int]) -> str:
     return "".join(_BARS[-(-count * len(_BARS) // top) - 1] if count else " " for count in columns)
 
 
+def _title(found: list[ProjectionStatistics]) -> str:
+    """Container, format and gate/up order; they are those of the whole checkpoint."""
+    orders = {entry.gate_up_order for entry in found} - {None}
+    order = f"gate and up {' or '.join(map(str, orders))}" if orders else "no gate/up order stated"
+    if any(entry.projection == "up_proj" for entry in found):
+        order = "no gate"
+    return f"{found[0].container}: {found[0].weight_format}, {order}"
+
+
 def _cells(
     found: list[ProjectionStatistics], *, with_source: bool
 ) -> tuple[list[Column], list[list[str]]]:
-    """Columns and rows of the table; "NaN" and "SQNR dB" only where there is something to say."""
+    """Columns and rows; "casts", "NaN" and "SQNR dB" only where there is something to say."""
     has_nan = any(entry.nan_scales for entry in found)
+    has_casts = any(entry.experts_cast is not None for entry in found)
     columns = [
         Column("tensor"),
         Column("shape", 2),
+        *([Column("casts")] if has_casts else []),
         Column("MiB", 5),
         Column("scales"),
         Column("histogram", 4),
@@ -117,17 +129,24 @@ def _cells(
             [
                 short_name(names[entry.module], entry.projection),
                 "×".join(str(size) for size in entry.shape),
+                *([f"{entry.experts_cast}/{entry.shape[0]}"] if has_casts else []),
                 f"{entry.bytes / 2**20:.2f}",
                 "/".join("–" if value is None else f"{value:d}" for value in scales),
                 sparkline(entry.scale_histogram),
                 str(entry.zero_blocks),
                 *([str(entry.nan_scales)] if has_nan else []),
-                "exactly" if entry.exact_fold else f"not {entry.blocks_outside}",
+                _folds(entry),
                 str(entry.widest_span),
                 *([_sqnr(entry)] if with_source else []),
             ]
         )
     return columns, rows
+
+
+def _folds(entry: ProjectionStatistics) -> str:
+    if not entry.is_mxfp4:
+        return "no MXFP4"
+    return "exactly" if entry.exact_fold else f"not {entry.blocks_outside}"
 
 
 def _sqnr(entry: ProjectionStatistics) -> str:

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, require
 from ..formats.spec import ScaleRule
-from ..moe.published_tensors import published_shapes
+from ..moe.published_tensors import expert_weights_from, published_shapes
 from ..moe.stacked import quantize_stacked
 from ..moe.weights import GateUpOrder
 from .checkpoint_names import fitting, module_of
@@ -116,8 +116,8 @@ class LocalExpertsQuantizer(HfQuantizer):
             id(module): module for module in model.modules() if isinstance(module, StoredExperts)
         }
         for experts in with_progress(list(stored.values()), progress=True):
-            tensors = self._local_tensors(experts)
-            experts.source.replace_by(experts.prepared(self._format, tensors).eval())
+            weights = expert_weights_from(self._local_tensors(experts), experts.order)
+            experts.source.replace_by(experts.prepared(self._format, weights).eval())
         mark_quantized(model, [experts.source for experts in stored.values()], _SCALE_RULE)
         forbid_saving(model)
         return model

@@ -25,10 +25,10 @@ from ..core.problem import OwnFormat
 from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import ScaleRule
-from ..moe.published_tensors import published_shapes
-from ..moe.weights import GateUpOrder
+from ..moe.published_tensors import expert_weights_from, published_shapes
+from ..moe.weights import GateUpOrder, MoEWeights
 from .checkpoint_names import fitting, module_of
-from .checkpoints.load import check_experts, expert_modules_of
+from .checkpoints.published_experts import check_experts, expert_modules_of
 from .checkpoints.safetensors_files import CheckpointReader
 from .models.convert import check_ranks, forbid_saving
 from .models.expert_modules import StoredExperts
@@ -144,8 +144,8 @@ class MXQuantizer(HfQuantizer):
         for name, each in stored.items():  # some releases take tensors of any shape
             _refuse_missing([f"{name}.{tensor}" for tensor in each.misshapen()])
         for experts in stored.values():
-            tensors = None if ranks is None else self._local_tensors(model, experts)
-            prepared = experts.prepared(request.activation_format, tensors)
+            weights = None if ranks is None else self._local_weights(model, experts)
+            prepared = experts.prepared(request.activation_format, weights)
             experts.source.replace_by(prepared.eval())
         mark_quantized(model, [each.source for each in stored.values()], request.scale_rule)
         self.quantization_config = model.config.quantization_config
@@ -165,10 +165,8 @@ class MXQuantizer(HfQuantizer):
         )
         return found
 
-    def _local_tensors(
-        self, model: PreTrainedModel, experts: StoredExperts
-    ) -> dict[str, torch.Tensor]:
-        """The published tensors of this rank's experts, read from the checkpoint."""
+    def _local_weights(self, model: PreTrainedModel, experts: StoredExperts) -> MoEWeights:
+        """The weights of this rank's experts, read from the checkpoint."""
         found, ranks = experts.source, experts.expert_parallel
         require(
             self._folder is not None,
@@ -190,7 +188,7 @@ class MXQuantizer(HfQuantizer):
             tensor = reader.read_rows(f"{module}.{name}", ranks.local_experts)
             dtype = experts.dtype if name.endswith("_bias") else tensor.dtype
             tensors[name] = tensor.to(ranks.device, dtype)
-        return tensors
+        return expert_weights_from(tensors, experts.order)
 
 
 def _refuse_conversions(model: PreTrainedModel) -> None:

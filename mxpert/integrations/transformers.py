@@ -3,7 +3,8 @@
 ``AutoModelForCausalLM.from_pretrained(path, experts_implementation="mxpert")`` gives a converted
 model (see mxpert.convert). bf16 experts are quantised layer by layer after they are loaded. MXFP4
 checkpoints (gpt-oss, or written by ``mxpert quantize`` or by a converted model) go from blocks and
-scales to prepared weights without being dequantised. With ``expert_parallel=`` (a
+scales to prepared weights without being dequantised, and so do experts in other containers beside
+dense layers (see docs/which-checkpoints-run.md). With ``expert_parallel=`` (a
 mxpert.distributed.ExpertParallel) each rank reads its own experts alone, and quantises those of a
 bf16 checkpoint one by one. "mxpert" computes with bf16 activations (a16w4); "mxpert_mxfp8" or
 "mxpert_a8w4", "mxpert_mxfp4" or "mxpert_a4w4", and "mxpert_fp8_token" with narrower ones.

@@ -10,13 +10,17 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils import cached_file
 
 from ..core.problem import ActivationFormat
 from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import ScaleRule
-from .checkpoints.load import stored_gate_up_order
-from .checkpoints.safetensors_files import CONFIG_FILE
+from .checkpoints.containers import METHODS
+from .checkpoints.published_experts import stored_gate_up_order
+from .checkpoints.safetensors_files import CONFIG_FILE, read_json
+from .checkpoints.stated_quantization import HF_QUANT_CONFIG_FILE, Statement, plain_method
+from .container_checkpoints import ContainerConfig, ContainerRequest, unquantized_config
 from .dense_checkpoints import LocalExpertsConfig
 from .models.convert import convert, mx_experts
 from .models.experts import is_experts
@@ -75,7 +79,70 @@ def load_pretrained(
     warn_of_newer()
     if kwargs.get("experts_implementation") is None:
         kwargs["experts_implementation"] = asked
-    return _load(functools.partial(original, cls, *args), kwargs, asked, stated, expert_parallel)
+    load = functools.partial(original, cls, *args)
+    if _is_container(cls, args, kwargs, stated):
+        kwargs["config"] = unquantized_config(cls, _place(args, kwargs), kwargs, _hub(kwargs))
+        return _load_container(
+            load, kwargs, ContainerRequest(IMPLEMENTATIONS[asked], expert_parallel)
+        )
+    return _load(load, kwargs, asked, stated, expert_parallel)
+
+
+def _is_container(
+    cls: type[PreTrainedModel],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    stated: Mapping[str, Any],
+) -> bool:
+    """Whether a checkpoint states a method whose experts `ContainerQuantizer` reads or refuses.
+
+    An argument ``quantization_config`` asks Transformers to read the checkpoint.
+    """
+    if kwargs.get("quantization_config") is not None or kwargs.get("gguf_file") is not None:
+        return False
+    quantization = _quantization(stated)
+    if not quantization:
+        producer = _quant_config_file(cls, args, kwargs)
+        return Statement.of({}, producer, str(_place(args, kwargs)), _OP) is not None
+    method = str(quantization.get("quant_method"))
+    return method != _MXFP4 and plain_method(method) in METHODS
+
+
+def _load_container(
+    original: Callable[..., Any], kwargs: dict[str, Any], request: ContainerRequest
+) -> Any:
+    """Load with Transformers' own function, experts with `ContainerQuantizer`."""
+    wants_info = kwargs.pop("output_loading_info", False)
+    kwargs["quantization_config"] = ContainerConfig(request)
+    model, info = original(**kwargs, output_loading_info=True)
+    require_loaded(info, [name for name, each in model.named_modules() if is_experts(each)])
+    return (model, info) if wants_info else model
+
+
+def _quant_config_file(
+    cls: type[PreTrainedModel], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """ModelOpt's own config of a checkpoint, fetched where that is on the Hub; None without one."""
+    place = _place(args, kwargs)
+    if place is None or getattr(cls, "config_class", None) is None:
+        return None
+    file = Path(place, kwargs.get("subfolder") or "", HF_QUANT_CONFIG_FILE)
+    if not file.parent.is_dir():
+        try:
+            file = Path(cached_file(place, HF_QUANT_CONFIG_FILE, **_hub(kwargs)))
+        except (OSError, TypeError, ValueError):  # none, or no such checkpoint: see there
+            return None
+    return read_json(file, _OP) if file.is_file() else None
+
+
+def _place(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The checkpoint that a call names."""
+    return args[0] if args else kwargs.get("pretrained_model_name_or_path")
+
+
+def _hub(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a call that say where on the Hub a checkpoint is."""
+    return {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
 
 
 def _load(
@@ -196,15 +263,14 @@ def _stated_config(
         text = getattr(config, "text_config", None)
         nested = {"quantization_config": getattr(text, "quantization_config", None)}
         return found | {"text_config": nested}
-    place = config or (args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+    place = config or _place(args, kwargs)
     if place is None or getattr(cls, "config_class", None) is None:
         return {}
     try:
         file = Path(place, kwargs.get("subfolder") or "", CONFIG_FILE)
         if file.is_file():
             return dict(json.loads(file.read_text("utf-8")))
-        options = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
-        return dict(cls.config_class.get_config_dict(place, **options)[0])
+        return dict(cls.config_class.get_config_dict(place, **_hub(kwargs))[0])
     except (OSError, TypeError, ValueError):
         return {}
 

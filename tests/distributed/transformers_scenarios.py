@@ -22,12 +22,15 @@ import mxpert.integrations.transformers
 from mxpert.distributed import ExpertParallel, Transport
 from mxpert.errors import UnsupportedError
 from mxpert.integrations import dense_checkpoints
+from mxpert.integrations.checkpoints import per_expert
+from mxpert.integrations.checkpoints.expert_matrices import Decoded, MatrixFormat
 from mxpert.integrations.checkpoints.expert_sources import ExpertSource
 from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
 from mxpert.integrations.models.convert import mx_experts, restore
 from mxpert.moe import stacked
 from mxpert.testing.numerics import is_exact, relative_l2, requantisation_error
 from mxpert.training import MXFP8Recipe, full_state_dict, local_expert_parameters
+from support.expert_containers import store_experts
 from support.incomplete import copy_without
 from support.memory import peak_bytes
 from tests.integrations.families import FAMILIES, PROMPT, VOCABULARY, build, oracle_of, teach
@@ -292,6 +295,33 @@ def check_same(found: Any, wanted: Any) -> None:
     entries = [each.config.quantization_config.to_dict() for each in (found, wanted)]
     assert entries[0] == entries[1]
     assert not hasattr(found, "hf_quantizer")
+
+
+def containers_are_read_in_part() -> None:
+    """One quantised matrix per expert: those of the local experts alone are read."""
+    ep, experts = parallel(combine_dtype=torch.float32), set()
+    read = per_expert.read_matrix
+
+    def recorded(reader: CheckpointReader, name: str, stored: MatrixFormat) -> Decoded:
+        experts.add(int(name.split(".")[-2]))
+        return read(reader, name, stored)
+
+    model = build("qwen3_moe", dtype=torch.bfloat16)
+    with (
+        checkpoint_of(model) as dense,
+        TemporaryDirectory() as own,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        path = store_experts(dense, Path(own, "stored"), "ModelOpt NVFP4")
+        patch.setattr(per_expert, "read_matrix", recorded)
+        found = load(path, ep)
+        assert experts == set(ep.local_experts)
+        wanted = converted(load(dense, None, experts_implementation="eager"), ep)
+    for name, value in wanted.state_dict().items():
+        assert is_exact(found.state_dict()[name], value), name
+    assert is_exact(logits(found), logits(wanted))
+    with pytest.raises(UnsupportedError, match="save_pretrained: experts — need a model with all"):
+        found.save_pretrained("/nowhere")
 
 
 def bf16_checkpoints_load_as_they_convert() -> None:

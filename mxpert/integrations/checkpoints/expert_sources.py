@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,11 @@ from ...moe.weights import GateUpOrder
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import module_order
 from .safetensors_files import CONFIG_FILE, CheckpointReader, TensorInfo, quantization_method
+from .stated_quantization import config_parts
 
 SOURCE_DTYPES = ("BF16", "F16", "F32")
 
-_PARTS = {
+PARTS = {
     "w1": "gate",
     "gate_proj": "gate",
     "w3": "up",
@@ -37,6 +38,7 @@ _PARTS = {
     "w2": "down",
     "down_proj": "down",
 }
+"""Part of an expert by the name of its matrix."""
 _EXPERT = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<tail>.+)$")
 _GRANITE = re.compile(
     r"^(?P<block>(?:.*\.)?block_sparse_moe)\.(?P<part>input_linear|output_linear)\.weight$"
@@ -230,9 +232,9 @@ def _per_expert(
                     "merge or drop it first",
                 )
             )
-        parts[int(match["expert"]), _PARTS[match["part"]]] = f"{prefix}.{tail}"
-    experts = _num_experts(config, default=1 + max(expert for expert, _ in parts))
-    has_gate = _has_gate(config)
+        parts[int(match["expert"]), PARTS[match["part"]]] = f"{prefix}.{tail}"
+    experts = stated_experts(config, default=1 + max(expert for expert, _ in parts))
+    has_gate = states_gate(config)
     kinds = ("gate", "up", "down") if has_gate else ("up", "down")
     for expert in range(experts):
         for part in kinds:
@@ -252,14 +254,14 @@ def _per_expert(
     require(len(parts) == count, op, where, need=need, got=len(parts), remedy=remedy)
     gate = _float_matrix(reader, parts[0, kinds[0]], dims=2)
     intermediate, hidden = gate.shape
-    _check_blocks(op, gate, hidden, intermediate)
+    check_blocks(op, gate, hidden, intermediate)
     total = 0
     for (_, part), name in parts.items():
         shape = (hidden, intermediate) if part == "down" else (intermediate, hidden)
         total += reader.require(
             name, dtypes=SOURCE_DTYPES, shape=shape, remedy=f"{gate.name} is {list(gate.shape)}"
         ).nbytes
-    _check_hidden(reader, config, hidden, gate)
+    check_hidden(reader, config, hidden, gate)
     return ExpertSource(
         prefix,
         experts,
@@ -282,7 +284,7 @@ def _stacked(
     order_of: OrderOf,
 ) -> ExpertSource:
     op, need = reader.op, Checks(reader.op)
-    has_gate = _has_gate(config)
+    has_gate = states_gate(config)
     projections = published_projections(has_gate)
     biases = tuple(names[f"{p}_bias"] for p in projections if f"{p}_bias" in names)
     known = {*projections, *(f"{p}_bias" for p in projections)}
@@ -305,9 +307,9 @@ def _stacked(
     fits = transposed or gate_up.shape == (experts, rows, hidden)
     shapes = "[E, 2F, H] or [E, H, 2F]" if has_gate else "[E, F, H]"
     need(fits, argument, f"{shapes} that fits down_proj {list(down.shape)}", got)
-    _check_blocks(op, gate_up, hidden, intermediate)
-    _check_hidden(reader, config, hidden, gate_up)
-    stated = _num_experts(config, default=experts)
+    check_blocks(op, gate_up, hidden, intermediate)
+    check_hidden(reader, config, hidden, gate_up)
+    stated = stated_experts(config, default=experts)
     need(stated == experts, argument, f"{stated} experts, as {CONFIG_FILE} states", got)
     for bias in biases:
         shape = experts, hidden if bias.endswith("down_proj_bias") else rows
@@ -363,7 +365,8 @@ def _float_matrix(reader: CheckpointReader, name: str, *, dims: int) -> TensorIn
     return info
 
 
-def _check_blocks(op: str, info: TensorInfo, hidden: int, intermediate: int) -> None:
+def check_blocks(op: str, info: TensorInfo, hidden: int, intermediate: int) -> None:
+    """Raise ValueError for sizes that are no whole blocks."""
     for what, size in (("hidden_size", hidden), ("intermediate_size", intermediate)):
         require(
             size % MX_BLOCK_SIZE == 0,
@@ -375,35 +378,31 @@ def _check_blocks(op: str, info: TensorInfo, hidden: int, intermediate: int) -> 
         )
 
 
-def _text_configs(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The config and the language part of a multimodal one."""
-    yield config
-    if isinstance(config.get("text_config"), dict):
-        yield config["text_config"]
+def _model_types(config: Mapping[str, Any]) -> list[str]:
+    return [str(part["model_type"]) for part in config_parts(config) if part.get("model_type")]
 
 
-def _model_types(config: dict[str, Any]) -> list[str]:
-    return [str(part["model_type"]) for part in _text_configs(config) if part.get("model_type")]
-
-
-def _has_gate(config: dict[str, Any]) -> bool:
+def states_gate(config: Mapping[str, Any]) -> bool:
+    """Whether the experts of a config's model have a gate."""
     return not {*_model_types(config)} & {*WITHOUT_GATE}
 
 
-def _num_experts(config: dict[str, Any], default: int) -> int:
-    for part in _text_configs(config):
+def stated_experts(config: Mapping[str, Any], default: int) -> int:
+    """The number of routed experts that a config states."""
+    for part in config_parts(config):
         for key in ("num_local_experts", "num_experts", "n_routed_experts"):
             if type(part.get(key)) is int:
                 return int(part[key])
     return default
 
 
-def _check_hidden(
-    reader: CheckpointReader, config: dict[str, Any], hidden: int, info: TensorInfo
+def check_hidden(
+    reader: CheckpointReader, config: Mapping[str, Any], hidden: int, info: TensorInfo
 ) -> None:
+    """Raise ValueError where a config states another hidden size than a tensor has."""
     stated = [
         part[key]
-        for part in _text_configs(config)
+        for part in config_parts(config)
         for key in ("hidden_size", "moe_latent_size")  # Nemotron-H may narrow its experts' input
         if type(part.get(key)) is int
     ]

@@ -27,7 +27,8 @@ from ..models.saved_config import GPT_OSS_UNCONVERTED
 from ..module_paths import layer_number
 from ..transformers_versions import INSTALL
 from .hub import local_checkpoint
-from .load import GPT_OSS_LIMIT, save_gpt_oss_layer_tensors, stored_gate_up_order
+from .load import GPT_OSS_LIMIT, save_gpt_oss_layer_tensors
+from .published_experts import stored_gate_up_order
 from .safetensors_files import (
     CONFIG_FILE,
     INDEX_FILE,

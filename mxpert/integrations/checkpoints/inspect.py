@@ -1,4 +1,4 @@
-"""MX statistics of a quantised checkpoint: scales, empty blocks, exact folds, error."""
+"""MX statistics of a quantised checkpoint: container, scales, empty blocks, exact folds, error."""
 
 from __future__ import annotations
 
@@ -6,24 +6,31 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...core.files import exists
 from ...errors import require
 from ...formats.codec import dequantize_blocks
 from ...formats.folding import fold_certificate
 from ...formats.spec import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE, MXFP4
 from ...formats.tensor import MXTensor
-from ...moe.published_tensors import BLOCK_BYTES
+from ...moe.published_tensors import BLOCK_BYTES, published_projections
 from ...moe.weights import GateUpOrder, interleaved_rows
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import choose_modules, layer_number, match_modules, module_order
+from .container_kinds import Container
+from .containers import GPT_OSS, container_of
+from .expert_matrices import Decoded
 from .expert_sources import ExpertSource, find_expert_sources
-from .load import stored_gate_up_order
+from .nvfp4_casts import NotACast
 from .plan import CHUNK_ELEMENTS
+from .published_experts import read_published_matrix, stored_gate_up_order
 from .safetensors_files import CONFIG_FILE, CheckpointReader
+from .stated_quantization import Statement
 
 OP = "inspect_checkpoint"
 _STORED = re.compile(r"^(?P<module>.+)\.(?P<projection>[^.]+)_(?:blocks|scales)$")
@@ -44,6 +51,10 @@ class ProjectionStatistics:
         min_exponent, median_exponent, max_exponent: of that histogram; None if it is empty.
         blocks_outside: blocks outside the 15 binades of their row; widest_span: in binades.
         rows_outside: rows with such a block, of E·N.
+        container: how the checkpoint stores its experts. weight_format: what that holds.
+        gate_up_order: of the rows, as loaded; None without a gate, or where no config states it.
+        experts_cast: experts whose NVFP4 weights are a cast of MXFP4; None for other formats. What
+            is counted above is counted in these experts alone.
         sqnr_db: to the source; None without a source, or if the error is zero.
         relative_l2: ``|w - dequantised| / |w|`` to the source; None without one.
     """
@@ -63,13 +74,22 @@ class ProjectionStatistics:
     blocks_outside: int
     rows_outside: int
     widest_span: int
+    container: str
+    weight_format: str
+    gate_up_order: str | None
+    experts_cast: int | None
     sqnr_db: float | None = None
     relative_l2: float | None = None
 
     @property
     def exact_fold(self) -> bool:
         """Whether every block folds exactly into e4m3."""
-        return self.blocks_outside == 0
+        return self.blocks_outside == 0 and self.is_mxfp4
+
+    @property
+    def is_mxfp4(self) -> bool:
+        """Whether all experts hold MXFP4 values."""
+        return self.experts_cast in (None, self.shape[0])
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"exact_fold": self.exact_fold}
@@ -82,21 +102,23 @@ def inspect_checkpoint(
     layer: int | str | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> list[ProjectionStatistics]:
-    """Compute the MX statistics of every MXFP4 tensor of a checkpoint.
+    """Compute the MX statistics of every MXFP4 projection of a checkpoint.
 
     Args:
-        path: checkpoint directory in gpt-oss's format, one safetensors file of it, or the id of a
-            model on the Hugging Face Hub.
+        path: checkpoint directory in any container that `load_expert_weights` reads, one
+            safetensors file in gpt-oss's format, or the id of a model on the Hugging Face Hub.
         source: the unquantised checkpoint that it came from, for SQNR. Modules are matched by
             their full paths, or by layer number where that fits one module in both checkpoints.
         layer: only this module, by full path, or all modules of this layer, by number.
         on_progress: called with (bytes done, bytes in all, tensor name) after every expert.
 
     Returns:
-        One ProjectionStatistics per tensor, in the order of the modules' paths.
+        One ProjectionStatistics per projection, in the order of the modules' paths. Experts in
+        exact NVFP4 are counted in `experts_cast`, and no error.
 
     Raises:
         ValueError: no MXFP4 tensors, no such layer, bad shapes, or a source that does not fit.
+        UnsupportedError: another format.
 
     Example:
         >>> inspect_checkpoint("/nowhere")
@@ -105,61 +127,129 @@ def inspect_checkpoint(
 got no such file or directory
     """
     reader = CheckpointReader(path, OP)
+    stored = _stored_projections(reader, layer)
+    comparison = _Comparison.open(reader, source, stored) if source is not None else None
+    progress = on_progress or (lambda done, total, what: None)
+    total = sum(_nbytes(each.shape) for each in stored)
+    done = 0
+    statistics = []
+    for each in stored:
+        collector = _Collector(each)
+        size, name = _nbytes(each.shape), f"{each.module}.{each.projection}"
+        for expert in range(each.shape[0]):
+            _collect(collector, each.read(expert), expert, comparison)
+            progress(done + size * (expert + 1) // each.shape[0], total, name)
+        done += size
+        statistics.append(collector.result())
+    return statistics
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """One projection of a checkpoint. Args: read: gives an expert's matrix."""
+
+    container: Container
+    module: str
+    projection: str
+    shape: tuple[int, int, int]
+    order: GateUpOrder | None
+    read: Callable[[int], Decoded]
+
+
+def _stored_projections(reader: CheckpointReader, layer: int | str | None) -> list[_Stored]:
+    """The projections of the chosen modules, checked by their headers."""
+    has_config = exists(reader.directory / CONFIG_FILE)
+    statement = Statement.read(reader) if has_config else None
+    if statement is None or statement.method == GPT_OSS.stated.method:
+        return _published(reader, statement, layer)
+    container, statement = container_of(reader)
+    paths = _choose(container.paths(reader, statement), layer)
+    return [
+        _Stored(
+            container,
+            module.path,
+            projection,
+            (module.num_experts, *module.sizes(stage)),
+            module.order,
+            partial(container.matrix, reader, module, projection),
+        )
+        for module in container.check(reader, statement, paths)
+        for stage, projection in enumerate(published_projections(module.order is not None))
+    ]
+
+
+def _published(
+    reader: CheckpointReader, statement: Statement | None, layer: int | str | None
+) -> list[_Stored]:
+    """Blocks and scales under any name; one file of a checkpoint may have a part of them."""
     matches = [match for name in reader.names if (match := _STORED.match(name))]
     found = list(dict.fromkeys((match["module"], match["projection"]) for match in matches))
     require(
         bool(found),
         OP,
-        str(path),
+        str(reader.path),
         need="tensors named *_blocks with *_scales",
         got="none",
         remedy="convert a bf16 checkpoint with `mxpert quantize`",
     )
-    if isinstance(layer, str):
-        modules = choose_modules(sorted({module for module, _ in found}), [layer], OP)
-        found = [entry for entry in found if entry[0] in modules]
-    elif layer is not None:
-        layers = sorted({layer_number(module) for module, _ in found})
-        require(layer in layers, OP, "layer", need=f"one of {layers}", got=layer)
-        found = [entry for entry in found if layer_number(entry[0]) == layer]
+    modules = _choose(sorted({module for module, _ in found}), layer)
+    found = [entry for entry in found if entry[0] in modules]
     found.sort(key=lambda entry: (module_order(entry[0]), entry[1] == PROJECTIONS[1]))
-    shapes = {entry: _check(reader, *entry) for entry in found}
-    comparison = _Comparison.open(reader, source, shapes) if source is not None else None
-    progress = on_progress or (lambda done, total, what: None)
-    total = sum(_nbytes(shape) for shape in shapes.values())
-    done = 0
-    statistics = []
-    for (module, projection), shape in shapes.items():
-        collector = _Collector(module, projection, shape)
-        name = f"{module}.{projection}"
-        for expert in range(shape[0]):
-            quantized = MXTensor(
-                reader.read_row(f"{name}_blocks", expert).flatten(-2),
-                reader.read_row(f"{name}_scales", expert),
-                MXFP4,
-            )
-            original = None
-            if comparison is not None:
-                original, quantized = comparison.pair(module, projection, expert, quantized)
-            step = max(1, CHUNK_ELEMENTS // shape[2])
-            for row in range(0, shape[1], step):
-                part = quantized[row : row + step]
-                collector.add(part)
-                if original is not None:
-                    collector.compare(
-                        original[row : row + step].to(torch.float32), dequantize_blocks(part)
-                    )
-            progress(done + _nbytes(shape) * (expert + 1) // shape[0], total, name)
-        done += _nbytes(shape)
-        statistics.append(collector.result())
-    return statistics
+    order = _stated_order(reader, statement)
+    stored = []
+    for module, projection in found:
+        shape = _check(reader, module, projection)
+        of_gate = None if projection == "up_proj" else order
+        read = partial(read_published_matrix, reader, module, projection)
+        stored.append(_Stored(GPT_OSS, module, projection, shape, of_gate, read))
+    return stored
+
+
+def _stated_order(reader: CheckpointReader, statement: Statement | None) -> GateUpOrder | None:
+    """The order that a config states; none is needed to count blocks."""
+    if statement is None:
+        return None
+    if "mxpert" not in statement.entry and statement.config.get("model_type") != "gpt_oss":
+        return None
+    owner = {**statement.config, "quantization_config": dict(statement.entry)}
+    return stored_gate_up_order(owner, reader.directory / CONFIG_FILE, OP)
+
+
+def _choose(modules: list[str], layer: int | str | None) -> list[str]:
+    """The modules of a layer by its number, or one module by its path."""
+    if layer is None:
+        return modules
+    if isinstance(layer, str):
+        return choose_modules(modules, [layer], OP)
+    layers = sorted({layer_number(module) for module in modules})
+    require(layer in layers, OP, "layer", need=f"one of {layers}", got=layer)
+    return [module for module in modules if layer_number(module) == layer]
+
+
+def _collect(
+    collector: _Collector, matrix: Decoded, expert: int, comparison: _Comparison | None
+) -> None:
+    """Count one expert's matrix, and compare it with the source."""
+    if isinstance(matrix, NotACast):
+        return
+    collector.casts += 1
+    stored, original = collector.stored, None
+    if comparison is not None:
+        original, matrix = comparison.pair(stored, expert, matrix)
+    step = max(1, CHUNK_ELEMENTS // stored.shape[2])
+    for row in range(0, stored.shape[1], step):
+        part = matrix[row : row + step]
+        collector.add(part)
+        if original is not None:
+            rows = original[row : row + step].to(torch.float32)
+            collector.compare(rows, dequantize_blocks(part))
 
 
 class _Collector:
-    """Running sums over the experts of one tensor."""
+    """Running sums over the experts of one projection."""
 
-    def __init__(self, module: str, projection: str, shape: tuple[int, int, int]) -> None:
-        self.module, self.projection, self.shape = module, projection, shape
+    def __init__(self, stored: _Stored) -> None:
+        self.stored, self.casts = stored, 0
         self.counts = torch.zeros(256, dtype=torch.int64)
         self.zero_blocks = self.nan_scales = 0
         self.blocks_outside = self.rows_outside = self.widest_span = 0
@@ -199,13 +289,14 @@ class _Collector:
         )
         measurable = self.compared and math.isfinite(self.noise) and self.signal > 0
         ratio = self.noise / self.signal if measurable else None
+        stored, is_mxfp4 = self.stored, self.stored.container.weight_format == "MXFP4"
         return ProjectionStatistics(
-            module=self.module,
-            projection=self.projection,
-            layer=layer_number(self.module),
-            shape=self.shape,
-            bytes=_nbytes(self.shape),
-            blocks=math.prod(self.shape) // 32,
+            module=stored.module,
+            projection=stored.projection,
+            layer=layer_number(stored.module),
+            shape=stored.shape,
+            bytes=_nbytes(stored.shape),
+            blocks=math.prod(stored.shape) // MX_BLOCK_SIZE,
             zero_blocks=self.zero_blocks,
             nan_scales=self.nan_scales,
             scale_histogram={int(byte) - E8M0_BIAS: int(self.counts[byte]) for byte in present},
@@ -215,6 +306,10 @@ class _Collector:
             blocks_outside=self.blocks_outside,
             rows_outside=self.rows_outside,
             widest_span=self.widest_span,
+            container=stored.container.name,
+            weight_format=stored.container.weight_format,
+            gate_up_order=None if stored.order is None else stored.order.value,
+            experts_cast=None if is_mxfp4 else self.casts,
             sqnr_db=-10 * math.log10(ratio) if ratio else None,
             relative_l2=None if ratio is None else math.sqrt(ratio),
         )
@@ -222,28 +317,26 @@ class _Collector:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """The unquantised checkpoint and the row order of the quantised one.
+    """The unquantised checkpoint.
 
     `layers` has the source's experts by module path of the quantised checkpoint.
     """
 
     reader: CheckpointReader
     layers: dict[str, ExpertSource]
-    order: GateUpOrder
 
     @classmethod
     def open(
-        cls,
-        quantized: CheckpointReader,
-        source: Path | str,
-        shapes: dict[tuple[str, str], tuple[int, int, int]],
+        cls, quantized: CheckpointReader, source: Path | str, stored: list[_Stored]
     ) -> _Comparison:
-        order = stored_gate_up_order(quantized.config(), quantized.directory / CONFIG_FILE, OP)
+        if any(each.container is GPT_OSS for each in stored):  # an order has to be stated
+            stored_gate_up_order(quantized.config(), quantized.directory / CONFIG_FILE, OP)
         reader = CheckpointReader(source, OP)
         found = {layer.prefix: layer for layer in find_expert_sources(reader, reader.config())}
-        matched = match_modules(sorted({module for module, _ in shapes}), list(found))
+        matched = match_modules(sorted({each.module for each in stored}), list(found))
         layers = {module: found[prefix] for module, prefix in matched.items()}
-        for (module, projection), shape in shapes.items():
+        for each in stored:
+            module, projection = each.module, each.projection
             require(
                 module in layers and projection in layers[module].projections,
                 OP,
@@ -254,24 +347,24 @@ class _Comparison:
             )
             wanted = layers[module].shape(projection)
             require(
-                wanted == shape,
+                wanted == each.shape,
                 OP,
                 f"{module}.{projection}",
                 need=f"the source's {wanted}",
-                got=shape,
+                got=each.shape,
                 remedy="give the checkpoint that was quantised",
             )
-        return cls(reader, layers, order)
+        return cls(reader, layers)
 
     def pair(
-        self, module: str, projection: str, expert: int, quantized: MXTensor
+        self, stored: _Stored, expert: int, quantized: MXTensor
     ) -> tuple[torch.Tensor, MXTensor]:
         """Source and quantised matrix of one expert, the rows of both INTERLEAVED."""
-        layer = self.layers[module]
-        if projection == "gate_up_proj" and self.order is not GateUpOrder.INTERLEAVED:
-            rows = interleaved_rows(self.order, layer.intermediate_size)
+        layer, order = self.layers[stored.module], stored.order
+        if stored.projection == "gate_up_proj" and order not in (GateUpOrder.INTERLEAVED, None):
+            rows = interleaved_rows(order, layer.intermediate_size)
             quantized = replace(quantized, qdata=quantized.qdata[rows], scale=quantized.scale[rows])
-        return layer.read(self.reader, projection, expert), quantized
+        return layer.read(self.reader, stored.projection, expert), quantized
 
 
 def _check(reader: CheckpointReader, module: str, projection: str) -> tuple[int, int, int]:

@@ -8,9 +8,8 @@ Per layer the format holds, below ``model.layers.N.mlp.experts``, ``gate_up_proj
 from __future__ import annotations
 
 import math
-import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,21 +20,22 @@ from ...core.files import short
 from ...core.problem import Activation, SwiGLU
 from ...errors import Checks, require, require_tensor
 from ...formats.spec import MX_BLOCK_SIZE
-from ...moe.published_tensors import (
-    BLOCK_BYTES,
-    expert_weights_from,
-    published_expert_tensors,
-    published_projections,
-)
+from ...moe.published_tensors import published_expert_tensors
 from ...moe.weights import GateUpOrder, MoEWeights
 from ...moe.weights_state import PROJECTIONS
-from ..module_paths import choose_modules, module_order
-from .safetensors_files import CONFIG_FILE, CheckpointReader, positive_int, quantization_method
+from ..module_paths import choose_modules
+from .containers import container_of
+from .published_experts import (
+    FLOAT_DTYPES,
+    REMEDY,
+    check_experts,
+    read_experts,
+    read_tensor,
+    stored_gate_up_order,
+)
+from .safetensors_files import CONFIG_FILE, CheckpointReader, positive_int
 
 GPT_OSS_LIMIT = SwiGLU.limit
-FLOAT_DTYPES = ("BF16", "F16", "F32")
-_REMEDY = "download the file again, or convert the checkpoint with `mxpert quantize`"
-_STORED = re.compile(r"^(?P<experts>.+)\.(?:gate_up|up|down)_proj_(?P<kind>blocks|scales|bias)$")
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,12 @@ got no such file or directory
         for layer in chosen:
             prefix = f"model.layers.{layer}.mlp"
             order = GateUpOrder.INTERLEAVED
-            weights = _read_experts(reader, f"{prefix}.experts", order, device, mmap)
+            weights = read_experts(reader, f"{prefix}.experts", order, device, mmap=mmap)
             yield LoadedMoELayer(
                 layer,
                 weights,
-                _read(reader, f"{prefix}.router.weight", device, mmap),
-                _read(reader, f"{prefix}.router.bias", device, mmap),
+                read_tensor(reader, f"{prefix}.router.weight", device, mmap),
+                read_tensor(reader, f"{prefix}.router.bias", device, mmap),
                 sizes.top_k,
                 SwiGLU(limit=sizes.limit),
             )
@@ -142,24 +142,42 @@ def load_expert_weights(
     *,
     mmap: bool = False,
 ) -> Iterator[tuple[str, MoEWeights]]:
-    """Read the expert weights of any MXFP4 checkpoint that `mxpert quantize` wrote, or gpt-oss.
+    """Read the expert weights of a checkpoint whose experts are MXFP4, in any known container.
+
+    The config says which container it is, the names of the tensors confirm it:
+
+    - gpt-oss, and what `mxpert quantize` and converted models write: stacked ``*_blocks`` and
+      ``*_scales``;
+    - compressed-tensors ``mxfp4-pack-quantized``; Quark OCP MX; DeepSeek-V4 (``expert_dtype``
+      "fp4"); MiMo (``store_dtype`` "mxfp4"): one matrix per expert, ``gate_proj``, ``up_proj`` and
+      ``down_proj`` or ``w1``, ``w3`` and ``w2``;
+    - NVFP4 of ModelOpt and of compressed-tensors (``nvfp4-pack-quantized``) that was cast from
+      MXFP4: it is converted back bit for bit. Exact NVFP4 is refused.
+
+    The codes are the stored ones. Dense layers and shared experts are not read. One layer is held
+    at a time.
 
     Args:
-        directory: checkpoint directory, or the id of a model on the Hugging Face Hub;
-            ``config.json`` states the gate/up order.
+        directory: checkpoint directory, or the id of a model on the Hugging Face Hub.
         layers: full module paths (``model.layers.3.mlp.experts``), or numbers of layers that have
             one experts module; None is every module with quantised experts.
         device: device of the tensors.
         mmap: on a CPU, let the tensors be the file's pages, which are read when they are used:
-            faster, but whoever changes the file changes them, or ends this process.
+            faster, but whoever changes the file changes them, or ends this process. For stacked
+            tensors alone.
 
     Returns:
-        Iterator of (full module path, MoEWeights). Shapes are checked before this returns.
+        Iterator of (full module path, MoEWeights). Experts with one matrix each are CONCATENATED.
+        Names, dtypes and shapes are checked before this returns, scales of NVFP4 as a layer is
+        read.
 
     Raises:
         ValueError: no such checkpoint or module, a layer number that fits several modules, no
-            stated gate/up order, or missing or bad tensors; the message names them. TypeError:
-            neither a path nor a number.
+            stated container or gate/up order, or missing, foreign or bad tensors; the message names
+            them.
+        UnsupportedError: another format, or NVFP4 weights that are no cast; the message names the
+            expert and the share of its blocks that are casts.
+        TypeError: neither a path nor a number.
 
     Example:
         >>> load_expert_weights("/nowhere")
@@ -169,124 +187,11 @@ got no such file or directory
     """
     op = "load_expert_weights"
     reader = CheckpointReader(directory, op)
-    config = reader.config()
-    order = stored_gate_up_order(config, reader.directory / CONFIG_FILE, op)
-    modules = expert_modules_of(reader)
-    require(
-        bool(modules),
-        op,
-        str(reader.path),
-        got="none",
-        need="tensors named *.gate_up_proj_blocks or *.up_proj_blocks",
-        remedy="convert the checkpoint with `mxpert quantize`",
-    )
-    chosen = modules if layers is None else choose_modules(modules, layers, op)
-    biased = [
-        projection
-        for projection in (*PROJECTIONS, "up_proj")
-        if config.get("model_type") == "gpt_oss"
-        or any(f"{module}.{projection}_bias" in reader.names for module in modules)
-    ]
-    for module in chosen:
-        check_experts(reader, module, biased=biased)
-    return ((module, _read_experts(reader, module, order, device, mmap)) for module in chosen)
-
-
-def expert_modules_of(reader: CheckpointReader) -> list[str]:
-    """Full paths (``….experts``) of all modules whose experts are stored in MXFP4, in order.
-
-    One of their tensors is enough: `check_experts` says which ones are missing.
-    """
-    matches = [match for name in reader.names if (match := _STORED.match(name))]
-    return sorted(
-        {match["experts"] for match in matches if match["kind"] != "bias"}, key=module_order
-    )
-
-
-def stored_gate_up_order(config: dict[str, Any], where: object, op: str) -> GateUpOrder:
-    """The gate/up order that a quantised checkpoint's config states; gpt-oss's is INTERLEAVED."""
-    quantization = config.get("quantization_config")
-    valid = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
-    require(
-        valid,
-        op,
-        f"{where}: quantization_config.quant_method",
-        need='"mxfp4"',
-        got=quantization_method(config),
-        remedy="convert the checkpoint with `mxpert quantize`",
-    )
-    stated = config["quantization_config"].get("mxpert")
-    if stated is None and config.get("model_type") == "gpt_oss":
-        return GateUpOrder.INTERLEAVED
-    name = stated.get("gate_up_order") if isinstance(stated, dict) else None
-    known = [order.value for order in GateUpOrder]
-    require(
-        name in known,
-        op,
-        f"{where}: quantization_config.mxpert.gate_up_order",
-        need=f"one of {known}",
-        got=name,
-        remedy="a wrong order would give wrong answers",
-    )
-    return GateUpOrder(name)
-
-
-def check_experts(
-    reader: CheckpointReader,
-    prefix: str,
-    sizes: tuple[int, int, int] | None = None,
-    *,
-    biased: Collection[str] = (),
-) -> tuple[int, int, int]:
-    """Check one layer's quantised expert tensors by their headers.
-
-    Args:
-        reader: the checkpoint.
-        prefix: module name, ``….experts``.
-        sizes: (E, H, F) that the config states; None takes them from the tensors themselves.
-        biased: projections that must have a bias; biases that are there are checked in any case.
-
-    Returns:
-        (E, H, F).
-    """
-    if sizes is None:
-        down = reader.info(f"{prefix}.down_proj_blocks")
-        require(
-            len(down.shape) == 4,
-            reader.op,
-            f"{down.file}: {down.name}.shape",
-            need=f"[E, H, F/{MX_BLOCK_SIZE}, {BLOCK_BYTES}]",
-            got=list(down.shape),
-        )
-        sizes = (down.shape[0], down.shape[1], down.shape[2] * MX_BLOCK_SIZE)
-    experts, hidden, intermediate = sizes
-    has_gate = _has_gate(reader, prefix)
-    first, second = published_projections(has_gate)
-    for projection, rows, columns in (
-        (first, intermediate * (2 if has_gate else 1), hidden),
-        (second, hidden, intermediate),
-    ):
-        blocks = (experts, rows, columns // MX_BLOCK_SIZE)
-        reader.require(
-            f"{prefix}.{projection}_blocks",
-            dtypes=["U8"],
-            shape=(*blocks, BLOCK_BYTES),
-            remedy=_REMEDY,
-        )
-        reader.require(f"{prefix}.{projection}_scales", dtypes=["U8"], shape=blocks, remedy=_REMEDY)
-        if projection in biased or f"{prefix}.{projection}_bias" in reader.names:
-            reader.require(
-                f"{prefix}.{projection}_bias",
-                dtypes=FLOAT_DTYPES,
-                shape=(experts, rows),
-                remedy=_REMEDY,
-            )
-    return sizes
-
-
-def _has_gate(reader: CheckpointReader, prefix: str) -> bool:
-    """Whether a module's tensors are those of experts with a gate; true where they are missing."""
-    return f"{prefix}.up_proj_blocks" not in reader.names
+    container, statement = container_of(reader)
+    paths = container.paths(reader, statement)
+    chosen = paths if layers is None else choose_modules(paths, layers, op)
+    modules = container.check(reader, statement, chosen, mmap=mmap)
+    return ((module.path, container.read(reader, module, device, mmap=mmap)) for module in modules)
 
 
 def save_gpt_oss_layer_tensors(
@@ -400,40 +305,8 @@ def _check_layer(reader: CheckpointReader, layer: int, sizes: _GptOssSizes) -> N
         f"{prefix}.router.weight",
         dtypes=FLOAT_DTYPES,
         shape=(sizes.num_experts, sizes.hidden_size),
-        remedy=_REMEDY,
+        remedy=REMEDY,
     )
     reader.require(
-        f"{prefix}.router.bias", dtypes=FLOAT_DTYPES, shape=(sizes.num_experts,), remedy=_REMEDY
-    )
-
-
-def _read(
-    reader: CheckpointReader, name: str, device: torch.device | str, mmap: bool
-) -> torch.Tensor:
-    """One tensor on `device`; on a CPU in memory of its own unless `mmap`."""
-    pages = reader.read(name)
-    tensor = pages.to(device)
-    return tensor.clone() if tensor is pages and not mmap else tensor
-
-
-def _read_experts(
-    reader: CheckpointReader,
-    prefix: str,
-    order: GateUpOrder,
-    device: torch.device | str,
-    mmap: bool,
-) -> MoEWeights:
-    has_gate = _has_gate(reader, prefix)
-    kinds = [
-        f"{projection}_{kind}"
-        for projection in published_projections(has_gate)
-        for kind in ("blocks", "scales", "bias")
-    ]
-    return expert_weights_from(
-        {
-            kind: _read(reader, f"{prefix}.{kind}", device, mmap)
-            for kind in kinds
-            if not kind.endswith("bias") or f"{prefix}.{kind}" in reader.names
-        },
-        order if has_gate else None,
+        f"{prefix}.router.bias", dtypes=FLOAT_DTYPES, shape=(sizes.num_experts,), remedy=REMEDY
     )

@@ -101,8 +101,8 @@ class MXExperts(PreparedExperts):
 class StoredExperts(torch.nn.Module):
     """Meta tensors in the published shapes: a loader fills them, `prepared` makes MXExperts.
 
-    With `expert_parallel` there are none, so that a loader skips them; `prepared` gets the local
-    experts' tensors.
+    With `expert_parallel`, and without `has_tensors`, there are none, so that a loader skips them;
+    `prepared` gets the weights.
     """
 
     def __init__(
@@ -111,12 +111,14 @@ class StoredExperts(torch.nn.Module):
         order: GateUpOrder | None,
         dtype: torch.dtype,
         expert_parallel: ExpertParallel | None = None,
+        *,
+        has_tensors: bool = True,
     ) -> None:
         super().__init__()
         self.order = None if found.order is None else order
         self.dtype, self._source = dtype, found
         self.expert_parallel = expert_parallel
-        if expert_parallel is not None:
+        if expert_parallel is not None or not has_tensors:
             return
         for name, shape in self._shapes().items():
             stored = dtype if name.endswith("_bias") else torch.uint8
@@ -133,11 +135,11 @@ class StoredExperts(torch.nn.Module):
         return [name for name, each in self.named_buffers() if tuple(each.shape) != shapes[name]]
 
     def prepared(
-        self, activation_format: ActivationFormat, tensors: dict[str, torch.Tensor] | None = None
+        self, activation_format: ActivationFormat, weights: MoEWeights | None = None
     ) -> MXExperts:
-        """The loaded or given tensors, prepared for the device that they are on."""
-        tensors = dict(self.named_buffers()) if tensors is None else tensors
-        weights = expert_weights_from(tensors, self.order)
+        """The loaded tensors, or given weights, prepared for the device that they are on."""
+        if weights is None:
+            weights = expert_weights_from(dict(self.named_buffers()), self.order)
         return MXExperts(
             weights.prepare(device=weights.device),
             self._source.activation,

@@ -18,6 +18,7 @@ from mxpert.integrations.checkpoints.inspect import inspect_checkpoint
 from mxpert.integrations.checkpoints.load import load_expert_weights, load_gpt_oss_layers
 from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from mxpert.integrations.models.convert import mx_experts
+from support.expert_containers import edit, store_experts
 from support.mixtral import tiny_mixtral
 
 MIXTRAL, GPT_OSS, OF_BYTES = "acme/mixtral-tiny", "acme/gpt-oss.tiny", "acme/of_bytes"
@@ -128,6 +129,23 @@ def test_transformers_takes_ids(hub) -> None:
         for model_class in (transformers.AutoModelForCausalLM, own):
             model = model_class.from_pretrained(name, **options)
             assert len(mx_experts(model)) == 2
+
+
+def test_modelopts_own_config_is_fetched_with_a_model(hub: Path, sources: dict[str, Path]) -> None:
+    """The Hub's config.json says nothing of quantisation there."""
+    cache = Path(huggingface_hub.constants.HF_HUB_CACHE)
+    folder = cache / "models--acme--casts"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(COMMIT)
+    snapshot = store_experts(sources["mixtral"], folder / "snapshots" / COMMIT, "ModelOpt NVFP4")
+    edit(snapshot, quantization_config=None)
+    own = {"quantization": {"quant_algo": "NVFP4"}}
+    (snapshot / "hf_quant_config.json").write_text(json.dumps(own), encoding="utf-8")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        "acme/casts", experts_implementation="mxpert", local_files_only=True, cache_dir=cache
+    )
+    assert len(mx_experts(model)) == 2
+    assert len(list(load_expert_weights("acme/casts"))) == 2
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ SCENARIOS = (
     "training_frees_foreign_experts_layer_by_layer",
     "mxfp4_checkpoints_are_read_in_part",
     "bf16_checkpoints_are_read_in_part",
+    "containers_are_read_in_part",
     "bf16_checkpoints_load_as_they_convert",
     "missing_tensors_of_experts_are_named",
     "other_checkpoints_are_loaded_as_a_whole",

@@ -1,0 +1,91 @@
+"""NVFP4 tensors that are MXFP4 tensors in other words: recognised, and converted bit for bit.
+
+NVFP4 has a scale in e4m3 for each 16 codes and one float32 for the whole matrix. ModelOpt writes
+MXFP4 checkpoints in this form without loss (its casts of gpt-oss and DeepSeek-V4): the float32 is
+2^m, and both scales of 32 codes are 2^(k - m). No config says so; the scales do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...formats.codec import ZERO_BLOCK_SCALE
+from ...formats.spec import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE, MXFP4
+from ...formats.tensor import MXTensor
+
+NVFP4_BLOCK_SIZE = 16
+_HALVES = MX_BLOCK_SIZE // NVFP4_BLOCK_SIZE
+_MAGNITUDES = 0x77
+"""The bits of a byte of two codes that are no signs."""
+
+_NONE, _ZERO = -1, 256
+"""What stands in the place of a scale byte: no power of two that E8M0 holds, and zero."""
+
+
+@dataclass(frozen=True)
+class NotACast:
+    """An NVFP4 matrix that MXFP4 does not hold exactly.
+
+    Args:
+        casts: blocks of 32 that it would hold. blocks: blocks in all.
+    """
+
+    casts: int
+    blocks: int
+
+
+def mxfp4_of_cast(
+    codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor, *, is_divisor: bool
+) -> MXTensor | NotACast:
+    """The MXFP4 matrix whose values an NVFP4 matrix has, with the same codes.
+
+    A block of 32 is a cast if both of its scales, with the global one, are the same power of two
+    and E8M0 holds it. A half with a zero scale and zero codes takes the scale of the other half.
+
+    Args:
+        codes: uint8 [N, K/2], two codes a byte. scale: float8_e4m3fn [N, K/16].
+        global_scale: one float32; each value is ``code · scale · global_scale``, or
+            ``code · scale / global_scale`` with `is_divisor`.
+
+    Returns:
+        The MXFP4 tensor [N, K], its codes those of the argument; NotACast if a block is none.
+
+    Source:
+        NVIDIA ModelOpt's cast of MXFP4 checkpoints to NVFP4; OCP MX 1.0, E8M0.
+
+    Example:
+        >>> codes = torch.full((1, 16), 0x42, dtype=torch.uint8)  # 1 and 2
+        >>> scale = torch.tensor([[4.0, 4.0]]).to(torch.float8_e4m3fn)
+        >>> cast = mxfp4_of_cast(codes, scale, torch.tensor(0.25), is_divisor=False)
+        >>> cast.dequantize()[0, :2].tolist(), cast.scale.tolist()
+        ([1.0, 2.0], [[127]])
+    """
+    found = _scale_table(global_scale, is_divisor)[scale.view(torch.uint8).to(torch.int32)]
+    is_zero = found == _ZERO
+    if bool(is_zero.any()):
+        magnitudes = codes.unflatten(-1, (scale.shape[-1], -1))[is_zero] & _MAGNITUDES
+        found[is_zero] = torch.where((magnitudes == 0).all(-1), _ZERO, _NONE).to(found.dtype)
+    first, second = found.unflatten(-1, (-1, _HALVES)).unbind(-1)
+    is_cast = (first == second) | (first == _ZERO) | (second == _ZERO)
+    is_cast &= (first != _NONE) & (second != _NONE)
+    if not bool(is_cast.all()):
+        return NotACast(int(is_cast.sum()), is_cast.numel())
+    chosen = torch.where(first == _ZERO, second, first)
+    chosen = torch.where(chosen == _ZERO, ZERO_BLOCK_SCALE, chosen)
+    return MXTensor(codes, chosen.to(torch.uint8), MXFP4)
+
+
+def _scale_table(global_scale: torch.Tensor, is_divisor: bool) -> torch.Tensor:
+    """int16 [256]: for each e4m3 scale its E8M0 byte together with the global one, or a mark."""
+    # Exact in float64: e4m3 has 4 significant bits, float32 has 24. A quotient that is no power of
+    # two differs from each by a factor of 1 ± 2^-24 at least, which float64 keeps.
+    scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float64)
+    whole = global_scale.reshape(()).to(torch.float64)
+    values = scales / whole if is_divisor else scales * whole
+    mantissa, exponent = torch.frexp(values)  # a power of two is 0.5 · 2^exponent
+    bytes_ = exponent.to(torch.int16) - 1 + E8M0_BIAS
+    is_scale = (mantissa == 0.5) & (bytes_ >= 0) & (bytes_ < E8M0_NAN)
+    table = torch.where(is_scale, bytes_, _NONE)
+    return torch.where(values == 0, _ZERO, table).to(torch.int16)

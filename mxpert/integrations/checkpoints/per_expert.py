@@ -1,0 +1,348 @@
+"""Quantised experts with one matrix per expert and projection: found, checked, and read.
+
+Below a module ``….experts`` each matrix has several tensors, ``0.gate_proj.weight_packed`` and
+``0.gate_proj.weight_scale`` for example. Matrices are named ``w1`` (gate), ``w3`` (up), ``w2``
+(down), or ``gate_proj``, ``up_proj``, ``down_proj``; a `MatrixFormat` says which tensors each has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedError, message, require
+from ...formats.tensor import TENSOR_FIELDS, MXTensor
+from ...moe.weights import GateUpOrder, MoEWeights
+from .expert_matrices import Decoded, MatrixFormat, Part
+from .expert_sources import (
+    PARTS,
+    SOURCE_DTYPES,
+    check_blocks,
+    check_hidden,
+    stated_experts,
+    states_gate,
+)
+from .nvfp4_casts import NotACast
+from .safetensors_files import CheckpointReader, TensorInfo
+
+_EXPERTS = re.compile(r"^(?P<experts>(?:.*\.)?experts)\.(?P<tail>.+)$")
+_TAIL = re.compile(
+    r"^(?P<expert>\d{1,9})\.(?P<matrix>w[123]|(?:gate|up|down)_proj)\.(?P<suffix>[^.]+)$"
+)
+_DENSE = re.compile(r"(?:^|\.)(?:weight|bias|(?:gate_up|gate|up|down)_proj(?:_bias)?)$")
+_INCOMPLETE = "the checkpoint is incomplete: download it again"
+
+
+@dataclass(frozen=True)
+class ExpertModule:
+    """The experts of one module of a checkpoint, checked by their headers.
+
+    Args:
+        path: full module path, ``model.layers.3.mlp.experts``.
+        num_experts, hidden_size, intermediate_size: E, H, F.
+        order: gate/up order of the weights that are made; None where experts have no gate.
+        matrices: for one matrix per expert: its name by (expert, "gate" | "up" | "down"), without
+            the suffixes of its tensors; empty for stacked experts.
+        biased: parts that have a bias.
+    """
+
+    path: str
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    order: GateUpOrder | None
+    matrices: Mapping[tuple[int, str], str]
+    biased: frozenset[str] = frozenset()
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The parts of both projections, in the order of their rows."""
+        return ("gate", "up") if self.order is not None else ("up",), ("down",)
+
+    def rows(self, part: str) -> int:
+        """N of a part's matrix [N, K]."""
+        return self.hidden_size if part == "down" else self.intermediate_size
+
+    def sizes(self, stage: int) -> tuple[int, int]:
+        """N and K of a projection."""
+        parts = self.stages[stage]
+        columns = self.intermediate_size if "down" in parts else self.hidden_size
+        return sum(self.rows(part) for part in parts), columns
+
+
+def expert_tails(names: Iterable[str]) -> dict[str, list[str]]:
+    """Names of tensors below each experts module, by the module's path.
+
+    Example:
+        >>> expert_tails(["h.1.experts.0.w1.weight", "h.1.shared_experts.w1.weight"])
+        {'h.1.experts': ['0.w1.weight']}
+    """
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if match := _EXPERTS.match(name):
+            found.setdefault(match["experts"], []).append(match["tail"])
+    return found
+
+
+def linear_of(path: str, tails: Sequence[str]) -> str:
+    """The path that a config knows a module's experts by: of a matrix, or of the stacked module.
+
+    Example:
+        >>> linear_of("h.1.experts", ["0.w1.weight"]), linear_of("h.1.experts", ["down_proj"])
+        ('h.1.experts.0.w1', 'h.1.experts')
+    """
+    match = _TAIL.match(tails[0])
+    return f"{path}.{match['expert']}.{match['matrix']}" if match else path
+
+
+def dense_tensor(reader: CheckpointReader, path: str, tails: Collection[str]) -> TensorInfo | None:
+    """The first tensor of a module whose experts are not quantised; None for quantised ones."""
+    if not all(_DENSE.search(tail) for tail in tails):
+        return None
+    first = reader.info(f"{path}.{next(iter(tails))}")
+    return first if first.dtype in SOURCE_DTYPES else None
+
+
+def check_module(
+    reader: CheckpointReader,
+    config: Mapping[str, Any],
+    path: str,
+    tails: Collection[str],
+    stored: MatrixFormat,
+    container: str,
+) -> ExpertModule:
+    """Check one module's tensors by their headers.
+
+    Args:
+        reader: the checkpoint. config: its ``config.json``.
+        path: of the module. tails: names of its tensors below it.
+        stored: how each matrix is stored. container: its name, for messages.
+
+    Raises:
+        ValueError: a missing, foreign or mis-shaped tensor; the message names it.
+    """
+    op = reader.op
+    matrices, biases = _matrices(op, path, tails, stored, container)
+    has_gate = states_gate(config)
+    kinds = ("gate", "up", "down") if has_gate else ("up", "down")
+    experts = stated_experts(config, default=1 + max(expert for expert, _ in matrices))
+    count = len(kinds) * experts
+    for expert in range(experts):
+        for kind in kinds:
+            need = f"a {kind} projection for each of {experts} experts"
+            where = f"{reader.path}: {path}.{expert}"
+            fits = (expert, kind) in matrices
+            require(fits, op, where, need=need, got="none", remedy=_INCOMPLETE)
+    need = f"{len(kinds)} matrices for each of {experts} experts"
+    remedy = "config and tensors belong to different models"
+    where = f"{reader.path}: {path}"
+    require(len(matrices) == count, op, where, need=need, got=len(matrices), remedy=remedy)
+    first = reader.info(f"{matrices[0, kinds[0]]}.{stored.parts[0].suffix}")
+    need = f"[N, K/{stored.parts[0].columns}]"
+    shape = list(first.shape)
+    where = f"{first.file}: {first.name}.shape"
+    require(len(shape) == 2 and 0 not in shape, op, where, need=need, got=shape)
+    intermediate, hidden = shape[0], shape[1] * stored.parts[0].columns
+    check_blocks(op, first, hidden, intermediate)
+    check_hidden(reader, config, hidden, first)
+    module = ExpertModule(
+        path,
+        experts,
+        hidden,
+        intermediate,
+        GateUpOrder.CONCATENATED if has_gate else None,
+        matrices,
+        frozenset(biases),
+    )
+    _check_tensors(reader, module, stored)
+    return module
+
+
+def _matrices(
+    op: str, path: str, tails: Collection[str], stored: MatrixFormat, container: str
+) -> tuple[dict[tuple[int, str], str], set[str]]:
+    """The name of each matrix, and the parts that have a bias.
+
+    Raises:
+        ValueError: a tensor that is none of the container's, or two namings side by side.
+    """
+    suffixes = [part.suffix for part in stored.parts]
+    known = {*suffixes, "bias", *stored.unread}
+    matrices: dict[tuple[int, str], str] = {}
+    biases = set()
+    for tail in tails:
+        match = _TAIL.match(tail)
+        if match is None or match["suffix"] not in known:
+            tensors = " and ".join(f"N.gate_proj.{suffix}" for suffix in suffixes)
+            need = f"{tensors}, as {container} has them"
+            raise ValueError(message(op, f"{path}.{tail}", need, "another tensor", _foreign(tail)))
+        part, name = PARTS[match["matrix"]], f"{path}.{match['expert']}.{match['matrix']}"
+        other = matrices.setdefault((int(match["expert"]), part), name)
+        require(other == name, op, name, need="one naming of experts", got=f"{other} beside it")
+        if match["suffix"] == "bias":
+            biases.add(part)
+    return matrices, biases
+
+
+def _foreign(tail: str) -> str:
+    if tail.endswith("pre_quant_scale"):
+        return "scales of AWQ's kind on the activations are not supported"
+    return "config and tensors do not belong together"
+
+
+def _check_tensors(reader: CheckpointReader, module: ExpertModule, stored: MatrixFormat) -> None:
+    """Check dtype and shape of every tensor; an absent one raises."""
+    sizes = {
+        "down": (module.hidden_size, module.intermediate_size),
+        "gate": (module.intermediate_size, module.hidden_size),
+        "up": (module.intermediate_size, module.hidden_size),
+    }
+    biased = {
+        part for parts in module.stages for part in parts if module.biased.intersection(parts)
+    }
+    for (_, kind), name in module.matrices.items():
+        for part in stored.parts:
+            _check_part(reader, f"{name}.{part.suffix}", part, sizes[kind])
+        if kind in biased:
+            shape = sizes[kind][:1]
+            remedy = "one bias per row of the matrix"
+            reader.require(f"{name}.bias", dtypes=SOURCE_DTYPES, shape=shape, remedy=remedy)
+
+
+def _check_part(reader: CheckpointReader, name: str, part: Part, sizes: tuple[int, int]) -> None:
+    info, shapes = reader.info(name), part.shapes(*sizes)
+    where, dtypes = f"{info.file}: {name}", " or ".join(part.dtypes)
+    remedy = f"the matrix is {list(sizes)}"
+    require(info.dtype in part.dtypes, reader.op, f"{where}.dtype", need=dtypes, got=info.dtype)
+    need = " or ".join(str(list(shape)) for shape in shapes)
+    got = list(info.shape)
+    require(info.shape in shapes, reader.op, f"{where}.shape", need=need, got=got, remedy=remedy)
+
+
+def read_matrix(reader: CheckpointReader, name: str, stored: MatrixFormat) -> Decoded:
+    """One matrix of one expert, on the CPU."""
+    return stored.decode(*(reader.read(f"{name}.{part.suffix}") for part in stored.parts))
+
+
+def read_stage(
+    reader: CheckpointReader, module: ExpertModule, stored: MatrixFormat, stage: int, expert: int
+) -> Decoded:
+    """One expert's projection of a stage [N, K], gate rows before up rows; on the CPU.
+
+    Returns:
+        The matrix; NotACast, with the blocks of both parts, where a part is none.
+    """
+    parts = [
+        read_matrix(reader, module.matrices[expert, part], stored) for part in module.stages[stage]
+    ]
+    exact = [part for part in parts if not isinstance(part, NotACast)]
+    if len(exact) == len(parts):
+        joined: dict[str, Any] = {  # fields of any type that a matrix may have
+            field: torch.cat([getattr(part, field) for part in exact])
+            for field in _tensors(exact[0])
+        }
+        return replace(exact[0], **joined)
+    return NotACast(
+        sum(part.casts if isinstance(part, NotACast) else part.scale.numel() for part in parts),
+        sum(part.blocks if isinstance(part, NotACast) else part.scale.numel() for part in parts),
+    )
+
+
+def read_module(
+    reader: CheckpointReader,
+    module: ExpertModule,
+    stored: MatrixFormat,
+    device: torch.device | str,
+    experts: Sequence[int] | None = None,
+) -> MoEWeights:
+    """The weights of a module, or of some of its experts, read matrix by matrix.
+
+    Args:
+        reader: the checkpoint. module: of `check_module`. stored: how each matrix is stored.
+        device: of the weights; besides them, one matrix is held at a time.
+        experts: indices in the wanted order; None is all of them.
+
+    Raises:
+        UnsupportedError: NVFP4 weights that are no cast of MXFP4; the message names the matrix.
+    """
+    chosen = range(module.num_experts) if experts is None else experts
+    gate_up, down = (
+        _read_projection(reader, module, stored, parts, chosen, device) for parts in module.stages
+    )
+    first, second = (_read_bias(reader, module, parts, chosen, device) for parts in module.stages)
+    return MoEWeights(gate_up, down, first, second, gate_up_order=module.order)
+
+
+def _read_projection(
+    reader: CheckpointReader,
+    module: ExpertModule,
+    stored: MatrixFormat,
+    parts: Sequence[str],
+    experts: Sequence[int],
+    device: torch.device | str,
+) -> MXTensor:
+    stacked: MXTensor | None = None
+    for place, expert in enumerate(experts):
+        first = 0
+        for part in parts:
+            name = module.matrices[expert, part]
+            matrix = read_matrix(reader, name, stored)
+            if isinstance(matrix, NotACast):
+                raise not_served(reader.op, name, matrix)
+            if stacked is None:
+                rows = sum(module.rows(each) for each in parts)
+                stacked = _empty(matrix, len(experts), rows, device)
+            for field in _tensors(matrix):
+                rows_of = getattr(stacked, field)[place, first : first + module.rows(part)]
+                rows_of.copy_(getattr(matrix, field))
+            first += module.rows(part)
+    assert stacked is not None  # checked by check_module: there are experts
+    return stacked
+
+
+def _empty(matrix: MXTensor, experts: int, rows: int, device: torch.device | str) -> MXTensor:
+    """Uninitialised tensors [experts, rows, …] of the kind that `matrix` [N, …] has."""
+    fields: dict[str, Any] = {  # as above
+        name: torch.empty(
+            (experts, rows, *getattr(matrix, name).shape[1:]),
+            dtype=getattr(matrix, name).dtype,
+            device=device,
+        )
+        for name in _tensors(matrix)
+    }
+    return replace(matrix, **fields)
+
+
+def _tensors(matrix: MXTensor) -> list[str]:
+    """Names of the tensors of a matrix; each has the matrix's rows first."""
+    return [name for name in TENSOR_FIELDS[type(matrix)] if getattr(matrix, name) is not None]
+
+
+def not_served(op: str, name: str, found: NotACast) -> UnsupportedError:
+    """The error for NVFP4 weights that MXFP4 does not hold."""
+    share = f"{100 * found.casts / found.blocks:.1f} %"
+    need = "NVFP4 weights that were cast from MXFP4 (both scales of 32 codes one power of two)"
+    got = f"{share} of {found.blocks} blocks"
+    remedy = "exact NVFP4 is not served yet"
+    return UnsupportedError(message(op, name, need, got, remedy))
+
+
+def _read_bias(
+    reader: CheckpointReader,
+    module: ExpertModule,
+    parts: Sequence[str],
+    experts: Sequence[int],
+    device: torch.device | str,
+) -> torch.Tensor | None:
+    """float32 [E, N] of one stage; None without."""
+    if not module.biased.intersection(parts):
+        return None
+    rows = [
+        torch.cat([reader.read(f"{module.matrices[expert, part]}.bias") for part in parts])
+        for expert in experts
+    ]
+    return torch.stack(rows).to(device, torch.float32)

@@ -1,0 +1,66 @@
+"""docs/which-checkpoints-run.md has the containers of the registry, and says what they do."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mxpert.integrations.checkpoints.containers import CONTAINERS, UNSERVED
+from tests.integrations.test_container_checkpoints import BESIDE_DENSE
+
+ROOT = Path(__file__).resolve().parents[3]
+VLLM = ROOT / "mxpert" / "integrations" / "vllm" / "_configs.py"
+
+
+@pytest.fixture(scope="module")
+def writer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("_containers", ROOT / "docs" / "_containers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks there for its module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_are_those_of_the_registry(writer: ModuleType) -> None:
+    """Run `python docs/_containers.py` after a change of the registry."""
+    text = writer.PAGE.read_text(encoding="utf-8")
+    assert writer.with_tables(text) == text
+    for table in writer.TABLES.values():
+        assert table() in text
+    for each in (*CONTAINERS, *UNSERVED):
+        assert f"| {each.name} |" in text
+
+
+def test_another_table_is_seen(writer: ModuleType) -> None:
+    text = writer.PAGE.read_text(encoding="utf-8")
+    planted = text.replace("| MiMo | MXFP4 |", "| MiMo | MXFP8 |")
+    assert planted != text
+    assert writer.with_tables(planted) == text
+
+
+def test_every_container_has_its_ways_and_a_command(writer: ModuleType) -> None:
+    names = [container.name for container in CONTAINERS]
+    assert list(writer.WAYS) == names
+    text = writer.PAGE.read_text(encoding="utf-8")
+    commands = text.partition("## One command for each")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| ([^|`]+?) \| `", commands, re.MULTILINE) == names
+
+
+def test_the_ways_are_those_that_tests_try(writer: ModuleType) -> None:
+    """Transformers: what test_container_checkpoints.py loads; vLLM: the configs of the plug-in."""
+    beside = {name for name, ways in writer.WAYS.items() if "dense" in ways.transformers}
+    assert beside == set(BESIDE_DENSE)
+    mixins = VLLM.read_text(encoding="utf-8").partition("mixins = {")[2].partition("}")[0]
+    served = {"deepseek_v4_fp8", "gpt_oss_mxfp4", "mxfp4", "compressed-tensors", "quark"}
+    assert set(re.findall(r'"([^"]+)":', mixins)) == served
+    by_vllm = {name for name, ways in writer.WAYS.items() if ways.vllm.startswith("yes")}
+    methods = {each.stated.method for each in CONTAINERS if each.name in by_vllm}
+    assert methods == {"mxfp4", "compressed-tensors", "quark", "fp8"}
+    assert [name for name, ways in writer.WAYS.items() if ways.sglang == "yes"] == ["gpt-oss"]

@@ -1,0 +1,325 @@
+"""Models of Transformers from every container: bits of the experts, the dense rest as it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import mxpert
+from mxpert.errors import UnsupportedError
+from mxpert.integrations.models import convert as convert_module
+from mxpert.integrations.models.convert import convert, mx_experts, restore
+from mxpert.integrations.models.expert_modules import StoredExperts
+from mxpert.testing.numerics import assert_exact
+from support.expert_containers import KINDS, edit, store_experts
+from support.memory import peak_bytes
+from tests.integrations.families import EXPERTS, build
+from tests.integrations.test_transformers_loading import dense_layer_bytes, load, logits, tensors_of
+
+Tensors = dict[str, torch.Tensor]
+CT, QUARK, MODELOPT = ("compressed-tensors mxfp4-pack-quantized", "Quark OCP MX", "ModelOpt NVFP4")
+BESIDE_DENSE = (CT, QUARK, MODELOPT, "compressed-tensors nvfp4-pack-quantized")
+"""Containers whose other layers may be dense; DeepSeek-V4's and MiMo's are FP8."""
+FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """bf16 checkpoints in their published naming, one matrix per expert."""
+    root = tmp_path_factory.mktemp("dense")
+    for family in FAMILIES:
+        build(family, dtype=torch.bfloat16).save_pretrained(root / family)
+    return {family: root / family for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def stored(dense: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    root, made = tmp_path_factory.mktemp("stored"), {}
+
+    def write(family: str, kind: str) -> Path:
+        if (family, kind) not in made:
+            out = root / f"{family}-{len(made)}"
+            made[family, kind] = store_experts(dense[family], out, kind)
+        return made[family, kind]
+
+    return write
+
+
+@pytest.mark.parametrize("kind", BESIDE_DENSE)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_has_the_bits_of_its_container(
+    family: str, kind: str, dense: dict[str, Path], stored: Any, monkeypatch: Any
+) -> None:
+    wanted = convert(load(dense[family], "eager"), progress=False)
+    path = stored(family, kind)
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("dequantised or quantised on the way")
+
+    for name in ("dequantize_blocks", "quantize_blocks"):
+        monkeypatch.setattr(f"mxpert.formats.codec.{name}", refuse)
+    monkeypatch.setattr(convert_module, "quantize_stacked", refuse)
+    model, info = load(path, output_loading_info=True)
+    monkeypatch.undo()
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert len(mx_experts(model)) == 2
+    assert not any(isinstance(module, StoredExperts) for module in model.modules())
+    assert not model.training
+    assert_exact(logits(model), logits(wanted), "logits")
+    read = dict(mxpert.load_expert_weights(path))
+    for experts, weights in zip(mx_experts(model), read.values(), strict=True):
+        plain = experts.weights.unprepare()
+        assert_exact(plain.dequantize()[0], weights.dequantize()[0], "gate_up_proj")
+        assert torch.equal(plain.down_proj.qdata, weights.down_proj.qdata)
+        assert torch.equal(plain.down_proj.scale, weights.down_proj.scale)
+
+
+def test_a_planted_swap_of_gate_and_up_is_seen(stored: Any, dense: Any, tmp_path: Path) -> None:
+    wanted = logits(convert(load(dense["qwen3_moe"], "eager"), progress=False))
+    path = shutil.copytree(stored("qwen3_moe", CT), tmp_path / "swapped")
+    tensors = load_file(path / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name and ".gate_proj." in name]:
+        other = name.replace(".gate_proj.", ".up_proj.")
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(AssertionError):
+        assert_exact(logits(load(path)), wanted, "logits")
+
+
+def test_other_formats_of_activations(stored: Any, dense: Any) -> None:
+    model = load(stored("qwen3_moe", MODELOPT), "mxpert_a8w4")
+    assert {experts.activation_format for experts in mx_experts(model)} == {"mxfp8"}
+    wanted = convert(load(dense["qwen3_moe"], "eager"), "mxfp8", progress=False)
+    assert_exact(logits(model), logits(wanted), "logits")
+
+
+def test_modelopts_own_file_is_found(stored: Any, tmp_path: Path) -> None:
+    path = shutil.copytree(stored("qwen3_moe", MODELOPT), tmp_path / "own")
+    edit(path, quantization_config=None)
+    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (path / "hf_quant_config.json").write_text(json.dumps(own), encoding="utf-8")
+    assert_exact(logits(load(path)), logits(load(stored("qwen3_moe", MODELOPT))), "logits")
+
+
+def test_a_model_class_takes_values_of_the_config_too(stored: Any) -> None:
+    path = stored("qwen3_moe", CT)
+    model = transformers.Qwen3MoeForCausalLM.from_pretrained(
+        path, experts_implementation="mxpert", attn_implementation="eager", num_hidden_layers=1
+    )
+    assert len(mx_experts(model)) == 1
+    assert model.config.num_hidden_layers == 1
+    assert model.dtype == torch.bfloat16
+    config = transformers.AutoConfig.from_pretrained(path)
+    again = transformers.Qwen3MoeForCausalLM.from_pretrained(
+        path, config=config, experts_implementation="mxpert", dtype=torch.float32
+    )
+    assert again.dtype == torch.float32
+    assert config.quantization_config["quant_method"] == "compressed-tensors"  # the caller's own
+
+
+def test_a_loaded_model_saves_and_restores(stored: Any, tmp_path: Path) -> None:
+    model = load(stored("mixtral", QUARK))
+    model.save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text("utf-8"))
+    assert config["quantization_config"]["quant_method"] == "mxfp4"
+    assert_exact(logits(load(tmp_path / "saved")), logits(model), "logits")
+    restore(model)
+    assert not hasattr(model, "hf_quantizer")
+    model.save_pretrained(tmp_path / "dense")
+    again = convert(load(tmp_path / "dense", "eager"), progress=False)
+    assert_exact(logits(again), logits(load(tmp_path / "saved")), "logits")
+
+
+def test_dense_experts_of_a_layer_stay_dense(dense: Any, tmp_path: Path) -> None:
+    kept = "model.layers.0.mlp.experts"
+    path = store_experts(
+        dense["qwen3_moe"], tmp_path / "mixed", QUARK, lambda name: name.startswith(kept)
+    )
+    stated = KINDS[QUARK].config["quantization_config"]
+    edit(path, quantization_config=stated | {"exclude": [*stated["exclude"], f"{kept}*"]})
+    model = load(path)
+    assert len(mx_experts(model)) == 1
+    experts = model.model.layers[0].mlp.experts
+    wanted = load(dense["qwen3_moe"], "eager").model.layers[0].mlp.experts
+    assert torch.equal(experts.gate_up_proj, wanted.gate_up_proj)
+    logits(model)
+    tensors = load_file(path / "model.safetensors")
+    for expert in range(EXPERTS):
+        del tensors[f"{kept}.{expert}.down_proj.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"^from_pretrained: {kept}\.down_proj — need these tens"):
+        load(path)
+
+
+def test_gpt_oss_with_a_matrix_and_a_bias_for_each_expert(tmp_path: Path) -> None:
+    """As llm-compressor takes its experts apart; the model's own rows alternate gate and up."""
+    model = build("gpt_oss", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "dense")
+    tensors = tensors_of(tmp_path / "dense")
+    for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
+        path, _, projection = name.rpartition(".")
+        weights, biases = tensors.pop(name).transpose(1, 2), tensors.pop(f"{name}_bias")
+        steps = {"gate_proj": (0, 2), "up_proj": (1, 2)}
+        for part, (first, step) in (
+            steps if projection == "gate_up_proj" else {"down_proj": (0, 1)}
+        ).items():
+            for expert in range(EXPERTS):
+                prefix = f"{path}.{expert}.{part}"
+                tensors[f"{prefix}.weight"] = weights[expert, first::step].contiguous()
+                tensors[f"{prefix}.bias"] = biases[expert, first::step].contiguous()
+    save_file(tensors, tmp_path / "dense" / "model.safetensors", metadata={"format": "pt"})
+    path = store_experts(tmp_path / "dense", tmp_path / "stored", CT)
+    found, wanted = load(path), convert(model, progress=False)
+    assert_exact(logits(found), logits(wanted), "logits")
+    for mine, theirs in zip(mx_experts(found), mx_experts(wanted), strict=True):
+        rows = mine.restored(), theirs.restored()
+        assert rows[0].keys() == rows[1].keys()
+        for name, tensor in rows[0].items():
+            assert torch.equal(tensor, rows[1][name]), name
+
+
+def test_modelopts_file_of_a_dense_checkpoint_changes_nothing(dense: Any, tmp_path: Path) -> None:
+    """Its experts are quantised as they are loaded, as without the file."""
+    path = shutil.copytree(dense["qwen3_moe"], tmp_path / "dense")
+    own = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (path / "hf_quant_config.json").write_text(json.dumps(own), encoding="utf-8")
+    assert_exact(logits(load(path)), logits(load(dense["qwen3_moe"])), "logits")
+
+
+def test_a_model_loads_within_its_own_size_and_one_layer(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the profiler sees one thread
+    sizes = dict(hidden_size=256, moe_intermediate_size=256, num_hidden_layers=6)
+    model = build("qwen3_moe", dtype=torch.bfloat16, **sizes)
+    layer = dense_layer_bytes(model)
+    model.save_pretrained(tmp_path / "dense")
+    path = store_experts(tmp_path / "dense", tmp_path / "stored", CT)
+    stored = sum(tensor.nbytes for tensor in tensors_of(path).values())
+    mapped = (path / "model.safetensors").stat().st_size
+    peak = peak_bytes(lambda: None, lambda _: load(path), mapped=mapped)
+    assert peak < stored + layer, f"{peak} bytes; {stored} on disk, a dense layer has {layer}"
+    mapped = (tmp_path / "dense" / "model.safetensors").stat().st_size
+    whole = peak_bytes(lambda: None, lambda _: load(tmp_path / "dense"), mapped=mapped)
+    assert whole > stored + layer, "the measure would not see dense experts"
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def change(path: Path, out: Path, function: Callable[[Tensors], object]) -> Path:
+    copy = shutil.copytree(path, out)
+    tensors = load_file(copy / "model.safetensors")
+    function(tensors)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
+
+
+def quantized_attention(tensors: Tensors) -> None:
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+
+def exact_scale(tensors: Tensors) -> None:
+    name = "model.layers.1.mlp.experts.5.down_proj.weight_scale"
+    tensors[name].view(torch.uint8)[0, 0] += 1
+
+
+REFUSED: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
+    "quantised attention": (
+        CT,
+        quantized_attention,
+        r"layers\.1\.self_attn\.q_proj\.weight — need dense layers in BF16 or F16 or F32 beside "
+        r"the experts, got F8_E4M3 .*; mxpert\.load_expert_weights reads its experts",
+    ),
+    "a missing tensor": (
+        CT,
+        lambda tensors: tensors.pop("model.layers.1.mlp.experts.5.up_proj.weight_scale"),
+        r"layers\.1\.mlp\.experts\.5\.up_proj\.weight_scale — need this tensor in the checkpoint",
+    ),
+    "exact NVFP4": (
+        MODELOPT,
+        exact_scale,
+        r"layers\.1\.mlp\.experts\.5\.down_proj — need NVFP4 weights that were cast .*, "
+        r"got 99\.\d % of \d+ blocks; exact NVFP4 is not served yet",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_is_named(case: str, stored: Any, tmp_path: Path) -> None:
+    kind, damage, expected = REFUSED[case]
+    path = change(stored("qwen3_moe", kind), tmp_path / "damaged", damage)
+    with pytest.raises(
+        (ValueError, UnsupportedError), match=f"^from_pretrained: [^\n]*{expected}[^\n]*$"
+    ):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({"quant_method": "gptq"}, r"got GPTQ \(INT4\)"),
+        ({"quant_method": "awq"}, r"got AWQ \(INT4\)"),
+        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, r"got ModelOpt MXFP8 \(MXFP8\)"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, r"got FP8 in blocks \(FP8\)"),
+    ],
+    ids=["gptq", "awq", "mxfp8", "fp8"],
+)
+def test_other_formats_are_refused_by_name(
+    stated: dict[str, Any], expected: str, stored: Any, tmp_path: Path
+) -> None:
+    path = shutil.copytree(stored("qwen3_moe", MODELOPT), tmp_path / "other")
+    edit(path, quantization_config=stated)
+    with pytest.raises(UnsupportedError, match=f"^from_pretrained: .*{expected}"):
+        load(path)
+
+
+def test_a_checkpoint_of_another_size_is_refused(stored: Any, tmp_path: Path) -> None:
+    path = shutil.copytree(stored("qwen3_moe", CT), tmp_path / "other")
+    edit(path, moe_intermediate_size=96)
+    with pytest.raises(
+        ValueError, match=r"E, H, F — need \(8, 128, 96\), as the model, got \(8, 1"
+    ):
+        load(path)
+
+
+def test_experts_of_the_deepseek_form_are_read_where_the_rest_is_dense(
+    dense: Any, tmp_path: Path
+) -> None:
+    path = store_experts(dense["qwen3_moe"], tmp_path / "deepseek", "DeepSeek-V4")
+    wanted = convert(load(dense["qwen3_moe"], "eager"), progress=False)
+    assert_exact(logits(load(path)), logits(wanted), "logits")
+
+
+WITHOUT_KERNELS = """
+import sys
+sys.modules["kernels"] = None  # an import of it fails
+import torch, transformers, mxpert
+model = transformers.AutoModelForCausalLM.from_pretrained(
+    sys.argv[1], experts_implementation="mxpert", attn_implementation="eager")
+with torch.no_grad():
+    torch.save(model(torch.arange(24)[None]).logits, sys.argv[2])
+"""
+
+
+def test_no_kernels_and_no_compressed_tensors_are_needed(stored: Any, tmp_path: Path) -> None:
+    path = stored("qwen3_moe", CT)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_KERNELS, str(path), str(tmp_path / "y.pt")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert_exact(torch.load(tmp_path / "y.pt"), logits(load(path)), "logits")
