@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import json
 import pkgutil
 import re
 import subprocess
@@ -176,6 +177,25 @@ def test_readme_links_are_relative() -> None:
     """A plain clone, a fork and a preview without a network show its pictures and pages."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "mxpert/mxpert" not in text
+
+
+def test_other_weight_formats_are_as_slow_as_the_page_says() -> None:
+    """Against MXFP4's own kernels, layer by layer."""
+    path = ROOT / "benchmarks/results/nvidia-h100/weight_formats.json"
+    rows = json.loads(path.read_text("utf-8"))["rows"]
+    cases = {(row["weights"], row["model"], row["activation"], row["T"]): row for row in rows}
+    page = (ROOT / "docs/formats.md").read_text("utf-8")
+    for tokens, words in (((1, 16, 128), "for T = 1 to 128"), ((1024,), "for T = 1024")):
+        ratios = [
+            row["us"] / cases["mxfp4", *case]["us"]
+            for (weights, *case), row in cases.items()
+            if weights != "mxfp4" and row["T"] in tokens
+        ]
+        assert len(ratios) == 4 * 4 * len(tokens)
+        line = next(each for each in page.splitlines() if words in each)
+        said = re.search(rf"([\d.]+) to ([\d.]+) times[^,;]*?{words}", line)
+        assert said is not None
+        assert (said[1], said[2]) == (f"{min(ratios):.1f}", f"{max(ratios):.1f}")
 
 
 DEVELOPERS_PAGES = (
