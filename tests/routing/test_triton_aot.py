@@ -5,6 +5,7 @@ The launches are recorded, not run.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -108,19 +109,29 @@ def arguments_of(launch: RecordedLaunch) -> dict[str, Any]:
     return {key: value for key, value in launch.arguments.items() if key in launch.kernel.arg_names}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("tokens", [128, 16384], ids=["one-launch", "two-launches"])
-@pytest.mark.parametrize(
-    "dtypes",
-    [
-        (torch.int32, torch.float32),
-        (torch.int64, torch.bfloat16),
-        (torch.int64, torch.float16),
-        (torch.int64, torch.float32),
-    ],
-    ids=lambda dtypes: "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
+DTYPES = (
+    (torch.int32, torch.float32),
+    (torch.int64, torch.bfloat16),
+    (torch.int64, torch.float16),
+    (torch.int64, torch.float32),
 )
-def test_plan_kernels_compile(launches, dtypes, tokens, target):
+"""Of ids and weights."""
+
+
+@pytest.mark.parametrize(
+    "dtypes, target, tokens",
+    [
+        pytest.param(
+            dtypes,
+            target,
+            (128, 16384)[(i + j) % 2],
+            id="-".join([target, *(str(dtype).removeprefix("torch.") for dtype in dtypes)]),
+        )
+        for (i, dtypes), (j, target) in itertools.product(enumerate(DTYPES), enumerate(TARGETS))
+    ],
+)
+def test_plan_kernels_compile(launches, dtypes, target, tokens):
+    """One launch and two: pairwise with dtypes and with targets."""
     launch_plan(tokens, 384, 8, 64, expert_parallel=True, dtypes=dtypes)
     assert [launch.kernel.__name__ for launch in launches] == (
         ["_routing_plan_expert_kernel"]
