@@ -57,9 +57,9 @@ SM_REGISTERS = 65536
 FULL_TILE, LAST_COLUMNS = 256, 128
 """Column widths of the two main loops: a full tile, and a last tile with at most 128 columns."""
 
-formats = pytest.mark.parametrize("pair", FORMATS)
+OPS = (Op.GROUPED_GEMM, Op.GROUPED_WGRAD)
 spans = pytest.mark.parametrize("mode", SPANS)
-ops = pytest.mark.parametrize("op", [Op.GROUPED_GEMM, Op.GROUPED_WGRAD], ids=lambda op: op.value)
+ops = pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
 
 
 class Sizes(NamedTuple):
@@ -201,10 +201,15 @@ def check_gemm(
 # --- grouped_gemm and grouped_wgrad -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["row", "span128"])
-@formats
-@ops
+@pytest.mark.parametrize(
+    "op, pair, mode",
+    [
+        pytest.param(op, pair, ("row", "span128")[(i + j) % 2], id=f"{op.value}-{pair}")
+        for (i, op), (j, pair) in itertools.product(enumerate(OPS), enumerate(FORMATS))
+    ],
+)
 def test_fp8_operands_reach_the_fp8_tensor_core(op: Op, pair: str, mode: str) -> None:
+    """Pairwise: each pair of formats with each op and each span of scales, and these two."""
     kernel = gemm(op, FORMATS[pair], SPANS[mode]).compile()
     check_gemm(kernel, "F32." + ".".join(name[-4:].upper() for name in FORMATS[pair]))
     widths = {int(name.split("x")[1]) for name in multiplications(kernel)}
@@ -221,10 +226,15 @@ def test_exact_operands_are_bfloat16(op: Op, pair: str) -> None:
     check_gemm(kernel, "x16.F32.BF16")
 
 
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-@spans
-@ops
+@pytest.mark.parametrize(
+    "op, mode, out_dtype",
+    [
+        pytest.param(OPS[(i + j) % 2], mode, out_dtype, id=f"{mode}-{out_dtype}")
+        for (i, mode), (j, out_dtype) in itertools.product(enumerate(SPANS), enumerate(DTYPES))
+    ],
+)
 def test_results_of_every_type(op: Op, mode: str, out_dtype: torch.dtype) -> None:
+    """Pairwise: each dtype with each span of scales and each op, and these two."""
     launch = gemm(op, FORMATS["e4m3"], SPANS[mode], out_dtype)
     kernel = launch.compile()
     check_gemm(kernel, "BF16" if mode == "exact" else "E4M3.E4M3")
@@ -314,16 +324,28 @@ def test_b_that_is_not_transposed(pair: str, out_dtype: torch.dtype) -> None:
     assert kernel.count(r"\bHGMMA\S* .*\.tnspB") == kernel.count(r"\bHGMMA") > 0
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["new", "into"])
-@pytest.mark.parametrize("pair", ["e4m3", "hybrid"])
-@pytest.mark.parametrize("pair_spans", [(AUTO, AUTO), (ROW, AUTO), (AUTO, ROW)], ids=str)
-@ops
+WITH_AUTO = ((AUTO, AUTO), (ROW, AUTO), (AUTO, ROW))
+RESULTS = ((Op.GROUPED_GEMM, False), (Op.GROUPED_WGRAD, False), (Op.GROUPED_WGRAD, True))
+"""Op, and whether it adds to a tensor."""
+
+
+@pytest.mark.parametrize(
+    "op, accumulate, pair_spans, pair",
+    [
+        (*result, pair_spans, ("e4m3", "hybrid")[(i + j) % 2])
+        for (i, result), (j, pair_spans) in itertools.product(
+            enumerate(RESULTS), enumerate(WITH_AUTO)
+        )
+    ],
+    ids=str,
+)
 def test_auto_has_an_fp8_and_a_bf16_gemm(
-    op: Op, pair_spans: tuple[ScaleSpan, ScaleSpan], pair: str, accumulate: bool
+    op: Op, accumulate: bool, pair_spans: tuple[ScaleSpan, ScaleSpan], pair: str
 ) -> None:
-    """Both GEMMs are this backend's: the portable kernel is not used for wide data."""
-    if accumulate and op is Op.GROUPED_GEMM:
-        pytest.skip("adds to nothing")
+    """Both GEMMs are this backend's: the portable kernel is not used for wide data.
+
+    Pairwise: each result with each pair of spans and each pair of formats, and these two.
+    """
     dtype = torch.float32 if accumulate else torch.bfloat16
     request: tuple[Any, ...] = (op, FORMATS[pair], pair_spans, dtype)
     launches = [
