@@ -185,12 +185,12 @@ def _tool(cubin: bytes, tool: str, option: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [_NVIDIA_TOOLS / tool, option, file.name]
+        command = [str(_NVIDIA_TOOLS / tool), option, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _nvidia_metrics(kernel: Any) -> Metrics:
-    """The listing is made when a test asks for it: it costs half as much as compilation."""
+    """The listing is made when a test asks for it: it costs up to half as much as compilation."""
     cubin: bytes = kernel.asm["cubin"]
     usage = _tool(cubin, "cuobjdump", "--dump-resource-usage")
     resources = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
