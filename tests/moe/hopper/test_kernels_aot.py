@@ -180,7 +180,8 @@ def test_first_stage_of_other_activations(recorder: Recorder, a_format: str, til
 @tiles
 def test_gemms_without_bias(recorder: Recorder, a_format: str, tile: str) -> None:
     """Other epilogues: SiLU without biases (DeepSeek, Kimi, Qwen). Every second tile has another
-    activation and the routing weight on the input."""
+    activation and the routing weight on the input. Of a prefill tile one stage is compiled: with
+    biases, as in `test_gemms`, both need as many registers and as much stack or more."""
     index = list(heuristics.tiles(a_format == "bf16")).index(tile)
     activation = ACTIVATIONS[index % 4] if index % 2 else SiLU()
     problem = describe(
@@ -189,7 +190,8 @@ def test_gemms_without_bias(recorder: Recorder, a_format: str, tile: str) -> Non
     launches = gemms(recorder.run(problem, config_of(a_format, tile), has_bias=False))
     assert [launch.arguments["HAS_BIAS"] for launch in launches] == [False, False]
     assert [launch.arguments["WEIGHTED"] for launch in launches] == [index % 2 == 1, index % 2 == 0]
-    for launch in launches:
+    stage = index // 2 % 2
+    for launch in launches if tile.startswith("decode") else launches[stage : stage + 1]:
         check_gemm(launch.compile(), tile)
 
 
