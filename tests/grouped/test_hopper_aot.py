@@ -1,12 +1,11 @@
 """The training kernels of the Hopper backend compiled without a GPU: instructions, spills, stores.
 
 The tests record launches on meta tensors with the heuristic's config, specialise them as the JIT
-does, and compile them.
+does, and compile them. Formats, spans, dtypes and ops are combined pairwise (`latin`).
 """
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from support.hopper_launches import H200, Launch
 from support.inputs import INPUTS
 from support.kernels import kernels_of
 from support.launches import recorded_launches
+from support.pairwise import latin
 from support.sass import register_operands, reused_barriers
 from support.without_data import empty
 
@@ -201,15 +201,8 @@ def check_gemm(
 # --- grouped_gemm and grouped_wgrad -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "op, pair, mode",
-    [
-        pytest.param(op, pair, ("row", "span128")[(i + j) % 2], id=f"{op.value}-{pair}")
-        for (i, op), (j, pair) in itertools.product(enumerate(OPS), enumerate(FORMATS))
-    ],
-)
+@pytest.mark.parametrize("op, pair, mode", latin(OPS, FORMATS, ("row", "span128")))
 def test_fp8_operands_reach_the_fp8_tensor_core(op: Op, pair: str, mode: str) -> None:
-    """Pairwise: each pair of formats with each op and each span of scales, and these two."""
     kernel = gemm(op, FORMATS[pair], SPANS[mode]).compile()
     check_gemm(kernel, "F32." + ".".join(name[-4:].upper() for name in FORMATS[pair]))
     widths = {int(name.split("x")[1]) for name in multiplications(kernel)}
@@ -226,15 +219,8 @@ def test_exact_operands_are_bfloat16(op: Op, pair: str) -> None:
     check_gemm(kernel, "x16.F32.BF16")
 
 
-@pytest.mark.parametrize(
-    "op, mode, out_dtype",
-    [
-        pytest.param(OPS[(i + j) % 2], mode, out_dtype, id=f"{mode}-{out_dtype}")
-        for (i, mode), (j, out_dtype) in itertools.product(enumerate(SPANS), enumerate(DTYPES))
-    ],
-)
+@pytest.mark.parametrize("mode, out_dtype, op", latin(SPANS, DTYPES, OPS), ids=str)
 def test_results_of_every_type(op: Op, mode: str, out_dtype: torch.dtype) -> None:
-    """Pairwise: each dtype with each span of scales and each op, and these two."""
     launch = gemm(op, FORMATS["e4m3"], SPANS[mode], out_dtype)
     kernel = launch.compile()
     check_gemm(kernel, "BF16" if mode == "exact" else "E4M3.E4M3")
@@ -324,30 +310,18 @@ def test_b_that_is_not_transposed(pair: str, out_dtype: torch.dtype) -> None:
     assert kernel.count(r"\bHGMMA\S* .*\.tnspB") == kernel.count(r"\bHGMMA") > 0
 
 
-WITH_AUTO = ((AUTO, AUTO), (ROW, AUTO), (AUTO, ROW))
-RESULTS = ((Op.GROUPED_GEMM, False), (Op.GROUPED_WGRAD, False), (Op.GROUPED_WGRAD, True))
-"""Op, and whether it adds to a tensor."""
+WITH_AUTO = {"auto": (AUTO, AUTO), "row-auto": (ROW, AUTO), "auto-row": (AUTO, ROW)}
 
 
 @pytest.mark.parametrize(
-    "op, accumulate, pair_spans, pair",
-    [
-        (*result, pair_spans, ("e4m3", "hybrid")[(i + j) % 2])
-        for (i, result), (j, pair_spans) in itertools.product(
-            enumerate(RESULTS), enumerate(WITH_AUTO)
-        )
-    ],
-    ids=str,
+    "result, mode, pair", latin(("gemm", "wgrad", "wgrad_into"), WITH_AUTO, ("e4m3", "hybrid"))
 )
-def test_auto_has_an_fp8_and_a_bf16_gemm(
-    op: Op, accumulate: bool, pair_spans: tuple[ScaleSpan, ScaleSpan], pair: str
-) -> None:
-    """Both GEMMs are this backend's: the portable kernel is not used for wide data.
-
-    Pairwise: each result with each pair of spans and each pair of formats, and these two.
-    """
+def test_auto_has_an_fp8_and_a_bf16_gemm(result: str, mode: str, pair: str) -> None:
+    """Both GEMMs are this backend's: the portable kernel is not used for wide data."""
+    op = Op.GROUPED_GEMM if result == "gemm" else Op.GROUPED_WGRAD
+    accumulate = result == "wgrad_into"
     dtype = torch.float32 if accumulate else torch.bfloat16
-    request: tuple[Any, ...] = (op, FORMATS[pair], pair_spans, dtype)
+    request: tuple[Any, ...] = (op, FORMATS[pair], WITH_AUTO[mode], dtype)
     launches = [
         launch
         for launch in launches_of(*request, accumulate=accumulate)
@@ -386,19 +360,10 @@ DUAL_SPANS = {
 
 
 @pytest.mark.parametrize(
-    "mode, groups, dtype",
-    [
-        pytest.param(mode, groups, DTYPES[(i + j + 1) % 3], id=f"{mode}-{groups}")
-        for (i, mode), (j, groups) in itertools.product(
-            enumerate(DUAL_SPANS), enumerate((0, 8, 1024))
-        )
-    ],
+    "mode, groups, dtype", latin(DUAL_SPANS, (0, 8, 1024), DTYPES, shift=1), ids=str
 )
 def test_dual(mode: str, groups: int, dtype: torch.dtype) -> None:
-    """Values are loaded by TMA, codes stored in 16 bytes, nothing spills.
-
-    Pairwise: each pair of spans with each number of groups and each dtype, and these two.
-    """
+    """Values are loaded by TMA, codes stored in 16 bytes, nothing spills."""
     launches = dual((8192, 2880), dtype, DUAL_SPANS[mode], groups)
     passes = [launch for launch in launches if "quantize_dual" in launch.name]
     assert len(passes) == (1 if mode == "block" else 2), "a pass for the scales of long spans"

@@ -33,6 +33,7 @@ from mxpert.moe.hopper import tile_list as schedule
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
 from support.hopper_launches import Launch, Recorder, describe
+from support.pairwise import latin
 from support.sass import overwritten_operands, parse, register_operands, reused_barriers
 
 ACTIVATIONS = (SiLU(), SwiGLU(), ClampedSiLU(), SiTUv2())
@@ -196,28 +197,21 @@ def test_gemms_without_bias(recorder: Recorder, a_format: str, tile: str) -> Non
 
 
 HIDDEN, FEW_AND_MANY = (512, 2880, 7168, 16384), (64, 8192)
-ROWS = [
-    (quantised, a_format)
+ROWS = {
+    f"{a_format}{'-quantised' * quantised}": (a_format, quantised)
     for quantised in (False, True)
     for a_format in ACTIVATION_FORMATS
     if not quantised or activation_mx_format(a_format) is not None  # others travel as bfloat16
-]
+}
 
 
-@pytest.mark.parametrize(
-    "quantised, a_format, hidden, num_tokens",
-    [
-        (*rows, hidden, FEW_AND_MANY[(i + j) % 2])
-        for (i, rows), (j, hidden) in itertools.product(enumerate(ROWS), enumerate(HIDDEN))
-    ],
-)
-def test_row_kernels(
-    recorder: Recorder, quantised: bool, a_format: str, hidden: int, num_tokens: int
-) -> None:
+@pytest.mark.parametrize("rows, hidden, num_tokens", latin(ROWS, HIDDEN, FEW_AND_MANY))
+def test_row_kernels(recorder: Recorder, rows: str, hidden: int, num_tokens: int) -> None:
     """No spills; codes are stored in 16 bytes; only scales are loaded as bytes.
 
     Pairwise: each kind of rows with each width and number of tokens, each width with both numbers.
     """
+    a_format, quantised = ROWS[rows]
     shape = MoEShape(hidden, hidden, 128, 4)
     launches = [
         launch
@@ -276,13 +270,8 @@ INNER = (512, 2880, 8192, 8320)
 
 @pytest.mark.parametrize(
     "a_format, inner, activation",
-    [
-        pytest.param(a_format, inner, activation, id=f"{a_format}-{inner}-{activation.name}")
-        for (i, a_format), (j, inner) in itertools.product(
-            enumerate(ACTIVATION_FORMATS), enumerate(INNER)
-        )
-        for activation in [ACTIVATIONS[(i + j) % len(ACTIVATIONS)]]
-    ],
+    latin(ACTIVATION_FORMATS, INNER, ACTIVATIONS),
+    ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_finish_of_stage_one(
     recorder: Recorder, a_format: str, inner: int, activation: Activation
