@@ -2,8 +2,7 @@
 
 Each release gets an environment of its own on top of this one: torch and pytest are this one's,
 Transformers and what it needs in other versions are installed above. The newest is whatever the
-package index has today, without pins, constraints and local wheels, so a red run may be news. A
-release that is this environment's own is left to `make test`, which runs the same tests. The others
+package index has today, without pins, constraints and local wheels, so a red run may be news. Both
 run at the same time. The last line is the summary; the exit status is 0 only if all pass.
 
     python tests/integrations/run_versions.py [pytest arguments]
@@ -11,7 +10,6 @@ run at the same time. The last line is the summary; the exit status is 0 only if
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -55,10 +53,9 @@ class Release:
             "\n"
         )[-2]
 
-    def start(self, workers: int, arguments: list[str]) -> subprocess.Popen[str]:
+    def start(self, arguments: list[str]) -> subprocess.Popen[str]:
         """The tests, in the environment."""
         command = (self.python, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider")
-        command += ("-n", str(workers), "--dist", "worksteal")
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
             [*map(str, command), "-m", "not gpu", *TESTS, *arguments],
@@ -103,27 +100,17 @@ def releases() -> list[Release]:
     return [Release("oldest", f"transformers=={oldest[1]}"), Release("newest", requirement)]
 
 
-def to_run(installed: dict[str, Release], own: str) -> dict[str, Release]:
-    """Releases by version, without the one that `make test` runs."""
-    return {version: release for version, release in installed.items() if version != own}
-
-
 def main(arguments: list[str]) -> int:
-    begin, own = time.monotonic(), importlib.metadata.version("transformers")
-    installed = {release.install(): release for release in releases()}
-    print(f"Transformers {' and '.join(installed)} installed", flush=True)
-    chosen = to_run(installed, own)
-    workers = max(1, (os.cpu_count() or 1) // max(1, len(chosen)))
-    processes = {version: each.start(workers, arguments) for version, each in chosen.items()}
+    begin, found = time.monotonic(), releases()
+    versions = [release.install() for release in found]
+    print(f"Transformers {' and '.join(versions)} installed", flush=True)
+    processes = [release.start(arguments) for release in found]
     summary, status = [], 0
-    for version in installed:
-        if version not in processes:
-            summary.append(f"Transformers {version}: this environment's, in make test")
-            continue
-        output, _ = processes[version].communicate()
+    for version, process in zip(versions, processes, strict=True):
+        output, _ = process.communicate()
         counts = CLOSING.findall(output)
         summary.append(f"Transformers {version}: {counts[-1] if counts else 'no tests ran'}")
-        if processes[version].returncode:
+        if process.returncode:
             status = 1
             print(f"--- Transformers {version}\n{output[-SHOWN:]}", flush=True)
     print(f"{'; '.join(summary)} ({time.monotonic() - begin:.0f} s)")

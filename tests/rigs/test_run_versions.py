@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.integrations.run_versions import ROOT, TESTS, Release, to_run
+from tests.integrations.run_versions import ROOT, TESTS
 
 
 def test_every_test_of_models_and_checkpoints_is_run() -> None:
@@ -15,11 +15,3 @@ def test_every_test_of_models_and_checkpoints_is_run() -> None:
         if any(map(file.is_relative_to, ignored)) or not any(map(file.is_relative_to, chosen))
     }
     assert left_out == {"serving"}
-
-
-def test_only_the_release_of_make_test_is_left_out() -> None:
-    oldest, newest = Release("oldest", ""), Release("newest", "")
-    assert to_run({"5.7.0": oldest, "5.17.0": newest}, "5.17.0") == {"5.7.0": oldest}
-    both = {"5.7.0": oldest, "5.18.0": newest}
-    assert to_run(both, "5.17.0") == both
-    assert to_run({"5.17.0": newest}, "5.17.0") == {}
