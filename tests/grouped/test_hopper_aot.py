@@ -389,18 +389,21 @@ def test_dual(mode: str, groups: int, dtype: torch.dtype) -> None:
         assert shuffles <= 10, "one a maximum, and one a row for its word of scales"
 
 
-@pytest.mark.parametrize("shape", [(8, 2880, 2880), (3, 96, 736), (32, 32)], ids=str)
-@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "mxfp8_e5m2"])
-def test_dual_of_weights(fmt: str, shape: tuple[int, ...]) -> None:
-    for mode in DUAL_SPANS.values():
-        for launch in dual(shape, torch.bfloat16, mode, fmt=fmt):
-            metrics = launch.compile().metrics
-            assert metrics.spills == 0, launch.name
-            if "quantize_dual" in launch.name:
-                assert metrics.instructions["UTMALDG.2D"] == 2
-                conversion = fmt[-4:] if launch.arguments["ENCODE"] else "no codes"
-                found = launch.compile().count(rf"cvt\.rn\.satfinite\.{conversion}x2\.f32", "ptx")
-                assert bool(found) == launch.arguments["ENCODE"]
+WEIGHTS = ((8, 2880, 2880), (3, 96, 736), (32, 32))
+
+
+@pytest.mark.parametrize(
+    "shape, mode, fmt", latin(WEIGHTS, DUAL_SPANS, ("mxfp8_e4m3", "mxfp8_e5m2")), ids=str
+)
+def test_dual_of_weights(shape: tuple[int, ...], mode: str, fmt: str) -> None:
+    for launch in dual(shape, torch.bfloat16, DUAL_SPANS[mode], fmt=fmt):
+        metrics = launch.compile().metrics
+        assert metrics.spills == 0, launch.name
+        if "quantize_dual" in launch.name:
+            assert metrics.instructions["UTMALDG.2D"] == 2
+            conversion = fmt[-4:] if launch.arguments["ENCODE"] else "no codes"
+            found = launch.compile().count(rf"cvt\.rn\.satfinite\.{conversion}x2\.f32", "ptx")
+            assert bool(found) == launch.arguments["ENCODE"]
 
 
 # --- binaries -----------------------------------------------------------------------------------
