@@ -7,13 +7,18 @@ outside the interpreter (``TRITON_INTERPRET`` unset).
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
@@ -124,8 +129,26 @@ def compile_call(fn: JITFunction, call: Specialization, target: str) -> Compiled
         source = (GluonASTSource if isinstance(fn, GluonJITFunction) else ASTSource)(
             fn, dict(call.signature), dict(call.constexprs), dict(call.attributes)
         )
-        _compiled[key] = triton.compile(source, target=TARGETS[target], options=vars(call.options))
+        with _alone(f"{fn.__module__}.{fn.__name__} {target} {call.key}"):
+            _compiled[key] = triton.compile(
+                source, target=TARGETS[target], options=vars(call.options)
+            )
     return _compiled[key]
+
+
+@contextlib.contextmanager
+def _alone(binary: str) -> Iterator[None]:
+    """Let other processes wait that need the same binary: they find it in Triton's cache then.
+
+    Ranks, and workers of a test suite, ask for a binary at the same time. Triton itself reports a
+    cache that cannot be written.
+    """
+    path = Path(knobs.cache.dir, f"mxpert-{zlib.crc32(binary.encode()) % _LOCKS}.lock")
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(stack.enter_context(path.open("w")), fcntl.LOCK_EX)
+        yield
 
 
 def compile_kernel(
@@ -148,3 +171,5 @@ def compile_kernel(
 
 
 _compiled: dict[tuple[JITFunction, str, str], CompiledKernel] = {}
+_LOCKS = 256
+"""Lock files, so that different binaries seldom wait for each other."""

@@ -1,7 +1,8 @@
 """One suite for every executor, and tests of the portable kernels.
 
-Files of `SUITE` run in every process. The others need Triton's interpreter, whose numerics are
-patched before the first test (``TRITON_INTERPRET=1 pytest tests/conformance``), or ``--gfx950``.
+Files of `SUITE` run in every process; their tests without an executor are tests of the comparisons
+and run in the first one. The other files need Triton's interpreter, whose numerics are patched
+before the first test (``TRITON_INTERPRET=1 pytest tests/conformance``), or ``--gfx950``.
 """
 
 from __future__ import annotations
@@ -39,10 +40,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    has_kernels = _INTERPRETED or config.getoption("--gfx950")
+    of_the_first_process = []
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent):
             anywhere = item.path.name in SUITE
             if _INTERPRETED or not anywhere:
                 item.add_marker(pytest.mark.interpreted)
-            if not (_INTERPRETED or anywhere or config.getoption("--gfx950")):
+            if not (has_kernels or anywhere):
                 item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1"))
+            if has_kernels and anywhere and "executor" not in getattr(item, "fixturenames", ()):
+                of_the_first_process.append(item)
+    config.hook.pytest_deselected(items=of_the_first_process)
+    left = set(of_the_first_process)
+    items[:] = [item for item in items if item not in left]

@@ -43,7 +43,13 @@ PROOFS = (*orders.PROOFS, *caches.PROOFS)
 AGAIN = f"record it again: python tests/gfx950/{_PATH.name}"
 
 
-@functools.cache
+@pytest.fixture(scope="module", params=cases.CASES)
+def name(request: pytest.FixtureRequest) -> str:
+    """A case; tests that share its launch follow each other."""
+    return str(request.param)
+
+
+@functools.lru_cache(maxsize=1)
 def trial_of(name: str) -> Trial:
     return Trial(cases.launch_of(cases.CASES[name]))
 
@@ -74,7 +80,6 @@ def test_the_page_shows_the_record() -> None:
     assert f"\n{caught:,} of " in cases.shown(RECORD)
 
 
-@pytest.mark.parametrize("name", cases.CASES)
 def test_the_record_is_complete(name: str) -> None:
     """Of each kind some mutants are caught, and each survivor has its place and reason.
 
@@ -95,7 +100,6 @@ def test_cache_controls_are_caught(kind: str) -> None:
     assert any(row["counts"].get(kind, {}).get("fault") for row in RECORD.values())
 
 
-@pytest.mark.parametrize("name", cases.CASES)
 def test_survivors_have_the_recorded_reasons(name: str) -> None:
     """All survivors, by place; and no mutant that changes nothing is recorded as caught."""
     trial = trial_of(name)
@@ -108,7 +112,6 @@ def test_survivors_have_the_recorded_reasons(name: str) -> None:
     assert {label for label, reason in reasons.items() if reason in PROOFS} <= set(recorded)
 
 
-@pytest.mark.parametrize("name", cases.CASES)
 def test_mutants_are_caught(name: str, request: pytest.FixtureRequest) -> None:
     """Exactly the recorded ones survive; of another listing, only such as have a reason."""
     trial, row = trial_of(name), RECORD[name]

@@ -1,7 +1,7 @@
 """The training kernels of the Hopper backend compiled without a GPU: instructions, spills, stores.
 
 The tests record launches on meta tensors with the heuristic's config, specialise them as the JIT
-does, and compile them.
+does, and compile them. Formats, spans, dtypes and ops are combined pairwise (`latin`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from support.hopper_launches import H200, Launch
 from support.inputs import INPUTS
 from support.kernels import kernels_of
 from support.launches import recorded_launches
+from support.pairwise import latin
 from support.sass import register_operands, reused_barriers
 from support.without_data import empty
 
@@ -56,9 +57,9 @@ SM_REGISTERS = 65536
 FULL_TILE, LAST_COLUMNS = 256, 128
 """Column widths of the two main loops: a full tile, and a last tile with at most 128 columns."""
 
-formats = pytest.mark.parametrize("pair", FORMATS)
+OPS = (Op.GROUPED_GEMM, Op.GROUPED_WGRAD)
 spans = pytest.mark.parametrize("mode", SPANS)
-ops = pytest.mark.parametrize("op", [Op.GROUPED_GEMM, Op.GROUPED_WGRAD], ids=lambda op: op.value)
+ops = pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
 
 
 class Sizes(NamedTuple):
@@ -200,9 +201,7 @@ def check_gemm(
 # --- grouped_gemm and grouped_wgrad -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["row", "span128"])
-@formats
-@ops
+@pytest.mark.parametrize("op, pair, mode", latin(OPS, FORMATS, ("row", "span128")))
 def test_fp8_operands_reach_the_fp8_tensor_core(op: Op, pair: str, mode: str) -> None:
     kernel = gemm(op, FORMATS[pair], SPANS[mode]).compile()
     check_gemm(kernel, "F32." + ".".join(name[-4:].upper() for name in FORMATS[pair]))
@@ -220,9 +219,7 @@ def test_exact_operands_are_bfloat16(op: Op, pair: str) -> None:
     check_gemm(kernel, "x16.F32.BF16")
 
 
-@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
-@spans
-@ops
+@pytest.mark.parametrize("mode, out_dtype, op", latin(SPANS, DTYPES, OPS), ids=str)
 def test_results_of_every_type(op: Op, mode: str, out_dtype: torch.dtype) -> None:
     launch = gemm(op, FORMATS["e4m3"], SPANS[mode], out_dtype)
     kernel = launch.compile()
@@ -313,18 +310,18 @@ def test_b_that_is_not_transposed(pair: str, out_dtype: torch.dtype) -> None:
     assert kernel.count(r"\bHGMMA\S* .*\.tnspB") == kernel.count(r"\bHGMMA") > 0
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["new", "into"])
-@pytest.mark.parametrize("pair", ["e4m3", "hybrid"])
-@pytest.mark.parametrize("pair_spans", [(AUTO, AUTO), (ROW, AUTO), (AUTO, ROW)], ids=str)
-@ops
-def test_auto_has_an_fp8_and_a_bf16_gemm(
-    op: Op, pair_spans: tuple[ScaleSpan, ScaleSpan], pair: str, accumulate: bool
-) -> None:
+WITH_AUTO = {"auto": (AUTO, AUTO), "row-auto": (ROW, AUTO), "auto-row": (AUTO, ROW)}
+
+
+@pytest.mark.parametrize(
+    "result, mode, pair", latin(("gemm", "wgrad", "wgrad_into"), WITH_AUTO, ("e4m3", "hybrid"))
+)
+def test_auto_has_an_fp8_and_a_bf16_gemm(result: str, mode: str, pair: str) -> None:
     """Both GEMMs are this backend's: the portable kernel is not used for wide data."""
-    if accumulate and op is Op.GROUPED_GEMM:
-        pytest.skip("adds to nothing")
+    op = Op.GROUPED_GEMM if result == "gemm" else Op.GROUPED_WGRAD
+    accumulate = result == "wgrad_into"
     dtype = torch.float32 if accumulate else torch.bfloat16
-    request: tuple[Any, ...] = (op, FORMATS[pair], pair_spans, dtype)
+    request: tuple[Any, ...] = (op, FORMATS[pair], WITH_AUTO[mode], dtype)
     launches = [
         launch
         for launch in launches_of(*request, accumulate=accumulate)
@@ -362,9 +359,9 @@ DUAL_SPANS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("groups", [0, 8, 1024])
-@pytest.mark.parametrize("mode", DUAL_SPANS)
+@pytest.mark.parametrize(
+    "mode, groups, dtype", latin(DUAL_SPANS, (0, 8, 1024), DTYPES, shift=1), ids=str
+)
 def test_dual(mode: str, groups: int, dtype: torch.dtype) -> None:
     """Values are loaded by TMA, codes stored in 16 bytes, nothing spills."""
     launches = dual((8192, 2880), dtype, DUAL_SPANS[mode], groups)
@@ -392,18 +389,21 @@ def test_dual(mode: str, groups: int, dtype: torch.dtype) -> None:
         assert shuffles <= 10, "one a maximum, and one a row for its word of scales"
 
 
-@pytest.mark.parametrize("shape", [(8, 2880, 2880), (3, 96, 736), (32, 32)], ids=str)
-@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "mxfp8_e5m2"])
-def test_dual_of_weights(fmt: str, shape: tuple[int, ...]) -> None:
-    for mode in DUAL_SPANS.values():
-        for launch in dual(shape, torch.bfloat16, mode, fmt=fmt):
-            metrics = launch.compile().metrics
-            assert metrics.spills == 0, launch.name
-            if "quantize_dual" in launch.name:
-                assert metrics.instructions["UTMALDG.2D"] == 2
-                conversion = fmt[-4:] if launch.arguments["ENCODE"] else "no codes"
-                found = launch.compile().count(rf"cvt\.rn\.satfinite\.{conversion}x2\.f32", "ptx")
-                assert bool(found) == launch.arguments["ENCODE"]
+WEIGHTS = ((8, 2880, 2880), (3, 96, 736), (32, 32))
+
+
+@pytest.mark.parametrize(
+    "shape, mode, fmt", latin(WEIGHTS, DUAL_SPANS, ("mxfp8_e4m3", "mxfp8_e5m2")), ids=str
+)
+def test_dual_of_weights(shape: tuple[int, ...], mode: str, fmt: str) -> None:
+    for launch in dual(shape, torch.bfloat16, DUAL_SPANS[mode], fmt=fmt):
+        metrics = launch.compile().metrics
+        assert metrics.spills == 0, launch.name
+        if "quantize_dual" in launch.name:
+            assert metrics.instructions["UTMALDG.2D"] == 2
+            conversion = fmt[-4:] if launch.arguments["ENCODE"] else "no codes"
+            found = launch.compile().count(rf"cvt\.rn\.satfinite\.{conversion}x2\.f32", "ptx")
+            assert bool(found) == launch.arguments["ENCODE"]
 
 
 # --- binaries -----------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def environment() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name != "PYTHONPATH"
+        if name not in ("PYTHONPATH", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")
         and (not name.startswith("PIP_") or name in ("PIP_CERT", "PIP_CACHE_DIR"))
     }
     return kept | {

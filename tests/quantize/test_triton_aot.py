@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -47,11 +49,27 @@ def quantize(
     return compile_for(_quantize_rows_kernel, arguments, target=target)
 
 
-@pytest.mark.parametrize("across_rows", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@formats
-@targets
-def test_quantize(target: str, fmt: MXFormat, dtype: torch.dtype, across_rows: bool) -> None:
+def cases_of(sides: tuple[str, str]) -> pytest.MarkDecorator:
+    """Pairwise: each dtype with each target, format and side, and each three of these."""
+    three = itertools.product(enumerate(TARGETS), enumerate(FORMATS.values()), enumerate(sides))
+    return pytest.mark.parametrize(
+        "target, fmt, dtype, side",
+        [
+            pytest.param(
+                target,
+                fmt,
+                (torch.bfloat16, torch.float32)[(i + j + k) % 2],
+                k,
+                id=f"{target}-{fmt.name}-{name}",
+            )
+            for (i, target), (j, fmt), (k, name) in three
+        ],
+    )
+
+
+@cases_of(("rows", "columns"))
+def test_quantize(target: str, fmt: MXFormat, dtype: torch.dtype, side: int) -> None:
+    across_rows = side == 1
     metrics = quantize(target, fmt, dtype, across_rows=across_rows).metrics
     assert metrics.spills == metrics.scratch == 0
     assert set(metrics.global_loads) == {128}
@@ -60,11 +78,8 @@ def test_quantize(target: str, fmt: MXFormat, dtype: torch.dtype, across_rows: b
     assert metrics.registers <= (128 if across_rows else 64)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@formats
-@targets
-def test_squares(target: str, fmt: MXFormat, dtype: torch.dtype, axis: int) -> None:
+@cases_of(("axis 0", "axis 1"))
+def test_squares(target: str, fmt: MXFormat, dtype: torch.dtype, side: int) -> None:
     arguments = {
         "qdata_ptr": meta(torch.uint8),
         "scale_ptr": meta(torch.uint8),
@@ -72,8 +87,8 @@ def test_squares(target: str, fmt: MXFormat, dtype: torch.dtype, axis: int) -> N
         "FORMAT": fmt.element.name,
         **scale_rule_constants(fmt, ScaleRule.RCEIL),
         "num_rows": 2880,
-        "num_units": 90 if axis == 1 else 2880,
-        "AXIS": axis,
+        "num_units": 90 if side == 1 else 2880,
+        "AXIS": side,
         "BLOCK_COLUMNS": 128,
     }
     metrics = compile_for(_quantize_squares_kernel, arguments, target=target).metrics

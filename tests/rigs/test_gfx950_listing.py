@@ -171,7 +171,7 @@ def test_other_devices_have_no_such_rule() -> None:
 
 
 def native(listing: str = NESTED, **changes: int) -> CompiledKernel:
-    metrics = Metrics(64, 0, 0, 0, "mfma_scale", {}, {}, {})
+    metrics = Metrics("hip", lambda: listing, 64, 0, 0, "mfma_scale", spilled=0)
     return CompiledKernel(
         "_native_kernel",
         "gfx950",
@@ -191,7 +191,7 @@ def test_a_native_kernel_within_the_rules_passes() -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[], CompiledKernel], dict[str, float], str]] = {
-    "spills": (lambda: native(CLEAN, spills=2), {}, "2 registers are spilled"),
+    "spills": (lambda: native(CLEAN, spilled=2), {}, "2 registers are spilled"),
     "scratch": (lambda: native(CLEAN, scratch=16), {}, "16 bytes of scratch"),
     "bytes": (native, {}, "one by one in the hot loop: .*ubyte"),
     "overhead": (lambda: native(CLEAN), {"most_overhead": 10}, "11.0 other instructions"),

@@ -21,6 +21,7 @@ from mxpert.routing import triton as routing
 from mxpert.routing.inputs import PlanInputs, TopKInputs
 from support.aot import SHARED_MEMORY_LIMIT, TARGETS, TRITON_RELEASE, compile_for, specialize
 from support.launches import H200, RecordedLaunch, recorded_launches
+from support.pairwise import latin
 
 # (E, k) of the reference models: gpt-oss-120b and -20b, DeepSeek-V3 without and with its shared
 # expert, Kimi-K2 likewise, DeepSeek-V4-pro and -flash, Qwen3-235B, Qwen3-Next.
@@ -108,27 +109,26 @@ def arguments_of(launch: RecordedLaunch) -> dict[str, Any]:
     return {key: value for key, value in launch.arguments.items() if key in launch.kernel.arg_names}
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("tokens", [128, 16384], ids=["one-launch", "two-launches"])
-@pytest.mark.parametrize(
-    "dtypes",
-    [
-        (torch.int32, torch.float32),
-        (torch.int64, torch.bfloat16),
-        (torch.int64, torch.float16),
-        (torch.int64, torch.float32),
-    ],
-    ids=lambda dtypes: "-".join(str(dtype).removeprefix("torch.") for dtype in dtypes),
-)
-def test_plan_kernels_compile(launches, dtypes, tokens, target):
-    launch_plan(tokens, 384, 8, 64, expert_parallel=True, dtypes=dtypes)
+DTYPES = {
+    "int32-float32": (torch.int32, torch.float32),
+    "int64-bfloat16": (torch.int64, torch.bfloat16),
+    "int64-float16": (torch.int64, torch.float16),
+    "int64-float32": (torch.int64, torch.float32),
+}
+"""Of ids and weights."""
+
+
+@pytest.mark.parametrize("dtypes, target, tokens", latin(DTYPES, TARGETS, (128, 16384)))
+def test_plan_kernels_compile(launches, dtypes, target, tokens):
+    """One launch and two: pairwise with dtypes and with targets."""
+    launch_plan(tokens, 384, 8, 64, expert_parallel=True, dtypes=DTYPES[dtypes])
     assert [launch.kernel.__name__ for launch in launches] == (
         ["_routing_plan_expert_kernel"]
         if tokens == 128
         else ["_routing_plan_count_kernel", "_routing_plan_scatter_kernel"]
     )
     # Triton 3.9 spills two registers of the scatter kernel with int64 ids.
-    spills = TRITON_RELEASE >= (3, 9) and dtypes[0] is torch.int64 and target != "gfx950"
+    spills = TRITON_RELEASE >= (3, 9) and "int64" in dtypes and target != "gfx950"
     for launch in launches:
         gate(launch, target, stack=8 if spills and "scatter" in launch.kernel.__name__ else 0)
 

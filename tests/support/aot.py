@@ -7,7 +7,7 @@ import functools
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -53,6 +53,13 @@ _MATRIX_INSTRUCTIONS = {
     ),
     "hip": (("mfma_scale", r"\bv_mfma_scale_"), ("mfma", r"\bv_mfma_")),
 }
+_MNEMONICS = {
+    # "        /*0050*/                   @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;"
+    "cuda": r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)",
+    "hip": r"^\s+((?:v|s|ds|buffer|global|flat|scratch)_\w+)",
+}
+_LOADS = {"cuda": r"(?:LDG|LDGSTS)\b(.*)", "hip": r"(?:global|buffer|flat)_load_(?:lds_)?(\w+)"}
+_STORES = {"cuda": r"STG\b(.*)", "hip": r"(?:global|buffer|flat)_store_(\w+)"}
 _NVIDIA_WIDTHS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
 _AMD_WIDTHS = {
     "ubyte": 8,
@@ -73,24 +80,56 @@ class Metrics:
     """Figures read from one binary.
 
     Args:
+        backend: "cuda" or "hip". text: returns the listing.
         registers: per thread; on gfx950 the sum of vector and accumulator registers.
-        spills: instructions that touch local memory (NVIDIA), or spilled registers (AMD).
         shared_memory: bytes per block. scratch: bytes of stack or private segment per thread.
         matrix_instruction: "wgmma", "tcgen05.mma", "tcgen05.mma.block_scale", "mma", "mfma",
             "mfma_scale", or None.
-        instructions: count by full mnemonic ("LDG.E.128", "buffer_load_dwordx4").
-        global_loads, global_stores: count by width in bits, asynchronous copies to shared memory
-            among the loads; TMA transfers in neither.
+        spilled: number of registers in memory, where the binary says so.
     """
 
+    backend: str
+    text: Callable[[], str] = field(repr=False)
     registers: int
-    spills: int
     shared_memory: int
     scratch: int
     matrix_instruction: str | None
-    instructions: Mapping[str, int] = field(repr=False)
-    global_loads: Mapping[int, int]
-    global_stores: Mapping[int, int]
+    spilled: int | None = None
+
+    @functools.cached_property
+    def instructions(self) -> Mapping[str, int]:
+        """Count by full mnemonic ("LDG.E.128", "buffer_load_dwordx4")."""
+        found = re.findall(_MNEMONICS[self.backend], self.text(), re.M)
+        return MappingProxyType(collections.Counter(found))
+
+    @property
+    def spills(self) -> int:
+        """Instructions that touch local memory (NVIDIA), or spilled registers (AMD).
+
+        Triton kernels have no local arrays: what is in local memory was spilled, and without any
+        the listing need not be made.
+        """
+        if self.spilled is not None or not self.scratch:
+            return self.spilled or 0
+        return sum(n for name, n in self.instructions.items() if re.match(r"(STL|LDL)\b", name))
+
+    @property
+    def global_loads(self) -> Mapping[int, int]:
+        """Count by width in bits, with asynchronous copies to shared memory, without TMA."""
+        return self._widths(_LOADS[self.backend])
+
+    @property
+    def global_stores(self) -> Mapping[int, int]:
+        """Count by width in bits, without TMA."""
+        return self._widths(_STORES[self.backend])
+
+    def _widths(self, pattern: str) -> Mapping[int, int]:
+        width = _nvidia_width if self.backend == "cuda" else _amd_width
+        found: collections.Counter[int] = collections.Counter()
+        for name, count in self.instructions.items():
+            if match := re.fullmatch(pattern, name):
+                found[width(match[1])] += count
+        return MappingProxyType(dict(sorted(found.items())))
 
 
 @dataclass(frozen=True)
@@ -99,7 +138,7 @@ class CompiledKernel:
 
     Args:
         name: the function's name. target: key of `TARGETS`.
-        asm: text by stage: "ttir", "ttgir", "llir", then "ptx" and "sass", or "amdgcn".
+        asm: text by stage: "ttir", "ttgir", "llir", then "ptx", or "amdgcn".
         metrics: figures of the binary.
     """
 
@@ -111,7 +150,7 @@ class CompiledKernel:
     @property
     def listing(self) -> str:
         """Instructions of the binary: SASS or amdgcn."""
-        return self.asm["sass" if "sass" in self.asm else "amdgcn"]
+        return self.metrics.text()
 
     def count(self, pattern: str, stage: str | None = None) -> int:
         """How many lines of the listing (or of another stage's text) match a regular expression."""
@@ -137,54 +176,36 @@ _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 def _compile(fn: Any, call: Specialization, target: str) -> CompiledKernel:
     kernel = compile_call(fn, call, target)
     asm = {stage: text for stage, text in kernel.asm.items() if isinstance(text, str)}
-    if EVERY_TARGET[target].backend == "cuda":
-        asm["sass"], usage = _disassemble(kernel.asm["cubin"])
-        metrics = _nvidia_metrics(asm, usage, kernel.metadata.shared)
-    else:
-        metrics = _amd_metrics(asm, kernel.metadata.shared)
-    return CompiledKernel(fn.__name__, target, MappingProxyType(asm), metrics)
+    measure = _nvidia_metrics if EVERY_TARGET[target].backend == "cuda" else _amd_metrics
+    return CompiledKernel(fn.__name__, target, MappingProxyType(asm), measure(kernel))
 
 
-def _disassemble(cubin: bytes) -> tuple[str, str]:
-    """SASS and the resource usage report of a cubin."""
+def _tool(cubin: bytes, tool: str, option: str) -> str:
+    """What a tool of CUDA prints about a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        commands = (["nvdisasm", "-c"], ["cuobjdump", "--dump-resource-usage"])
-        sass, usage = (
-            subprocess.run(
-                [_NVIDIA_TOOLS / tool, option, file.name],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout
-            for tool, option in commands
-        )
-    return sass, usage
+        command = [str(_NVIDIA_TOOLS / tool), option, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _nvidia_metrics(asm: Mapping[str, str], usage: str, shared: int) -> Metrics:
+def _nvidia_metrics(kernel: Any) -> Metrics:
+    """The listing is made when a test asks for it: it costs up to half as much as compilation."""
+    cubin: bytes = kernel.asm["cubin"]
+    usage = _tool(cubin, "cuobjdump", "--dump-resource-usage")
     resources = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
-    # "        /*0050*/                   @!P0 LDG.E.128 R4, desc[UR4][R2.64] ;"
-    mnemonics = re.findall(
-        r"^\s+/\*[0-9a-f]+\*/\s+(?:\{\s*)?(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", asm["sass"], re.M
-    )
-    instructions = collections.Counter(mnemonics)
     return Metrics(
+        "cuda",
+        functools.cache(lambda: _tool(cubin, "nvdisasm", "-c")),
         registers=resources["REG"],
-        # Triton kernels have no local arrays: whatever is in local memory was spilled.
-        spills=sum(n for name, n in instructions.items() if re.match(r"(STL|LDL)\b", name)),
-        shared_memory=shared,
+        shared_memory=kernel.metadata.shared,
         scratch=resources["STACK"] + resources["LOCAL"],
-        matrix_instruction=_matrix_instruction("cuda", asm["ptx"]),
-        instructions=MappingProxyType(instructions),
-        global_loads=_widths(instructions, r"(?:LDG|LDGSTS)\b(.*)", _nvidia_width),
-        global_stores=_widths(instructions, r"STG\b(.*)", _nvidia_width),
+        matrix_instruction=_matrix_instruction("cuda", kernel.asm["ptx"]),
     )
 
 
-def _amd_metrics(asm: Mapping[str, str], shared: int) -> Metrics:
-    text = asm["amdgcn"]
+def _amd_metrics(kernel: Any) -> Metrics:
+    text: str = kernel.asm["amdgcn"]
     code, _, notes = text.partition(".amdgpu_metadata")
 
     def note(name: str) -> int:
@@ -192,20 +213,14 @@ def _amd_metrics(asm: Mapping[str, str], shared: int) -> Metrics:
         found = re.search(rf"\.{name}:\s+(\d+)", notes)
         return int(found[1]) if found else 0
 
-    instructions = collections.Counter(
-        re.findall(r"^\s+((?:v|s|ds|buffer|global|flat|scratch)_\w+)", code, re.M)
-    )
     return Metrics(
+        "hip",
+        lambda: text,
         registers=note("vgpr_count"),
-        spills=note("vgpr_spill_count") + note("sgpr_spill_count"),
-        shared_memory=max(shared, note("group_segment_fixed_size")),
+        shared_memory=max(kernel.metadata.shared, note("group_segment_fixed_size")),
         scratch=note("private_segment_fixed_size"),
         matrix_instruction=_matrix_instruction("hip", code),
-        instructions=MappingProxyType(instructions),
-        global_loads=_widths(
-            instructions, r"(?:global|buffer|flat)_load_(?:lds_)?(\w+)", _amd_width
-        ),
-        global_stores=_widths(instructions, r"(?:global|buffer|flat)_store_(\w+)", _amd_width),
+        spilled=note("vgpr_spill_count") + note("sgpr_spill_count"),
     )
 
 
@@ -213,14 +228,6 @@ def _matrix_instruction(backend: str, text: str) -> str | None:
     return next(
         (name for name, pattern in _MATRIX_INSTRUCTIONS[backend] if re.search(pattern, text)), None
     )
-
-
-def _widths(instructions: Mapping[str, int], pattern: str, width: Any) -> Mapping[int, int]:
-    found: collections.Counter[int] = collections.Counter()
-    for name, count in instructions.items():
-        if match := re.fullmatch(pattern, name):
-            found[width(match[1])] += count
-    return MappingProxyType(dict(sorted(found.items())))
 
 
 @functools.cache

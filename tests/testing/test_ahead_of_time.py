@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from mxpert.core.launch import Launch
+from mxpert.testing import ahead_of_time
 from mxpert.testing.ahead_of_time import compile_kernel
 from support.aot import SHARED_MEMORY_LIMIT, TARGETS, Specialization, compile_for, specialize
 
@@ -298,6 +301,33 @@ def test_the_process_ends_without_a_word() -> None:
         timeout=120,
     )
     assert done.stderr == ""
+
+
+def test_processes_do_not_compile_a_binary_at_the_same_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Threads with a memo of nothing stand for processes: each opens the lock file itself."""
+    running: list[str] = []
+    most: list[int] = []
+
+    def compiles(*_: object, **__: object) -> None:
+        running.append("")
+        most.append(len(running))
+        time.sleep(0.2)
+        running.pop()
+
+    monkeypatch.setattr(ahead_of_time, "_compiled", {})
+    monkeypatch.setattr(triton, "compile", compiles)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "new"))
+    x = torch.empty(64, device="meta")
+    call = specialize(_copy_kernel, {"out_ptr": x, "x_ptr": x, "size": 64, "BLOCK": 64}, "gfx950")
+    arguments = (_copy_kernel, call, "gfx950")
+    threads = [threading.Thread(target=ahead_of_time.compile_call, args=arguments) for _ in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1]
 
 
 def test_same_arguments_give_the_same_object() -> None:
