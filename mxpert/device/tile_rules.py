@@ -88,6 +88,10 @@ def shrink_until_valid(
 
     If none is, the smallest.
     """
-    smaller = ({"num_stages": 3}, {"num_stages": 2}, {"num_stages": 2, "block_k": 64})
-    candidates = [config, *(replace(config, **change) for change in smaller)]
+    candidates = [
+        config,
+        replace(config, num_stages=3),
+        replace(config, num_stages=2),
+        replace(config, num_stages=2, block_k=64),
+    ]
     return next((c for c in candidates if invalid(c) is None), candidates[-1])

@@ -24,7 +24,7 @@ from mxpert.configs import Cdna4GemmConfig
 from mxpert.core.backend import BACKENDS
 from mxpert.core.problem import GemmConfig, Op
 from mxpert.core.registry import kernel_of
-from mxpert.moe.cdna4 import decode, host, prefill
+from mxpert.moe.cdna4 import decode, host, prefill, prefill_mainloop
 from mxpert.moe.cdna4.config import PREFILL_GROUP_M, prefill_config
 from mxpert.testing.gfx950 import emulate
 from mxpert.testing.problems import MoEInputs, MoEShape
@@ -70,21 +70,56 @@ def executed(reports: list[Report], pattern: str) -> int:
 # --- cache bits ----------------------------------------------------------------------------------
 
 
-def streamed_share(num_tokens: int) -> float:
-    """Share of the decode kernel's wide loads that bypass caches."""
-    reports = down(exact_moe_problem(SHAPE, num_tokens), "cdna4", DECODE, Combine.FLAT)
-    wide = r"buffer_load_dwordx4 v\["  # of weights; activations go to LDS
-    return executed(reports, wide + r".* nt") / executed(reports, wide)
+WEIGHTS, ROWS = ("w_ptr", "w_scale_ptr"), ("x_ptr", "x_scale_ptr")
 
 
-def check_streaming() -> None:
-    """Weights that one tile reads are streamed; those that several tiles read are cached."""
-    assert streamed_share(16) == 1
-    assert streamed_share(17) == 0
+def hints(report: Report, parameters: tuple[str, ...]) -> set[bool]:
+    """Whether the executed loads of these tensors carry the non-temporal hint."""
+    regions = [report.regions[name] for name in parameters]
+    return {
+        bool(re.search(r"\bnt\b", text))
+        for trace in report.traces
+        for position, lines in trace.half_lines.items()
+        for text in [report.program.instructions[trace.instructions[position]].text]
+        if "load" in text and lines.size and any(int(lines[0]) * 64 in each for each in regions)
+    }
 
 
-def test_weights_are_streamed_unless_they_are_read_again() -> None:
-    check_streaming()
+def check_streaming(backend: str, unit: int, num_tokens: int, config: Any = None) -> bool:
+    """Whether all loads of weights stream; none of rows may, and no part of the weights alone."""
+    reports = down(exact_moe_problem(SHAPE, num_tokens), backend, config, Combine.FLAT, unit)
+    report = next(each for each in reports if "w_ptr" in each.regions)
+    assert hints(report, ROWS) == {False}
+    found = [hints(report, (name,)) for name in WEIGHTS]
+    assert found in ([{True}] * 2, [{False}] * 2)
+    return found[0] == {True}
+
+
+def check_rule(unit: int) -> None:
+    """Weights of an expert with one row block are streamed; with two they are kept."""
+    assert check_streaming("cdna4", unit, unit)
+    assert not check_streaming("cdna4", unit, unit + 1)
+
+
+units = pytest.mark.parametrize("unit", [16, 64], ids=["decode", "prefill"])
+
+
+@units
+def test_weights_are_streamed_unless_they_are_read_again(unit: int) -> None:
+    check_rule(unit)
+
+
+@pytest.mark.parametrize("cache", ["keep", "stream"])
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [("cdna4", DECODE), ("cdna4", prefill_config(64)), ("triton", PORTABLE)],
+    ids=["decode", "prefill", "portable"],
+)
+def test_a_pinned_cache_policy_is_obeyed(backend: str, config: Any, cache: str) -> None:
+    """Whatever the rows: the rule would stream 16 rows and keep 80."""
+    pinned = replace(config, weight_cache=cache)
+    for num_tokens in (16, 80):
+        assert check_streaming(backend, 64, num_tokens, pinned) is (cache == "stream")
 
 
 # --- the order of tiles --------------------------------------------------------------------------
@@ -223,10 +258,31 @@ def as_reduce(backend: str) -> Any:
     return mock.patch.object(kernel, "launch", launch)
 
 
-def test_a_constant_cache_policy_is_seen() -> None:
-    for streams in (True, False):
-        with launched_with(host, STREAM=streams), pytest.raises(AssertionError):
-            check_streaming()
+@pytest.mark.parametrize("streams", [True, False], ids=["always", "never"])
+@units
+def test_a_constant_cache_policy_is_seen(unit: int, streams: bool) -> None:
+    with launched_with(host, STREAM=streams), pytest.raises(AssertionError):
+        check_rule(unit)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("offsets, variant.STREAM)", "offsets, False)"),
+        ("        variant.STREAM,\n    )", "        False,\n    )"),
+        ("pair, steps, False)", "pair, steps, True)"),
+    ],
+    ids=["codes", "scales of weights", "scales of rows"],
+)
+def test_streaming_of_the_wrong_part_is_seen(old: str, new: str, tmp_path: Path) -> None:
+    name, module = "_moe_gemm_prefill_cdna4_kernel", "from .{}prefill_mainloop import"
+    with (
+        source_with(prefill_mainloop, "multiply_tile", old, new, tmp_path),
+        source_with(prefill, name, module.format(""), module.format("copied_"), tmp_path) as kernel,
+        launched_with(host, kernel=kernel),
+        pytest.raises(AssertionError),
+    ):
+        check_streaming("cdna4", 64, 64)
 
 
 def test_tiles_without_groups_are_seen() -> None:

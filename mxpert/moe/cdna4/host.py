@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.launch import CACHED_LAUNCHES, Launch
-from ...core.problem import Combine, MoEProblem, Op
+from ...core.problem import Combine, MoEProblem, Op, WeightCache
 from ...device.cdna4 import NUM_XCDS, WITHOUT_ACCUMULATOR_REGISTERS
 from ...formats.layouts import UNIT_ROWS
 from ...formats.spec import MX_BLOCK_SIZE
@@ -193,7 +193,7 @@ def _decode_launches(
         WAVES=waves,
         DEPTH=config.num_stages,
         ITERATIONS=heuristics.iterations_per_copy(config, problem.options.activation_format),
-        STREAM=problem.rows_per_expert <= config.block_m,
+        STREAM=config.weight_cache is WeightCache.STREAM,
         num_warps=config.num_warps,
         **both,
     )
@@ -218,6 +218,7 @@ def _prefill_launches(
         X_FORMAT=gemm.x_format,
         BLOCK_M=config.block_m,
         GROUP_M=heuristics.PREFILL_GROUP_M,
+        STREAM=config.weight_cache is WeightCache.STREAM,
         num_warps=config.num_warps,
         **WITHOUT_ACCUMULATOR_REGISTERS,
         **_epilogue(problem, gemm),

@@ -192,11 +192,13 @@ def _moe_gemm_prefill_cdna4_kernel(
     THRESHOLD: gl.constexpr,
     BLOCK_M: gl.constexpr,
     GROUP_M: gl.constexpr,
+    STREAM: gl.constexpr,
 ):
     """One stage: ``x @ w[expert].T`` and its epilogue; see the module.
 
     x: uint8 codes, rows 16 · x_row_chunks bytes apart: of tokens, or in stage 2 (ACTIVATION "")
-    sorted. x_scale: by `arrange_scales`. w, w_scale: CDNA4_FRAGMENT. partial: None.
+    sorted. x_scale: by `arrange_scales`. w, w_scale: CDNA4_FRAGMENT. partial: None. STREAM: w and
+    w_scale are read once.
     """
     tile_m, tile_n = _tile_of_program(num_valid_ptr, gl.cdiv(row_units, 4), BLOCK_M, GROUP_M)
     first = gl.maximum(tile_m, 0) * BLOCK_M
@@ -219,7 +221,7 @@ def _moe_gemm_prefill_cdna4_kernel(
         depth_units=depth_units,
         BLOCK_M=BLOCK_M,
     )
-    variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT)
+    variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT, STREAM=STREAM)
     sums = multiply_tile(source, make_buffers(variant), variant)
     output = Output(
         out=out_ptr,

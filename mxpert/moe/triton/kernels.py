@@ -102,12 +102,11 @@ def _moe_gate_up_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     """Stage 1: gather tokens, multiply by gate and up weights, run `gate_up_epilogue`."""
-    num_features = num_n_blocks * 32
-    tile_m, tile_n, split = schedule(
-        num_valid_ptr, num_features, split_k, BLOCK_M, BLOCK_N, GROUP_M
-    )
+    num_columns = num_n_blocks * 32
+    tile_m, tile_n, split = schedule(num_valid_ptr, num_columns, split_k, BLOCK_M, BLOCK_N, GROUP_M)
     if tile_m < 0:
         return
     expert = tl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
@@ -120,14 +119,16 @@ def _moe_gate_up_kernel(
     w = Weights(w_ptr, w_scale_ptr, w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n)
     both_rows, both_features = gate_up_rows(tile_n, gate_up_group, BLOCK_N)  # [2 * BLOCK_N] each
     k = k_range(split, k_blocks_per_split, num_k_blocks)
-    w_rows = WeightRows(expert, both_rows, both_features < num_features)
-    acc = multiply_tile(x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, BLOCK_K, PREFETCH_SCALES)
+    w_rows = WeightRows(expert, both_rows, both_features < num_columns)
+    acc = multiply_tile(
+        x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, BLOCK_K, PREFETCH_SCALES, STREAM=STREAM
+    )
     gate, up = split_gate_up(acc)  # [BLOCK_M, BLOCK_N] float32 each
-    features = open_columns(tile_n, num_features, BLOCK_N)
+    features = open_columns(tile_n, num_columns, BLOCK_N)
     if partial_ptr is not None:
-        partials = Partials(partial_ptr, partial_rows, 2 * num_features)
+        partials = Partials(partial_ptr, partial_rows, 2 * num_columns)
         store_partial(partials, gate, split, rows, features)
-        store_partial(partials, up, split, rows, features, num_features)
+        store_partial(partials, up, split, rows, features, num_columns)
     else:
         gate_up_epilogue(
             Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
@@ -181,12 +182,11 @@ def _moe_up_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     """Stage 1 without a gate: gather tokens, multiply by up weights, run `up_epilogue`."""
-    num_features = num_n_blocks * 32
-    tile_m, tile_n, split = schedule(
-        num_valid_ptr, num_features, split_k, BLOCK_M, BLOCK_N, GROUP_M
-    )
+    num_columns = num_n_blocks * 32
+    tile_m, tile_n, split = schedule(num_valid_ptr, num_columns, split_k, BLOCK_M, BLOCK_N, GROUP_M)
     if tile_m < 0:
         return
     expert = tl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
@@ -195,14 +195,16 @@ def _moe_up_kernel(
     rows = open_rows(sorted_token_ids_ptr, tile_m, num_tokens, BLOCK_M)
     if tl.max(rows.mask.to(tl.int32), axis=0) == 0:  # a row block that is all padding
         return
-    features = open_columns(tile_n, num_features, BLOCK_N)
+    features = open_columns(tile_n, num_columns, BLOCK_N)
     x = Activations(x_ptr, x_scale_ptr, x_stride, x_scale_stride, rows.token, rows.mask)
     w = Weights(w_ptr, w_scale_ptr, w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n)
     w_rows = WeightRows(expert, features.index, features.mask)
     k = k_range(split, k_blocks_per_split, num_k_blocks)
-    up = multiply_tile(x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, BLOCK_K, PREFETCH_SCALES)
+    up = multiply_tile(
+        x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, BLOCK_K, PREFETCH_SCALES, STREAM=STREAM
+    )
     if partial_ptr is not None:
-        store_partial(Partials(partial_ptr, partial_rows, num_features), up, split, rows, features)
+        store_partial(Partials(partial_ptr, partial_rows, num_columns), up, split, rows, features)
     else:
         up_epilogue(
             Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
@@ -252,6 +254,7 @@ def _moe_down_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     """Stage 2: multiply sorted rows by the down projection, then run `down_epilogue`."""
     num_columns = num_n_blocks * 32
@@ -269,7 +272,9 @@ def _moe_down_kernel(
     w = Weights(w_ptr, w_scale_ptr, w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n)
     w_rows = WeightRows(expert, columns.index, columns.mask)
     k = k_range(split, k_blocks_per_split, num_k_blocks)
-    acc = multiply_tile(x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, BLOCK_K, PREFETCH_SCALES)
+    acc = multiply_tile(
+        x, x_row_scale_ptr, w, w_rows, k, X_FORMAT, BLOCK_K, PREFETCH_SCALES, STREAM=STREAM
+    )
     if partial_ptr is not None:
         store_partial(Partials(partial_ptr, partial_rows, num_columns), acc, split, rows, columns)
     else:

@@ -80,21 +80,27 @@ def k_range(split, blocks_per_split, num_blocks):
 
 
 @triton.jit
-def load_scales(row_ptrs, row_mask, block, k, BLOCK_K: tl.constexpr):
-    """Load E8M0 scales, [rows, BLOCK_K/32] uint8; 0 outside the matrix."""
+def load_scales(row_ptrs, row_mask, block, k, BLOCK_K: tl.constexpr, CACHE: tl.constexpr):
+    """Load E8M0 scales, [rows, BLOCK_K/32] uint8; 0 outside the matrix.
+
+    CACHE: Triton's cache modifier.
+    """
     blocks = block + tl.arange(0, BLOCK_K // 32)
     return tl.load(
         row_ptrs[:, None] + blocks[None, :],
         other=0,
         mask=row_mask[:, None] & (blocks < k.total)[None, :],
+        cache_modifier=CACHE,
     )
 
 
 @triton.jit
-def load_rows(row_ptrs, row_mask, block, k, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_rows(
+    row_ptrs, row_mask, block, k, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, CACHE: tl.constexpr
+):
     """Load codes or bf16 values, [rows, BLOCK_K] (e2m1: [rows, BLOCK_K/2] uint8, two codes a byte).
 
-    Elements outside the matrix are 0.
+    Elements outside the matrix are 0. CACHE: as in `load_scales`.
     """
     PER_BLOCK: tl.constexpr = 16 if FORMAT == "e2m1" else 32
     elements = block * PER_BLOCK + tl.arange(0, BLOCK_K // 32 * PER_BLOCK)
@@ -102,6 +108,7 @@ def load_rows(row_ptrs, row_mask, block, k, FORMAT: tl.constexpr, BLOCK_K: tl.co
         row_ptrs[:, None] + elements[None, :],
         other=0,
         mask=row_mask[:, None] & (elements < k.total * PER_BLOCK)[None, :],
+        cache_modifier=CACHE,
     )
 
 
@@ -115,6 +122,7 @@ def multiply_tile(
     X_FORMAT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     """``x @ w[expert, rows].T`` over a range of K, float32 [x rows, w rows].
 
@@ -124,6 +132,7 @@ def multiply_tile(
         PREFETCH_SCALES: load scales one step before their use. On NVIDIA scales are too narrow for
             asynchronous copies, so the pipeliner would load them in the step that uses them. On AMD
             the pipeliner loads them ahead.
+        STREAM: weights and their scales are the first to leave the caches (AMD: non-temporal).
     """
     tl.static_assert(BLOCK_K % 32 == 0, "BLOCK_K must hold whole blocks of 32")
     IS_MX: tl.constexpr = X_FORMAT != "bf16"
@@ -131,26 +140,27 @@ def multiply_tile(
     W_ROWS: tl.constexpr = w_rows.rows.shape[0]
     STEP: tl.constexpr = BLOCK_K // 32
     AHEAD: tl.constexpr = STEP if PREFETCH_SCALES else 0
+    CACHE: tl.constexpr = ".cg" if STREAM else ""
     BY_BITS: tl.constexpr = (X_FORMAT == "e4m3") and not has_fp8_instructions()
     DECODED: tl.constexpr = "bf16" if BY_BITS else X_FORMAT
     x_ptrs = x.ptr + x.rows.to(tl.int64) * x.stride
     row, expert = w_rows.rows.to(tl.int64), w_rows.expert.to(tl.int64)
     w_ptrs = w.ptr + expert * w.stride_e + row * w.stride_n
     w_scale_ptrs = w.scale_ptr + expert * w.scale_stride_e + row * w.scale_stride_n
-    w_scale = load_scales(w_scale_ptrs, w_rows.mask, k.first, k, BLOCK_K)
+    w_scale = load_scales(w_scale_ptrs, w_rows.mask, k.first, k, BLOCK_K, CACHE)
     if IS_MX:
         x_scale_ptrs = x.scale_ptr + x.rows.to(tl.int64) * x.scale_stride
-        x_scale = load_scales(x_scale_ptrs, x.mask, k.first, k, BLOCK_K)
+        x_scale = load_scales(x_scale_ptrs, x.mask, k.first, k, BLOCK_K, "")
     acc = tl.zeros((W_ROWS, ROWS) if IS_MX else (ROWS, W_ROWS), tl.float32)
     for block in range(k.first, k.last, STEP):
         # [ROWS, BLOCK_K] bf16 or uint8 codes; e2m1: [ROWS, BLOCK_K/2] uint8, two codes a byte
-        x_tile = load_rows(x_ptrs, x.mask, block, k, X_FORMAT, BLOCK_K)
+        x_tile = load_rows(x_ptrs, x.mask, block, k, X_FORMAT, BLOCK_K, "")
         # [W_ROWS, BLOCK_K/2] uint8, two e2m1 codes a byte
-        w_tile = load_rows(w_ptrs, w_rows.mask, block, k, "e2m1", BLOCK_K)
+        w_tile = load_rows(w_ptrs, w_rows.mask, block, k, "e2m1", BLOCK_K, CACHE)
         # uint8 E8M0 scales: [ROWS, STEP] of x, [W_ROWS, STEP] of w
         if IS_MX:
-            next_x_scale = load_scales(x_scale_ptrs, x.mask, block + AHEAD, k, BLOCK_K)
-        next_w_scale = load_scales(w_scale_ptrs, w_rows.mask, block + AHEAD, k, BLOCK_K)
+            next_x_scale = load_scales(x_scale_ptrs, x.mask, block + AHEAD, k, BLOCK_K, "")
+        next_w_scale = load_scales(w_scale_ptrs, w_rows.mask, block + AHEAD, k, BLOCK_K, CACHE)
         w_scale = w_scale if PREFETCH_SCALES else next_w_scale
         if IS_MX:
             x_scale = x_scale if PREFETCH_SCALES else next_x_scale
