@@ -177,7 +177,7 @@ def test_a_missing_setting_takes_its_default() -> None:
         HopperGemmConfig("decode", 8, 5, hi_lo=True),
         Cdna4GemmConfig("prefill", 8, 256),
         GemmConfig(8, 64, 128, weight_cache="stream"),
-        Cdna4GemmConfig("prefill", 8, 256, weight_cache="stream"),
+        Cdna4GemmConfig("prefill", 8, 256, weight_cache="stream", group_m=2, persistent=True),
     ],
 )
 def test_a_config_of_either_kind_can_be_read(stage: StageConfig) -> None:

@@ -253,6 +253,16 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "GemmConfig: weight_cache — need one of",
     ),
+    "cdna4-persistent": (
+        lambda: Cdna4GemmConfig("prefill", 64, 256, persistent=1),
+        TypeError,
+        "Cdna4GemmConfig: persistent — need a bool, got 1",
+    ),
+    "cdna4-runs": (
+        lambda: Cdna4GemmConfig("prefill", 64, 256, num_runs=0),
+        ValueError,
+        "Cdna4GemmConfig: num_runs — need an int of at least 1, got 0",
+    ),
     "cdna4-cache": (
         lambda: Cdna4GemmConfig("decode", 16, 256, weight_cache=True),
         ValueError,

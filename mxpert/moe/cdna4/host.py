@@ -205,9 +205,11 @@ def _prefill_launches(
     problem: MoEProblem, config: Cdna4GemmConfig, gemm: Gemm
 ) -> tuple[Launch, Launch | None]:
     """Launch of the prefill kernel."""
+    tiles = -(-gemm.row_units * UNIT_ROWS // config.block_n) * gemm.row_blocks
+    resident = heuristics.resident_workgroups(config, gemm.x_format) * problem.target.num_sms
     launch = Launch(
         _moe_gemm_prefill_cdna4_kernel,
-        (-(-gemm.row_units * UNIT_ROWS // config.block_n) * gemm.row_blocks,),
+        (min(tiles, resident) if config.persistent else tiles,),
         num_tokens=problem.num_tokens,
         num_experts=problem.num_experts,
         num_k_blocks=heuristics.depth(problem, gemm.op) // MX_BLOCK_SIZE,
@@ -217,7 +219,9 @@ def _prefill_launches(
         x_row_chunks=gemm.x_row_chunks,
         X_FORMAT=gemm.x_format,
         BLOCK_M=config.block_m,
-        GROUP_M=heuristics.PREFILL_GROUP_M,
+        GROUP_M=config.group_m,
+        NUM_RUNS=config.num_runs,
+        PERSISTENT=config.persistent,
         STREAM=config.weight_cache is WeightCache.STREAM,
         num_warps=config.num_warps,
         **WITHOUT_ACCUMULATOR_REGISTERS,

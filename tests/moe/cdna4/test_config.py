@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 
 import pytest
@@ -115,3 +116,60 @@ def test_the_tuner_tries_every_pair_of_row_blocks() -> None:
             for each in LAYER.configs(layer(4096, a_format))
         }
         assert found == {pair: max(pair) for pair in itertools.product(blocks, repeat=2)}
+
+
+# --- order of tiles and grid ------------------------------------------------------------------
+
+DEEPSEEK = {"num_experts": 256, "top_k": 8, "hidden_size": 7168, "intermediate_size": 2048}
+
+
+@pytest.mark.parametrize("a_format", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "wanted"),
+    [
+        pytest.param(4096, DEEPSEEK, True, id="deepseek-v3"),
+        pytest.param(16384, DEEPSEEK | {"num_experts": 384}, True, id="kimi-k2"),
+        pytest.param(4095, DEEPSEEK, False, id="fewer tokens"),
+        pytest.param(4096, DEEPSEEK | {"num_experts": 32}, False, id="a rank of eight"),
+        pytest.param(4096, DEEPSEEK | {"intermediate_size": 4096}, False, id="large experts"),
+        pytest.param(16384, {}, False, id="gpt-oss"),
+    ],
+)
+def test_stage_2_of_many_small_experts_is_persistent(
+    a_format: str, tokens: int, sizes: dict[str, int], wanted: bool
+) -> None:
+    problem = layer(tokens, a_format, **sizes)
+    chosen = LAYER.heuristic(problem)
+    assert (chosen.gate_up.persistent, chosen.down.persistent) == (False, wanted)
+    alone = replace(problem, op=Op.MOE_DOWN, routing_block_m=chosen.routing_block_m)
+    assert KERNELS[Op.MOE_DOWN].heuristic(alone) == chosen.down
+    said = f"down: kernel=prefill block_m={chosen.down.block_m} .* persistent={wanted}"
+    assert re.search(said, str(explain_problem(problem)))
+
+
+def test_orders_and_grids_are_tried_in_each_stage() -> None:
+    problem = layer(16384)
+    first, *others = LAYER.configs(problem)
+    assert (first.gate_up.group_m, first.gate_up.num_runs) == (8, 8)
+    for stage, other in (("gate_up", "down"), ("down", "gate_up")):
+        fixed = [each for each in others if getattr(each, other) == getattr(first, other)]
+        own, found = getattr(first, stage), {getattr(each, stage) for each in fixed}
+        assert replace(own, persistent=True) in found
+        assert replace(own, group_m=2, num_runs=4) in found  # of the reference's stage 2
+
+
+@pytest.mark.parametrize("change", [{"group_m": 8}, {"num_runs": 1}, {"persistent": True}], ids=str)
+def test_decode_has_one_order_and_one_grid(change: dict[str, int]) -> None:
+    """And refuses what it would ignore."""
+    problem = replace(layer(1), op=Op.MOE_DOWN)
+    config = replace(LAYER.heuristic(layer(1)).down, **change)
+    with pytest.raises(ValueError, match="group_m = 1, num_runs = 8, and not persistent"):
+        require_valid(config, problem)
+
+
+@pytest.mark.parametrize("group_m", [1, 3, 1000])
+@pytest.mark.parametrize("num_runs", [1, 7, 8])
+def test_any_order_is_valid(group_m: int, num_runs: int) -> None:
+    config = LAYER.heuristic(layer(16384)).down
+    config = replace(config, group_m=group_m, num_runs=num_runs, persistent=True)
+    require_valid(config, replace(layer(16384), op=Op.MOE_DOWN))
