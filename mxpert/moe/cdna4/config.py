@@ -152,9 +152,17 @@ def unsupported(problem: MoEProblem) -> str | None:
         return f"writes bfloat16, float16 or float32, not {problem.options.out_dtype}"
     if problem.routing_block_m % min(DECODE_BLOCKS_M):
         return f"needs routing_block_m to be a multiple of {min(DECODE_BLOCKS_M)}"
-    if problem.num_tokens * problem.hidden_size * 4 >= _MOST_BYTES:
-        return f"takes fewer than {_MOST_BYTES // 4} activations"
+    if problem.op is not Op.FUSED_MOE and problem.num_tokens > most_tokens(problem):
+        return (
+            f"takes fewer than {_MOST_BYTES // 4} activations in a stage; call fused_moe, or the "
+            "stages with fewer tokens at a time"
+        )
     return None
+
+
+def most_tokens(problem: MoEProblem) -> int:
+    """Most tokens whose activations and float32 outputs offsets reach."""
+    return (_MOST_BYTES - 1) // (problem.hidden_size * 4)
 
 
 def weight_rows(problem: MoEProblem, op: Op) -> int:
