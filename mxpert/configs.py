@@ -1,6 +1,6 @@
 """Configs of the kernels: tiles and schedules, to pin with `override` and to store in tables."""
 
-from .core.stage_configs import GemmConfig, MoEConfig, ReferenceConfig
+from .core.stage_configs import GemmConfig, MoEConfig, ReferenceConfig, WeightCache
 from .moe.cdna4.config import Cdna4GemmConfig, Cdna4Kernel
 from .moe.hopper.config import HopperGemmConfig, HopperKernel
 
@@ -12,4 +12,5 @@ __all__ = [
     "HopperKernel",
     "MoEConfig",
     "ReferenceConfig",
+    "WeightCache",
 ]

@@ -13,9 +13,10 @@ judges the loop of one compute unit. `stage_seconds` adds what a stage is beside
 A compute unit with fewer workgroups than it holds is as fast as each of them is alone, until it
 reaches the rate of the full one.
 
-It leaves out epilogues and launches. Split-K adds a launch, so `best_config` compares it only where
-the heuristic's choice has as many. The loops of both stages are the same but for the addresses of
-their rows, so that of `down` stands for both.
+It leaves out epilogues and launches, and the hit rate of L2: `weight_cache` makes no difference
+here, so the rule of the heuristic decides it. Split-K adds a launch, so `best_config` compares it
+only where the heuristic's choice has as many. The loops of both stages are the same but for the
+addresses of their rows, so that of `down` stands for both.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from benchmarks.gfx950.cells import DEEPSEEK, GPT_OSS, LONGER, WEIGHTS, moe_repo
 from gfx950emu.timing import MI355X as CHIP
 from gfx950emu.timing import Execution, model_loop
 from gfx950emu.timing.execution import find_loop
-from mxpert.configs import Cdna4GemmConfig
+from mxpert.configs import Cdna4GemmConfig, WeightCache
 from mxpert.core.problem import MoEConfig, MoEOptions, MoEProblem, Op, SiLU
+from mxpert.core.stage_configs import other_weight_caches
 from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS
 from mxpert.formats.tensor import Layout
 from mxpert.moe.cdna4 import config as cdna4
@@ -71,7 +73,8 @@ class LoopKey:
     """What a rate depends on.
 
     Args:
-        config: with k_splits = 1; splits shorten the loop and leave it as it is.
+        config: with k_splits = 1 and weights that are kept; splits shorten the loop and leave it as
+            it is, and the model has no cache that streamed weights would leave.
         activation_format: of the layer.
         alone: one workgroup on each of `ALONE_UNITS`, instead of as many as all compute units hold.
     """
@@ -138,7 +141,8 @@ def stage_seconds(
     tiles = row_blocks * -(-row_units * UNIT_ROWS // config.block_n) * config.k_splits
     shares = config.k_splits * config.k_slices
     depth = -(-depth_units // shares) * config.k_slices * UNIT_CODES
-    loop = LoopKey(replace(config, k_splits=1), layer.options.activation_format)
+    same_loop = replace(config, k_splits=1, weight_cache=WeightCache.KEEP)
+    loop = LoopKey(same_loop, layer.options.activation_format)
     full = rate_of(loop)
     rounds, left = divmod(tiles, full.workgroups * CHIP.compute_units)
     cycles = rounds * (depth * full.cycles + CHIP.stream_latency)
@@ -191,13 +195,17 @@ def is_modelled(layer: MoEProblem) -> bool:
 def best_config(layer: MoEProblem, rate_of: RateOf = executed_rate) -> Choice:
     """The least modelled time among the backend's configs that need no more launches.
 
-    Larger blocks are left out: they load the same weights, and compute and hold more rows.
+    Larger blocks are left out: they load the same weights, and compute and hold more rows. So are
+    configs that differ in `weight_cache` alone, which the model does not see.
     """
     first = cdna4.layer_heuristic(layer)
+    left_out = set(other_weight_caches(first))
     seconds = {
         config: layer_seconds(layer, config, rate_of)
         for config in cdna4.layer_configs(layer)
-        if config.routing_block_m == BLOCK_M and launches(config) <= launches(first)
+        if config.routing_block_m == BLOCK_M
+        and launches(config) <= launches(first)
+        and config not in left_out
     }
     best = min(seconds, key=lambda config: seconds[config])
     return Choice(layer, first, seconds[first], best, seconds[best], len(seconds))

@@ -40,6 +40,7 @@ from .stage_configs import GemmConfig as GemmConfig
 from .stage_configs import MoEConfig as MoEConfig
 from .stage_configs import ReferenceConfig as ReferenceConfig
 from .stage_configs import StageConfig as StageConfig
+from .stage_configs import WeightCache as WeightCache
 
 
 class Combine(ValueEnum):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -26,12 +28,39 @@ def require_positive(config: Any, name: str) -> None:
         raise ValueError(message(type(config).__name__, name, "an int of at least 1", repr(value)))
 
 
-def set_kernel(config: Any, kernels: type[enum.StrEnum]) -> None:
-    """Make `config.kernel` a member of `kernels`; raise ValueError for an unknown name."""
-    kernel, names = config.kernel, [each.value for each in kernels]
-    known = isinstance(kernel, str) and kernel in names
-    require(known, type(config).__name__, "kernel", need=f"one of {names}", got=repr(kernel))
-    object.__setattr__(config, "kernel", kernels(kernel))
+def set_member(config: Any, name: str, members: type[enum.StrEnum]) -> None:
+    """Make a field a member of an enum; raise ValueError for an unknown name."""
+    value, names = getattr(config, name), [each.value for each in members]
+    known = isinstance(value, str) and value in names
+    require(known, type(config).__name__, name, need=f"one of {names}", got=repr(value))
+    object.__setattr__(config, name, members(value))
+
+
+class WeightCache(enum.StrEnum):
+    """Whether a GEMM's weights stay in the caches after they are read.
+
+    KEEP: they are cached like other data, for row blocks of the same expert that read them again.
+    STREAM: loads carry the hint that lines leave the caches first. It pays where an expert has at
+        most one row block, so that its weights are read once.
+
+    Source:
+        The non-temporal weight loads of FlyDSL's MoE kernels (pull request 753).
+
+    Example:
+        >>> WeightCache("stream") is WeightCache.STREAM
+        True
+    """
+
+    KEEP = "keep"
+    STREAM = "stream"
+
+    def __repr__(self) -> str:
+        return f"WeightCache.{self.name}"
+
+    @property
+    def other(self) -> WeightCache:
+        """The other member."""
+        return WeightCache.KEEP if self is WeightCache.STREAM else WeightCache.STREAM
 
 
 class StageConfig:
@@ -62,10 +91,13 @@ class GemmConfig(StageConfig):
         num_stages: buffers of its pipeline.
         group_m: row blocks that share weights in L2.
         split_k: thread blocks that share the contracted dimension of a tile.
+        weight_cache: whether weights stay in the caches, or its name. NVIDIA GPUs and grouped GEMMs
+            have KEEP.
 
     Raises:
-        TypeError: a value that is no int.
-        ValueError: `block_m` below 1. An op raises it too for a tile that its kernel cannot run.
+        TypeError: a size that is no int.
+        ValueError: `block_m` below 1, or an unknown name. An op raises it too for a tile that its
+            kernel cannot run.
 
     Example:
         >>> GemmConfig(16, 64, 128).num_stages
@@ -79,9 +111,11 @@ class GemmConfig(StageConfig):
     num_stages: int = 3
     group_m: int = 1
     split_k: int = 1
+    weight_cache: WeightCache = WeightCache.KEEP
 
     def __post_init__(self) -> None:
-        require_integers(self, tuple(vars(self)))
+        set_member(self, "weight_cache", WeightCache)
+        require_integers(self, tuple(name for name in vars(self) if name != "weight_cache"))
         require_positive(self, "block_m")
 
 
@@ -107,6 +141,16 @@ class MoEConfig:
     gate_up: StageConfig
     down: StageConfig
 
+    @classmethod
+    def of(cls, gate_up: StageConfig, down: StageConfig) -> MoEConfig:
+        """The config with the smallest `routing_block_m` that serves two stages.
+
+        Example:
+            >>> MoEConfig.of(GemmConfig(16, 64, 128), GemmConfig(32, 64, 128)).routing_block_m
+            32
+        """
+        return cls(math.lcm(gate_up.block_m, down.block_m), gate_up, down)
+
     def __post_init__(self) -> None:
         require_positive(self, "routing_block_m")
         for name, stage in (("gate_up", self.gate_up), ("down", self.down)):
@@ -119,6 +163,17 @@ class MoEConfig:
                 need=f"a multiple of block_m = {stage.block_m}",
                 got=self.routing_block_m,
             )
+
+
+def other_weight_caches(layer: MoEConfig) -> Iterator[MoEConfig]:
+    """The layer with the other `weight_cache` in stage 1, in stage 2, and in both."""
+    gate_up, down = (
+        replace(stage, weight_cache=stage.weight_cache.other)
+        for stage in cast("tuple[Any, Any]", (layer.gate_up, layer.down))
+    )
+    yield replace(layer, gate_up=gate_up)
+    yield replace(layer, down=down)
+    yield replace(layer, gate_up=gate_up, down=down)
 
 
 @dataclass(frozen=True)

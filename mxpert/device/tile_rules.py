@@ -91,7 +91,10 @@ def shrink_until_valid(
 
     If none is, the smallest.
     """
-    block_k = min(64, config.block_k)
-    smaller = ({"num_stages": 3}, {"num_stages": 2}, {"num_stages": 2, "block_k": block_k})
-    candidates = [config, *(replace(config, **change) for change in smaller)]
+    candidates = [
+        config,
+        replace(config, num_stages=3),
+        replace(config, num_stages=2),
+        replace(config, num_stages=2, block_k=min(64, config.block_k)),
+    ]
     return next((c for c in candidates if invalid(c) is None), candidates[-1])

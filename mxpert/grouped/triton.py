@@ -11,7 +11,7 @@ import torch
 import triton
 
 from ..core.launch import CACHED_LAUNCHES, Launch
-from ..core.problem import GemmConfig, GroupedProblem, Op, Target
+from ..core.problem import GemmConfig, GroupedProblem, Op, Target, WeightCache
 from ..device.groups import group_block, refuse_groups
 from ..device.targets import decodes_fp8, has_mma_sync_only, has_tcgen05, has_wgmma
 from ..device.tile_rules import (
@@ -53,6 +53,8 @@ def invalid(problem: GroupedProblem, config: GemmConfig) -> str | None:
     """Why `config` cannot run, as a phrase; None if it can. Tuner and heuristic both use this."""
     if config.split_k != 1:
         return f"needs split_k 1, got {config.split_k}"
+    if config.weight_cache is not WeightCache.KEEP:
+        return f"needs weight_cache keep, got {config.weight_cache.value}"
     block_scaled = problem.a_format != "bf16" and has_tcgen05(problem.target)
     if block_scaled and config.block_m < SCALED_MMA_ROWS:
         return f"block-scaled MMA is {SCALED_MMA_ROWS} rows high, block_m is {config.block_m}"

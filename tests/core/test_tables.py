@@ -176,6 +176,8 @@ def test_a_missing_setting_takes_its_default() -> None:
         GemmConfig(8, 64, 128, split_k=2),
         HopperGemmConfig("decode", 8, 5, hi_lo=True),
         Cdna4GemmConfig("prefill", 8, 256),
+        GemmConfig(8, 64, 128, weight_cache="stream"),
+        Cdna4GemmConfig("prefill", 8, 256, weight_cache="stream", group_m=2, persistent=True),
     ],
 )
 def test_a_config_of_either_kind_can_be_read(stage: StageConfig) -> None:
@@ -189,6 +191,9 @@ def test_a_config_of_either_kind_can_be_read(stage: StageConfig) -> None:
     assert read() == layer
     with pytest.raises(ValueError, match=r"t\.down — need .* unknown \['speed'\]"):
         read(speed=1)
+    if isinstance(stage, GemmConfig | Cdna4GemmConfig):
+        with pytest.raises(ValueError, match=r"t\.down — .* weight_cache — need .* 'drop'"):
+            read(weight_cache="drop")
     if isinstance(stage, HopperGemmConfig):
         with pytest.raises(ValueError, match=r"t\.down — .* kernel — need .* 'dense'"):
             read(kernel="dense")

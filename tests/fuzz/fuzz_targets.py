@@ -311,7 +311,8 @@ LAYERS = [
         "GemmConfig",
         mxpert.configs.GemmConfig,
         lambda r: dict(
-            block_m=16, block_n=16, block_k=32, num_warps=4, num_stages=1, group_m=1, split_k=1
+            **dict(block_m=16, block_n=16, block_k=32, num_warps=4, num_stages=1, group_m=1),
+            **dict(split_k=1, weight_cache="stream"),
         ),
     ),
     Target(

@@ -18,14 +18,15 @@ import pytest
 import torch
 
 import mxpert
-from gfx950emu import Report
+from gfx950emu import Fault, Report
 from mxpert import Combine
 from mxpert.configs import Cdna4GemmConfig
 from mxpert.core.backend import BACKENDS
 from mxpert.core.problem import GemmConfig, Op
 from mxpert.core.registry import kernel_of
-from mxpert.moe.cdna4 import decode, host, prefill
-from mxpert.moe.cdna4.config import PREFILL_GROUP_M, prefill_config
+from mxpert.moe.cdna4 import decode, host, prefill, prefill_mainloop
+from mxpert.moe.cdna4.config import prefill_config
+from mxpert.testing import gfx950
 from mxpert.testing.gfx950 import emulate
 from mxpert.testing.problems import MoEInputs, MoEShape
 from support.exact import exact_moe_problem
@@ -70,70 +71,147 @@ def executed(reports: list[Report], pattern: str) -> int:
 # --- cache bits ----------------------------------------------------------------------------------
 
 
-def streamed_share(num_tokens: int) -> float:
-    """Share of the decode kernel's wide loads that bypass caches."""
-    reports = down(exact_moe_problem(SHAPE, num_tokens), "cdna4", DECODE, Combine.FLAT)
-    wide = r"buffer_load_dwordx4 v\["  # of weights; activations go to LDS
-    return executed(reports, wide + r".* nt") / executed(reports, wide)
+WEIGHTS, ROWS = ("w_ptr", "w_scale_ptr"), ("x_ptr", "x_scale_ptr")
 
 
-def check_streaming() -> None:
-    """Weights that one tile reads are streamed; those that several tiles read are cached."""
-    assert streamed_share(16) == 1
-    assert streamed_share(17) == 0
+def hints(report: Report, parameters: tuple[str, ...]) -> set[bool]:
+    """Whether the executed loads of these tensors carry the non-temporal hint."""
+    regions = [report.regions[name] for name in parameters]
+    return {
+        bool(re.search(r"\bnt\b", text))
+        for trace in report.traces
+        for position, lines in trace.half_lines.items()
+        for text in [report.program.instructions[trace.instructions[position]].text]
+        if "load" in text and lines.size and any(int(lines[0]) * 64 in each for each in regions)
+    }
 
 
-def test_weights_are_streamed_unless_they_are_read_again() -> None:
-    check_streaming()
+def check_streaming(backend: str, unit: int, num_tokens: int, config: Any = None) -> bool:
+    """Whether all loads of weights stream; none of rows may, and no part of the weights alone."""
+    reports = down(exact_moe_problem(SHAPE, num_tokens), backend, config, Combine.FLAT, unit)
+    report = next(each for each in reports if "w_ptr" in each.regions)
+    assert hints(report, ROWS) == {False}
+    found = [hints(report, (name,)) for name in WEIGHTS]
+    assert found in ([{True}] * 2, [{False}] * 2)
+    return found[0] == {True}
+
+
+def check_rule(unit: int) -> None:
+    """Weights of an expert with one row block are streamed; with two they are kept."""
+    assert check_streaming("cdna4", unit, unit)
+    assert not check_streaming("cdna4", unit, unit + 1)
+
+
+units = pytest.mark.parametrize("unit", [16, 64], ids=["decode", "prefill"])
+
+
+@units
+def test_weights_are_streamed_unless_they_are_read_again(unit: int) -> None:
+    check_rule(unit)
+
+
+@pytest.mark.parametrize("cache", ["keep", "stream"])
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [("cdna4", DECODE), ("cdna4", prefill_config(64)), ("triton", PORTABLE)],
+    ids=["decode", "prefill", "portable"],
+)
+def test_a_pinned_cache_policy_is_obeyed(backend: str, config: Any, cache: str) -> None:
+    """Whatever the rows: the rule would stream 16 rows and keep 80."""
+    pinned = replace(config, weight_cache=cache)
+    for num_tokens in (16, 80):
+        assert check_streaming(backend, 64, num_tokens, pinned) is (cache == "stream")
 
 
 # --- the order of tiles --------------------------------------------------------------------------
 
 
-def tiles_of(report: Report, width: int, block_m: int) -> list[tuple[int, int] | None]:
-    """The row block and weight tile that each workgroup stores."""
+def tiles_of(report: Report, width: int, block_m: int) -> list[list[tuple[int, int]]]:
+    """The row blocks and weight tiles that each workgroup stores, in its order."""
     region = report.regions["out_ptr"]
-    found: list[tuple[int, int] | None] = [None] * report.grid[0]
+    found: list[list[tuple[int, int]]] = [[] for _ in range(report.grid[0])]
     for trace in report.traces:
         for position, lines in sorted(trace.half_lines.items()):
             text = report.program.instructions[trace.instructions[position]].text
-            if "store" in text and lines.size and int(lines[0]) * 64 in region:
+            stores = trace.wave == 0 and "store" in text and lines.size
+            if stores and int(lines[0]) * 64 in region:
                 row, column = divmod((int(lines[0]) * 64 - region.start) // 2, width)
-                found[trace.workgroup] = row // block_m, column // 256
-                break
+                tile = row // block_m, column // 256
+                if found[trace.workgroup][-1:] != [tile]:
+                    found[trace.workgroup].append(tile)
     return found
 
 
-def expected_tiles(tiles_m: int, tiles_n: int) -> list[tuple[int, int]]:
-    """The order of the kernel's documentation: dies in turn, a run of tiles each."""
-    runs = [
+def expected_tiles(
+    tiles_m: int, tiles_n: int, group_m: int, num_runs: int
+) -> list[tuple[int, int]]:
+    """The order of the kernel's documentation: runs in turn, of groups of row blocks."""
+    tiles = [
         (first + m, n)
-        for first in range(0, tiles_m, PREFILL_GROUP_M)
+        for first in range(0, tiles_m, group_m)
         for n in range(tiles_n)
-        for m in range(min(PREFILL_GROUP_M, tiles_m - first))
+        for m in range(min(group_m, tiles_m - first))
     ]
-    each, more = divmod(len(runs), NUM_DIES)
-    starts = [die * each + min(die, more) for die in range(NUM_DIES)]
-    return [runs[starts[p % NUM_DIES] + p // NUM_DIES] for p in range(len(runs))]
+    each, more = divmod(len(tiles), num_runs)
+    starts = [run * each + min(run, more) for run in range(num_runs)]
+    return [tiles[starts[p % num_runs] + p // num_runs] for p in range(len(tiles))]
 
 
-def check_order() -> None:
-    """Eleven blocks of rows are a group of eight and one of three; three weight tiles."""
+def check_order(group_m: int, num_runs: int, persistent: bool = False) -> None:
+    """Eleven row blocks times three weight tiles: 33 are no multiple of the runs."""
     shape = replace(SHAPE, hidden_size=672)
     inputs = exact_moe_problem(shape, 11 * 64 - 5)
-    report = next(
-        each
-        for each in down(inputs, "cdna4", prefill_config(64), Combine.FLAT)
-        if "prefill" in each.kernel
-    )
+    chosen = replace(prefill_config(64), group_m=group_m, num_runs=num_runs, persistent=persistent)
+    with mock.patch.object(gfx950, "MI355X", replace(gfx950.MI355X, num_sms=4)):
+        reports = down(inputs, "cdna4", chosen, Combine.FLAT)
+    report = next(each for each in reports if "prefill" in each.kernel)
     found = tiles_of(report, 672, 64)
-    wanted = expected_tiles(11, 3)
-    assert found[: len(wanted)] == wanted
-    assert set(found[len(wanted) :]) <= {None}
+    wanted = expected_tiles(11, 3, group_m, num_runs)
+    if persistent:  # two workgroups on each of four CUs
+        assert found == [wanted[p::8] for p in range(8)]
+    else:
+        assert found[: len(wanted)] == [[tile] for tile in wanted]
+        assert not any(found[len(wanted) :])
 
 
-def test_each_die_has_a_run_of_tiles_in_groups() -> None:
-    check_order()
+RASTERS = {
+    "the heuristic's": (8, 8),
+    "row by row": (1, 1),
+    "of the reference": (2, 4),
+    "odd": (3, 5),
+}
+rasters = pytest.mark.parametrize("raster", RASTERS.values(), ids=RASTERS)
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["one-shot", "persistent"])
+@rasters
+def test_tiles_are_computed_in_the_order_of_the_config(
+    raster: tuple[int, int], persistent: bool
+) -> None:
+    check_order(*raster, persistent)
+
+
+def test_a_persistent_grid_executes_less_for_the_same_products() -> None:
+    """36 tiles in a grid of 48: twelve workgroups start for nothing, or eight compute them all."""
+    inputs = exact_moe_problem(MoEShape(768, 512, 8, 1, has_bias=False), 8 * 64)
+    found = []
+    for persistent in (False, True):
+        chosen = replace(prefill_config(64), persistent=persistent)
+        with mock.patch.object(gfx950, "MI355X", replace(gfx950.MI355X, num_sms=4)):
+            reports = down(inputs, "cdna4", chosen, Combine.FLAT)
+        report = next(each for each in reports if "prefill" in each.kernel)
+        tiles = tiles_of(report, 768, 64)
+        found.append((report.grid[0], sum(map(len, tiles)), sum(map(bool, tiles))))
+        found.append((executed([report], "v_mfma"), report.instructions))
+    assert found[0::2] == [(48, 36, 36), (8, 36, 8)]
+    (products, one_shot), (same_products, persistent_grid) = found[1::2]
+    assert products == same_products
+    assert persistent_grid < 0.95 * one_shot
+
+
+def test_the_heuristic_gives_each_die_a_run_of_tiles_in_groups() -> None:
+    chosen = prefill_config(64)
+    assert (chosen.group_m, chosen.num_runs, chosen.persistent) == (8, NUM_DIES, False)
 
 
 # --- atomic additions ----------------------------------------------------------------------------
@@ -223,28 +301,62 @@ def as_reduce(backend: str) -> Any:
     return mock.patch.object(kernel, "launch", launch)
 
 
-def test_a_constant_cache_policy_is_seen() -> None:
-    for streams in (True, False):
-        with launched_with(host, STREAM=streams), pytest.raises(AssertionError):
-            check_streaming()
+@pytest.mark.parametrize("streams", [True, False], ids=["always", "never"])
+@units
+def test_a_constant_cache_policy_is_seen(unit: int, streams: bool) -> None:
+    with launched_with(host, STREAM=streams), pytest.raises(AssertionError):
+        check_rule(unit)
 
 
-def test_tiles_without_groups_are_seen() -> None:
-    with launched_with(host, GROUP_M=1), pytest.raises(AssertionError):
-        check_order()
-
-
-def test_tiles_dealt_to_dies_one_by_one_are_seen(tmp_path: Path) -> None:
-    mapping = (
-        "tile = die * (total // NUM_XCDS) + gl.minimum(die, total % NUM_XCDS) + program // NUM_XCDS"
-    )
-    name = "_moe_gemm_prefill_cdna4_kernel"
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("offsets, variant.STREAM)", "offsets, False)"),
+        ("        variant.STREAM,\n    )", "        False,\n    )"),
+        ("pair, steps, False)", "pair, steps, True)"),
+    ],
+    ids=["codes", "scales of weights", "scales of rows"],
+)
+def test_streaming_of_the_wrong_part_is_seen(old: str, new: str, tmp_path: Path) -> None:
+    name, module = "_moe_gemm_prefill_cdna4_kernel", "from .{}prefill_mainloop import"
     with (
-        source_with(prefill, name, mapping, "tile = program", tmp_path) as kernel,
+        source_with(prefill_mainloop, "multiply_tile", old, new, tmp_path),
+        source_with(prefill, name, module.format(""), module.format("copied_"), tmp_path) as kernel,
         launched_with(host, kernel=kernel),
         pytest.raises(AssertionError),
     ):
-        check_order()
+        check_streaming("cdna4", 64, 64)
+
+
+@pytest.mark.parametrize("constants", [{"GROUP_M": 1}, {"NUM_RUNS": 1}], ids=str)
+@rasters
+def test_a_constant_order_is_seen(raster: tuple[int, int], constants: dict[str, int]) -> None:
+    """A kernel that ignores a part of the config, unless that is what it says."""
+    same = dict(zip(("GROUP_M", "NUM_RUNS"), raster, strict=True)) | constants
+    outcome = contextlib.nullcontext() if raster == (1, 1) else pytest.raises(AssertionError)
+    assert (tuple(same.values()) == raster) is (raster == (1, 1))
+    with launched_with(host, **constants), outcome:
+        check_order(*raster)
+
+
+RUN = "run * (total // NUM_RUNS) + gl.minimum(run, total % NUM_RUNS) + program // NUM_RUNS"
+ROW_BLOCK = "gl.where(program < total, group * GROUP_M + place % group_size, -1)"
+WRONG_ORDERS = {
+    "none": (RUN, "program"),
+    "weight tiles apart": (ROW_BLOCK, ROW_BLOCK.replace("place % group_size", "place % 1")),
+    "neighbours": ("gl.program_id(0), total, gl.num_programs(0)", "gl.program_id(0) * 4, total, 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ORDERS)
+def test_another_order_is_seen(name: str, tmp_path: Path) -> None:
+    kernel_name = "_moe_gemm_prefill_cdna4_kernel"
+    with (
+        source_with(prefill, kernel_name, *WRONG_ORDERS[name], tmp_path) as kernel,
+        launched_with(host, kernel=kernel),
+        pytest.raises((AssertionError, Fault)),
+    ):
+        check_order(8, 8, persistent=name == "neighbours")
 
 
 @pytest.mark.parametrize("backend", ["cdna4", "triton"])

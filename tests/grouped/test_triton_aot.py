@@ -187,6 +187,8 @@ def test_amd_refuses_mx_tiles_without_scaled_mfma() -> None:
     assert "set block_k to 128" in (heuristics.invalid(problem, low) or "")
     dense = replace(problem, a_format="bf16", b_format="bf16")
     assert heuristics.invalid(dense, low) is None
+    streamed = heuristics.invalid(dense, replace(low, weight_cache="stream"))
+    assert streamed == "needs weight_cache keep, got stream"
     with pytest.raises(ValueError, match=r"grouped_gemm: config — need .*as bf16"):
         heuristics.require_valid(problem, low)
 

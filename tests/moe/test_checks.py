@@ -248,6 +248,26 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "override-backend": (pinned(backend=["triton"]), ValueError, "override: backend — need one of"),
     "override-config": (pinned(config="fast"), TypeError, "override: config — need a GemmConfig"),
     "gemm-float": (lambda: GemmConfig(16.0, 32, 64), TypeError, "GemmConfig: block_m — need an"),
+    "gemm-cache": (
+        lambda: GemmConfig(16, 32, 64, weight_cache="evict"),
+        ValueError,
+        "GemmConfig: weight_cache — need one of",
+    ),
+    "cdna4-persistent": (
+        lambda: Cdna4GemmConfig("prefill", 64, 256, persistent=1),
+        TypeError,
+        "Cdna4GemmConfig: persistent — need a bool, got 1",
+    ),
+    "cdna4-runs": (
+        lambda: Cdna4GemmConfig("prefill", 64, 256, num_runs=0),
+        ValueError,
+        "Cdna4GemmConfig: num_runs — need an int of at least 1, got 0",
+    ),
+    "cdna4-cache": (
+        lambda: Cdna4GemmConfig("decode", 16, 256, weight_cache=True),
+        ValueError,
+        "Cdna4GemmConfig: weight_cache — need one of",
+    ),
     "cdna4-kernel": (
         lambda: Cdna4GemmConfig("dense", 16, 256),
         ValueError,

@@ -5,12 +5,21 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import cast
 
 from ...core.problem import MoEConfig, MoEProblem, Op
-from ...core.stage_configs import StageConfig, require_integers, require_positive, set_kernel
-from ...errors import require
+from ...core.stage_configs import (
+    StageConfig,
+    WeightCache,
+    other_weight_caches,
+    require_integers,
+    require_positive,
+    set_member,
+)
+from ...errors import message, require
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import FLOAT_DTYPES, MXFP4
 from .layout import CDNA4_FRAGMENT
@@ -37,6 +46,9 @@ class Cdna4Kernel(enum.StrEnum):
         return f"Cdna4Kernel.{self.name}"
 
 
+_TILE_SIZES = ("block_m", "block_n", "num_warps", "num_stages", "k_splits", "k_slices")
+
+
 @dataclass(frozen=True)
 class Cdna4GemmConfig(StageConfig):
     """Kernel, tile and schedule of one MoE stage on gfx950, to pin with `override`.
@@ -51,10 +63,17 @@ class Cdna4GemmConfig(StageConfig):
         k_splits: workgroups that share the contracted dimension of a tile.
         k_slices: waves of a workgroup that share the contracted dimension of a tile. The prefill
             kernel has one.
+        weight_cache: whether weights stay in the caches, or its name.
+        group_m: row blocks whose tiles of the same weights follow each other, and find them in L2.
+            The decode kernel has one.
+        num_runs: equal runs of tiles that workgroups take in turn. With 8 each die has a run of
+            neighbouring tiles, as in the decode kernel; with 1 workgroups follow one order.
+        persistent: whether as many workgroups start as are resident at once, and each computes
+            several tiles. The decode kernel has a workgroup for each tile.
 
     Raises:
         TypeError: a value of another type.
-        ValueError: an unknown kernel, or a size below 1. An op raises it too for a tile that the
+        ValueError: an unknown name, or a size below 1. An op raises it too for a tile that the
             kernel does not have.
 
     Example:
@@ -69,10 +88,18 @@ class Cdna4GemmConfig(StageConfig):
     num_stages: int = 2
     k_splits: int = 1
     k_slices: int = 1
+    weight_cache: WeightCache = WeightCache.KEEP
+    group_m: int = 1
+    num_runs: int = 8
+    persistent: bool = False
 
     def __post_init__(self) -> None:
-        set_kernel(self, Cdna4Kernel)
-        sizes = ("block_m", "block_n", "num_warps", "num_stages", "k_splits", "k_slices")
+        set_member(self, "kernel", Cdna4Kernel)
+        set_member(self, "weight_cache", WeightCache)
+        if type(self.persistent) is not bool:
+            got = repr(self.persistent)
+            raise TypeError(message("Cdna4GemmConfig", "persistent", "a bool", got))
+        sizes = (*_TILE_SIZES, "group_m", "num_runs")
         require_integers(self, sizes)
         for name in sizes:
             require_positive(self, name)
@@ -91,10 +118,19 @@ PREFILL_BLOCKS_M = (64, 128, 256)
 """Sorted rows of a prefill tile."""
 PREFILL_BLOCK_N = 256
 PREFILL_GROUP_M = 8
-"""Row blocks that share weight tiles in L2."""
+"""`group_m` of the heuristic."""
 
 _STEP_CYCLES = {"mxfp4": {64: 790, 128: 747, 256: 1068}, "mxfp8": {64: 658, 128: 1052, 256: 2060}}
 """Modelled cycles of a CU for 128 elements of depth of a prefill tile (Triton 3.6.0, L2 hits)."""
+
+_RASTERS = ((1, 1), (2, 4), (4, 8), (16, 8), (8, 1))
+"""`group_m` and `num_runs` that the tuner tries. FlyDSL's stage 2 has the second."""
+
+_PERSISTENT_EXPERTS, _PERSISTENT_TOKENS, _PERSISTENT_SIZE = 256, 4096, 3072
+"""Least experts and tokens, and largest intermediate size, of a persistent stage 2."""
+
+_TILE_RESIDUAL = 0.066
+"""Worst residual of the cycle model on AMD's measurements of tiles, as a part of MFMA's peak."""
 
 _RESIDENT_WAVES = 8
 """Waves of a CU that the heuristic wants: two of each SIMD hide the latency of each other's loads.
@@ -118,9 +154,17 @@ def unsupported(problem: MoEProblem) -> str | None:
         return f"writes bfloat16, float16 or float32, not {problem.options.out_dtype}"
     if problem.routing_block_m % min(DECODE_BLOCKS_M):
         return f"needs routing_block_m to be a multiple of {min(DECODE_BLOCKS_M)}"
-    if problem.num_tokens * problem.hidden_size * 4 >= _MOST_BYTES:
-        return f"takes fewer than {_MOST_BYTES // 4} activations"
+    if problem.op is not Op.FUSED_MOE and problem.num_tokens > most_tokens(problem):
+        return (
+            f"takes fewer than {_MOST_BYTES // 4} activations in a stage; call fused_moe, or the "
+            "stages with fewer tokens at a time"
+        )
     return None
+
+
+def most_tokens(problem: MoEProblem) -> int:
+    """Most tokens whose activations and float32 outputs offsets reach."""
+    return (_MOST_BYTES - 1) // (problem.hidden_size * 4)
 
 
 def weight_rows(problem: MoEProblem, op: Op) -> int:
@@ -142,6 +186,15 @@ def block_m_for(problem: MoEProblem) -> int:
     """Rows of a decode tile: the fewest that hold the rows of an average expert, or the most."""
     rows = problem.rows_per_expert
     return next((block for block in DECODE_BLOCKS_M if rows <= block), DECODE_BLOCKS_M[-1])
+
+
+def weight_cache_for(problem: MoEProblem, block_m: int) -> WeightCache:
+    """STREAM if an average expert has one row block at most: no other tile reads its weights.
+
+    The authors of FlyDSL's MoE kernels (pull request 753) measured on gfx950 that streaming takes 7
+    to 13 % less time up to there, and 6 to 25 % more beyond.
+    """
+    return WeightCache.STREAM if problem.rows_per_expert <= block_m else WeightCache.KEEP
 
 
 @functools.cache
@@ -167,6 +220,7 @@ def decode_config(problem: MoEProblem, op: Op, block_m: int) -> Cdna4GemmConfig:
         num_stages=4,
         k_splits=k_splits,
         k_slices=k_slices,
+        weight_cache=weight_cache_for(problem, block_m),
     )
 
 
@@ -185,13 +239,45 @@ def prefill_block_m(problem: MoEProblem) -> int | None:
     return min(PREFILL_BLOCKS_M, key=lambda block: -(-rows // block) * cycles[block])
 
 
+def _prefill_cycles(problem: MoEProblem, op: Op, block_m: int) -> int:
+    """Modelled cycles of a stage: each CU computes one tile after the other."""
+    row_units, depth_units = units(problem, op)
+    tiles = problem.hit_experts * math.ceil(problem.rows_per_expert / block_m)
+    rounds = -(-tiles * -(-row_units * UNIT_ROWS // PREFILL_BLOCK_N) // problem.target.num_sms)
+    format = "mxfp4" if problem.options.activation_format == "mxfp4" else "mxfp8"
+    return rounds * depth_units * _STEP_CYCLES[format][block_m]
+
+
+def prefill_blocks_m(problem: MoEProblem) -> tuple[int, int] | None:
+    """Rows of the prefill tiles of both stages; None for the decode kernel.
+
+    The stages have different numbers of weight rows, so the last tiles of one can leave many CUs
+    idle where those of the other do not. Each gets a tile of its own where that saves more of the
+    modelled cycles than the model's worst residual on tiles.
+    """
+    common = prefill_block_m(problem)
+    if common is None:
+        return None
+    apart = [
+        min(PREFILL_BLOCKS_M, key=functools.partial(_prefill_cycles, problem, op))
+        for op in STAGE_OPS
+    ]
+
+    def cycles(blocks: Iterable[int]) -> int:
+        return sum(map(functools.partial(_prefill_cycles, problem), STAGE_OPS, blocks))
+
+    gain = 1 - cycles(apart) / cycles((common, common))
+    return (apart[0], apart[1]) if gain > _TILE_RESIDUAL else (common, common)
+
+
 def stage_heuristic(problem: MoEProblem) -> Cdna4GemmConfig:
     """Config of a separate stage: block_m must divide the plan's routing_block_m."""
-    wanted = prefill_block_m(problem)
-    if wanted is not None:
+    blocks = prefill_blocks_m(problem)
+    if blocks is not None:
+        wanted = blocks[STAGE_OPS.index(problem.op)]
         allowed = [b for b in PREFILL_BLOCKS_M if problem.routing_block_m % b == 0 and b <= wanted]
         if allowed:
-            return prefill_config(allowed[-1])
+            return _prefill_config(problem, problem.op, allowed[-1])
     allowed = [rows for rows in DECODE_BLOCKS_M if problem.routing_block_m % rows == 0]
     block_m = max(rows for rows in allowed if rows <= max(block_m_for(problem), min(allowed)))
     return decode_config(problem, problem.op, block_m)
@@ -203,15 +289,51 @@ def stage_configs(problem: MoEProblem) -> Iterator[Cdna4GemmConfig]:
     yield first
     allowed = [rows for rows in DECODE_BLOCKS_M if problem.routing_block_m % rows == 0]
     others = [
+        *_variants(first),
         *_decode_configs(problem, problem.op, allowed),
-        *(c for c in _prefill_configs(problem) if problem.routing_block_m % c.block_m == 0),
+        *(
+            c
+            for c in _prefill_configs(problem, problem.op)
+            if problem.routing_block_m % c.block_m == 0
+        ),
     ]
     yield from (config for config in others if config != first)
 
 
-def _prefill_configs(problem: MoEProblem) -> Iterator[Cdna4GemmConfig]:
+def _variants(config: Cdna4GemmConfig) -> Iterator[Cdna4GemmConfig]:
+    """The same tile with another cache policy, order of tiles, or grid."""
+    yield replace(config, weight_cache=config.weight_cache.other)
+    if config.kernel is Cdna4Kernel.PREFILL:
+        yield replace(config, persistent=not config.persistent)
+        for group_m, num_runs in _RASTERS:
+            yield replace(config, group_m=group_m, num_runs=num_runs)
+
+
+def _prefill_configs(problem: MoEProblem, op: Op) -> Iterator[Cdna4GemmConfig]:
     if problem.options.activation_format != "bf16":
-        yield from map(prefill_config, PREFILL_BLOCKS_M)
+        yield from (_prefill_config(problem, op, block_m) for block_m in PREFILL_BLOCKS_M)
+
+
+def _prefill_config(problem: MoEProblem, op: Op, block_m: int) -> Cdna4GemmConfig:
+    """Prefill config of a stage."""
+    config = prefill_config(block_m, weight_cache_for(problem, block_m))
+    return replace(config, persistent=_is_persistent(problem, op))
+
+
+def _is_persistent(problem: MoEProblem, op: Op) -> bool:
+    """Whether stage 2 has a persistent grid: many experts of a small size, and many tokens.
+
+    The grid of the others is sized for the worst case, in which every expert has a row block that
+    is almost empty: up to half of its workgroups have no tile. The authors of FlyDSL's MoE kernels
+    (pull request 753) measured 5 to 17 % less time on gfx950 for stage 2 of such models from 4096
+    tokens on, and left that of gpt-oss as it was.
+    """
+    return (
+        op is Op.MOE_DOWN
+        and problem.num_experts >= _PERSISTENT_EXPERTS
+        and problem.num_tokens >= _PERSISTENT_TOKENS
+        and problem.intermediate_size <= _PERSISTENT_SIZE
+    )
 
 
 def _decode_configs(problem: MoEProblem, op: Op, blocks_m: list[int]) -> Iterator[Cdna4GemmConfig]:
@@ -228,23 +350,40 @@ def _decode_configs(problem: MoEProblem, op: Op, blocks_m: list[int]) -> Iterato
                 num_stages,
                 k_splits,
                 k_slices,
+                weight_cache_for(problem, block_m),
             )
 
 
 def layer_heuristic(problem: MoEProblem) -> MoEConfig:
-    """Config of a layer: one row block for the plan and both stages."""
-    block_m = prefill_block_m(problem)
-    if block_m is not None:
-        return MoEConfig(block_m, prefill_config(block_m), prefill_config(block_m))
+    """Config of a layer; the plan's row block is the smallest that serves both stages."""
+    blocks = prefill_blocks_m(problem)
+    if blocks is not None:
+        gate_up, down = map(functools.partial(_prefill_config, problem), STAGE_OPS, blocks)
+        return MoEConfig.of(gate_up, down)
     block_m = block_m_for(problem)
     gate_up, down = (decode_config(problem, op, block_m) for op in STAGE_OPS)
     return MoEConfig(block_m, gate_up, down)
 
 
 def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
-    """Configs of a layer, varying one stage at a time, since the times of the stages add up."""
-    configs = [layer_heuristic(problem)]
-    configs += [MoEConfig(each.block_m, each, each) for each in _prefill_configs(problem)]
+    """Configs of a layer, varying one stage at a time, since the times of the stages add up.
+
+    Other cache policies, orders of tiles and grids are tried with the heuristic's tiles, and each
+    pair of row blocks with the config that the heuristic has for them.
+    """
+    first = layer_heuristic(problem)
+    configs = [first, *other_weight_caches(first)]
+    gate_up, down = cast("tuple[Cdna4GemmConfig, Cdna4GemmConfig]", (first.gate_up, first.down))
+    configs += [replace(first, gate_up=each) for each in _variants(gate_up)]
+    configs += [replace(first, down=each) for each in _variants(down)]
+    gate_ups, downs = (
+        [
+            *(decode_config(problem, op, rows) for rows in DECODE_BLOCKS_M),
+            *_prefill_configs(problem, op),
+        ]
+        for op in STAGE_OPS
+    )
+    configs += itertools.starmap(MoEConfig.of, itertools.product(gate_ups, downs))
     for block_m in DECODE_BLOCKS_M:
         gate_up, down = (decode_config(problem, op, block_m) for op in STAGE_OPS)
         for config in _decode_configs(problem, Op.MOE_GATE_UP, [block_m]):
@@ -273,7 +412,7 @@ _COPY_BYTES = 32 * 1024
 """Bytes of a copy of activations, unless an iteration needs more."""
 
 
-def prefill_config(block_m: int) -> Cdna4GemmConfig:
+def prefill_config(block_m: int, weight_cache: WeightCache = WeightCache.KEEP) -> Cdna4GemmConfig:
     """Prefill config of a stage: two waves on each SIMD, or one in a tile of 64 rows."""
     return Cdna4GemmConfig(
         Cdna4Kernel.PREFILL,
@@ -281,19 +420,31 @@ def prefill_config(block_m: int) -> Cdna4GemmConfig:
         PREFILL_BLOCK_N,
         num_warps=4 if block_m == min(PREFILL_BLOCKS_M) else 8,
         num_stages=3,
+        weight_cache=weight_cache,
+        group_m=PREFILL_GROUP_M,
     )
+
+
+def resident_workgroups(config: Cdna4GemmConfig, x_format: str) -> int:
+    """Workgroups of the prefill kernel that the LDS of a CU holds: 160 KiB."""
+    return 2 if config.block_m == 64 and x_format != "e2m1" else 1
 
 
 def require_valid(config: Cdna4GemmConfig, problem: MoEProblem) -> None:
     """Raise ValueError for a pinned or tuned config that no kernel of this backend implements."""
     if config.kernel is Cdna4Kernel.PREFILL:
-        need = f"MX activations and one of {[prefill_config(rows) for rows in PREFILL_BLOCKS_M]}"
-        valid = config.block_m in PREFILL_BLOCKS_M and config == prefill_config(config.block_m)
+        tiles = [prefill_config(rows) for rows in PREFILL_BLOCKS_M]
+        need = f"MX activations and the tile of one of {tiles}"
+        valid = any(
+            all(getattr(config, name) == getattr(tile, name) for name in _TILE_SIZES)
+            for tile in tiles
+        )
         valid = valid and problem.options.activation_format != "bf16"
     else:
         need = (
             f"block_m in {DECODE_BLOCKS_M}, num_stages 2 or 4, num_warps and k_slices powers of "
-            "two up to 8, and block_n = 64 * num_warps / k_slices"
+            "two up to 8, block_n = 64 * num_warps / k_slices, group_m = 1, num_runs = 8, and not "
+            "persistent"
         )
         valid = _is_valid_decode(config)
     require(
@@ -314,4 +465,5 @@ def _is_valid_decode(config: Cdna4GemmConfig) -> bool:
         and config.k_slices in (1, 2, 4, 8)
         and config.num_stages in (2, 4)
         and config.block_n == waves * UNIT_ROWS > 0
+        and (config.group_m, config.num_runs, config.persistent) == (1, 8, False)
     )

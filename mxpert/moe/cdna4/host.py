@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from ...core.launch import CACHED_LAUNCHES, Launch
-from ...core.problem import Combine, MoEProblem, Op
+from ...core.problem import Combine, MoEConfig, MoEProblem, Op, WeightCache
 from ...device.cdna4 import NUM_XCDS, WITHOUT_ACCUMULATOR_REGISTERS
+from ...errors import UnsupportedError, message
 from ...formats.layouts import UNIT_ROWS
 from ...formats.spec import MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
 from ...routing.plan import RoutingPlan
 from ..finish import _moe_down_finish_kernel, _moe_gate_up_finish_kernel
+from ..inputs import FusedMoEInputs
 from ..layer import (
     DownStage,
     GateUpStage,
@@ -193,7 +196,7 @@ def _decode_launches(
         WAVES=waves,
         DEPTH=config.num_stages,
         ITERATIONS=heuristics.iterations_per_copy(config, problem.options.activation_format),
-        STREAM=problem.rows_per_expert <= config.block_m,
+        STREAM=config.weight_cache is WeightCache.STREAM,
         num_warps=config.num_warps,
         **both,
     )
@@ -205,9 +208,11 @@ def _prefill_launches(
     problem: MoEProblem, config: Cdna4GemmConfig, gemm: Gemm
 ) -> tuple[Launch, Launch | None]:
     """Launch of the prefill kernel."""
+    tiles = -(-gemm.row_units * UNIT_ROWS // config.block_n) * gemm.row_blocks
+    resident = heuristics.resident_workgroups(config, gemm.x_format) * problem.target.num_sms
     launch = Launch(
         _moe_gemm_prefill_cdna4_kernel,
-        (-(-gemm.row_units * UNIT_ROWS // config.block_n) * gemm.row_blocks,),
+        (min(tiles, resident) if config.persistent else tiles,),
         num_tokens=problem.num_tokens,
         num_experts=problem.num_experts,
         num_k_blocks=heuristics.depth(problem, gemm.op) // MX_BLOCK_SIZE,
@@ -217,7 +222,10 @@ def _prefill_launches(
         x_row_chunks=gemm.x_row_chunks,
         X_FORMAT=gemm.x_format,
         BLOCK_M=config.block_m,
-        GROUP_M=heuristics.PREFILL_GROUP_M,
+        GROUP_M=config.group_m,
+        NUM_RUNS=config.num_runs,
+        PERSISTENT=config.persistent,
+        STREAM=config.weight_cache is WeightCache.STREAM,
         num_warps=config.num_warps,
         **WITHOUT_ACCUMULATOR_REGISTERS,
         **_epilogue(problem, gemm),
@@ -275,6 +283,56 @@ class _Down(DownStage[Cdna4GemmConfig], _Stage):
     """Stage 2."""
 
 
+class _Layer(TwoStageLayer):
+    """Both stages; tokens that offsets do not reach at once are computed in parts."""
+
+    def launch(
+        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs
+    ) -> torch.Tensor:
+        """See `TwoStageLayer.launch`."""
+        most, total = heuristics.most_tokens(problem), problem.num_tokens
+        if total <= most:
+            return super().launch(problem, config, inputs)
+        out = inputs.out
+        if out is None:
+            shape, device = (total, problem.hidden_size), inputs.weights.device
+            out = torch.empty(shape, dtype=problem.options.out_dtype, device=device)
+        size = -(-total // -(-total // most))
+        for first in range(0, total, size):
+            part = slice(first, min(first + size, total))
+            tokens = replace(problem, num_tokens=part.stop - first)
+            super().launch(tokens, config, _part_of(inputs, part, out[part]))
+        return out
+
+
+def _part_of(inputs: FusedMoEInputs, part: slice, out: torch.Tensor) -> FusedMoEInputs:
+    """Inputs of some of the tokens, which write `out`.
+
+    Raises:
+        UnsupportedError: other ranks send the tokens, and announce them all at once.
+    """
+    if inputs.arrivals is not None:
+        need, got = "tokens whose activations have fewer than 2 GiB", "more"
+        raise UnsupportedError(
+            message("fused_moe", "expert_parallel", need, got, "lower max_tokens")
+        )
+    x, local = inputs.x, inputs.num_local_tokens
+    if isinstance(x, MXTensor):
+        x = MXTensor(x.qdata[part], x.scale[part], x.format)
+    else:
+        x = x[part]
+    if local is not None:
+        local = (local - part.start).clamp(0, part.stop - part.start)
+    return replace(
+        inputs,
+        x=x,
+        topk_weights=inputs.topk_weights[part],
+        topk_ids=inputs.topk_ids[part],
+        num_local_tokens=local,
+        out=out,
+    )
+
+
 GATE_UP = _GateUp()
 DOWN = _Down()
-FUSED_MOE = TwoStageLayer(GATE_UP, DOWN, heuristics)
+FUSED_MOE = _Layer(GATE_UP, DOWN, heuristics)

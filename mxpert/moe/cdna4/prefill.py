@@ -4,9 +4,14 @@ A workgroup computes one tile: BLOCK_M sorted rows of one expert × 256 weight r
 sorted rows it has eight waves, two on each SIMD, in two groups; with 64 it has four.
 
 Grid: one dimension, at least one workgroup for each tile that the plan can have; those without a
-tile return at once. Workgroups are dealt out to the eight dies in turn. Each die gets a contiguous
-run of tiles, in groups of GROUP_M row blocks times all weight tiles, so that the workgroups of a
-die share rows and weights in its L2.
+tile return at once. PERSISTENT: as many as are resident; workgroup p computes places p, p + grid, …
+of the order. They need no barrier between tiles: all have read their operands when the last phase
+ends.
+
+Order of tiles: NUM_RUNS equal runs, whose tiles workgroups take in turn. Workgroup p runs on die
+p % 8, so with eight runs each die has one of its own. In the runs GROUP_M row blocks times all
+weight tiles follow each other, a column of GROUP_M tiles at a time, so that neighbours share rows
+and weights in L2.
 
 Roles: every wave copies, reads and multiplies. Two groups of four waves alternate between memory
 and compute phases (`lib.phases`).
@@ -27,10 +32,11 @@ Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long), modelled with Trito
 
 from __future__ import annotations
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...device.cdna4 import NUM_XCDS
+from ...device.compat import aggregate
 from .prefill_mainloop import (
     Source,
     Variant,
@@ -69,19 +75,96 @@ RUN_TIME_VALUES = (
 """Numbers that Triton must not specialise on: that would compile one binary a model."""
 
 
+@aggregate
+class Plan:
+    """The routing plan; see `mxpert.routing.plan.RoutingPlan`. num_experts: local experts."""
+
+    sorted_token_ids: gl.tensor
+    block_expert_ids: gl.tensor
+    num_valid: gl.tensor
+    num_tokens: gl.tensor
+    num_experts: gl.tensor
+    routing_block_m: gl.tensor
+
+
+@aggregate
+class Operands:
+    """Sorted rows and weights with their scales; see the kernel."""
+
+    x: gl.tensor
+    x_scale: gl.tensor
+    w: gl.tensor
+    w_scale: gl.tensor
+    x_row_chunks: gl.tensor
+    num_k_blocks: gl.tensor
+    row_units: gl.tensor
+    depth_units: gl.tensor
+
+
+@aggregate
+class Epilogue:
+    """What follows the sums: pointers, None where there is nothing, and the options' constants."""
+
+    out: gl.tensor
+    out_scale: gl.tensor | gl.constexpr
+    bias: gl.tensor | gl.constexpr
+    row_scale: gl.tensor | gl.constexpr
+    weights: gl.tensor | gl.constexpr
+    num_n_blocks: gl.tensor
+    p0: gl.tensor
+    p1: gl.tensor
+    p2: gl.tensor | gl.constexpr
+    FORMAT: gl.constexpr
+    ACTIVATION: gl.constexpr
+    ATOMIC: gl.constexpr
+    EMAX: gl.constexpr
+    THRESHOLD: gl.constexpr
+
+
+@aggregate
+class Raster:
+    """Order of the tiles: weight tiles of a row block; see the kernel for the constants."""
+
+    tiles_n: gl.tensor
+    BLOCK_M: gl.constexpr
+    GROUP_M: gl.constexpr
+    NUM_RUNS: gl.constexpr
+
+    @gluon.jit
+    def tiles_m(self, plan):
+        """Row blocks of the plan."""
+        return gl.cdiv(gl.load(plan.num_valid), self.BLOCK_M)
+
+
+@aggregate
+class Tile:
+    """Row block, weight tile, first sorted row and expert; `absent` if there is nothing to do."""
+
+    m: gl.tensor
+    n: gl.tensor
+    first: gl.tensor
+    expert: gl.tensor
+    absent: gl.tensor
+
+
 @gluon.jit
-def _tile_of_program(num_valid_ptr, tiles_n, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr):
-    """Return row block and weight tile of this workgroup; the row block is −1 if it has none."""
-    tiles_m = gl.cdiv(gl.load(num_valid_ptr), BLOCK_M)
-    total = tiles_m * tiles_n
-    program = gl.program_id(0)
-    die = program % NUM_XCDS
-    tile = die * (total // NUM_XCDS) + gl.minimum(die, total % NUM_XCDS) + program // NUM_XCDS
-    group = tile // (GROUP_M * tiles_n)
+def _open_tile(program, raster, plan):
+    """The `Tile` in a place of the order."""
+    GROUP_M: gl.constexpr = raster.GROUP_M
+    NUM_RUNS: gl.constexpr = raster.NUM_RUNS
+    tiles_m = raster.tiles_m(plan)
+    total = tiles_m * raster.tiles_n
+    run = program % NUM_RUNS
+    tile = run * (total // NUM_RUNS) + gl.minimum(run, total % NUM_RUNS) + program // NUM_RUNS
+    group = tile // (GROUP_M * raster.tiles_n)
     group_size = gl.maximum(gl.minimum(tiles_m - group * GROUP_M, GROUP_M), 1)
-    place = tile % (GROUP_M * tiles_n)
+    place = tile % (GROUP_M * raster.tiles_n)
     tile_m = gl.where(program < total, group * GROUP_M + place % group_size, -1)
-    return tile_m, place // group_size
+    first = gl.maximum(tile_m, 0) * raster.BLOCK_M
+    expert = gl.load(plan.block_expert_ids + first // plan.routing_block_m)
+    has_rows = (gl.load(plan.sorted_token_ids + first) & TOKEN_MASK) < plan.num_tokens
+    absent = (tile_m < 0) | (expert < 0) | (expert >= plan.num_experts) | (has_rows == 0)
+    return Tile(m=tile_m, n=place // group_size, first=first, expert=expert, absent=absent)
 
 
 @gluon.jit
@@ -98,32 +181,28 @@ def _row_offsets(ids, first, num_tokens, stride, BLOCK_M: gl.constexpr, GATHER: 
 
 
 @gluon.jit
-def _source(
-    rows,
-    row_offset,
-    row_bytes,
-    row_scales,
-    w,
-    w_scale,
-    first_unit,
-    tile_n,
-    row_units,
-    depth_units,
-    BLOCK_M: gl.constexpr,
-):
-    """`Source` of a tile. first_unit: number of the tile's first unit of 64 weight rows."""
+def _source(tile, operands, plan, variant, GATHER: gl.constexpr):
+    """`Source` of a tile."""
+    BLOCK_M: gl.constexpr = variant.BLOCK_M
     UNITS: gl.constexpr = copied_units(gl.num_warps())
-    units = first_unit * depth_units
+    ids, first = plan.sorted_token_ids, tile.first
+    row_units, depth_units = operands.row_units, operands.depth_units
+    stride = operands.x_row_chunks * 16
+    rows = operands.x if GATHER else operands.x + first.to(gl.int64) * stride
+    row_offset = _row_offsets(ids, first, plan.num_tokens, stride, BLOCK_M, GATHER)
+    row_bytes = operands.num_k_blocks * (16 if variant.FORMAT == "e2m1" else 32)
+    row_scales = operands.x_scale + (first // 64).to(gl.int64) * depth_units * 256
+    units = (tile.expert.to(gl.int64) * row_units + tile.n * 4) * depth_units
     return Source(
         rows=rows,
         row_offset=row_offset,
         row_bytes=row_bytes,
-        weights=w + units * 4096,
-        weight_offset=offsets_of_weights(tile_n * 4, row_units, depth_units),
+        weights=operands.w + units * 4096,
+        weight_offset=offsets_of_weights(tile.n * 4, row_units, depth_units),
         row_scales=row_scales,
         row_scale_offset=offsets_of_scales(UNITS, 0, BLOCK_M // 64, depth_units),
-        weight_scales=w_scale + units * 256,
-        weight_scale_offset=offsets_of_scales(4, tile_n * 4, row_units, depth_units),
+        weight_scales=operands.w_scale + units * 256,
+        weight_scale_offset=offsets_of_scales(4, tile.n * 4, row_units, depth_units),
         steps=depth_units,
     )
 
@@ -156,6 +235,37 @@ def _store(sums, terms, output, tile_m, tile_n, variant):
                 store_features(total, terms, output, quadrant)
             else:
                 store_outputs(total, terms, output, quadrant)
+
+
+@gluon.jit
+def _compute(tile, operands, plan, epilogue, buffers, variant):
+    """One tile: its sums and their epilogue."""
+    ACTIVATION: gl.constexpr = epilogue.ACTIVATION
+    GATHER: gl.constexpr = ACTIVATION != ""
+    out_scale = epilogue.out_scale
+    sums = multiply_tile(_source(tile, operands, plan, variant, GATHER), buffers, variant)
+    output = Output(
+        out=epilogue.out,
+        scale=out_scale if out_scale is not None else epilogue.out,
+        columns=epilogue.num_n_blocks * 32,
+        p0=epilogue.p0,
+        p1=epilogue.p1,
+        p2=epilogue.p2,
+        FORMAT=epilogue.FORMAT,
+        ACTIVATION=ACTIVATION,
+        ATOMIC=epilogue.ATOMIC,
+        EMAX=epilogue.EMAX,
+        THRESHOLD=epilogue.THRESHOLD,
+    )
+    terms = _terms(
+        plan.sorted_token_ids,
+        epilogue.bias,
+        tile.expert.to(gl.int64) * output.columns * (2 if GATHER else 1),
+        epilogue.row_scale,
+        epilogue.weights,
+        plan.num_tokens,
+    )
+    _store(sums, terms, output, tile.m, tile.n, variant)
 
 
 @gluon.jit(do_not_specialize=RUN_TIME_VALUES)
@@ -192,39 +302,34 @@ def _moe_gemm_prefill_cdna4_kernel(
     THRESHOLD: gl.constexpr,
     BLOCK_M: gl.constexpr,
     GROUP_M: gl.constexpr,
+    NUM_RUNS: gl.constexpr,
+    STREAM: gl.constexpr,
+    PERSISTENT: gl.constexpr,
 ):
     """One stage: ``x @ w[expert].T`` and its epilogue; see the module.
 
     x: uint8 codes, rows 16 · x_row_chunks bytes apart: of tokens, or in stage 2 (ACTIVATION "")
-    sorted. x_scale: by `arrange_scales`. w, w_scale: CDNA4_FRAGMENT. partial: None.
+    sorted. x_scale: by `arrange_scales`. w, w_scale: CDNA4_FRAGMENT. partial: None. STREAM: w and
+    w_scale are read once.
     """
-    tile_m, tile_n = _tile_of_program(num_valid_ptr, gl.cdiv(row_units, 4), BLOCK_M, GROUP_M)
-    first = gl.maximum(tile_m, 0) * BLOCK_M
-    expert = gl.load(block_expert_ids_ptr + first // routing_block_m)
-    has_rows = (gl.load(sorted_token_ids_ptr + first) & TOKEN_MASK) < num_tokens
-    if (tile_m < 0) | (expert < 0) | (expert >= num_experts) | (has_rows == 0):
-        return
-    GATHER: gl.constexpr = ACTIVATION != ""
-    stride = x_row_chunks * 16
-    source = _source(
-        rows=x_ptr if GATHER else x_ptr + first.to(gl.int64) * stride,
-        row_offset=_row_offsets(sorted_token_ids_ptr, first, num_tokens, stride, BLOCK_M, GATHER),
-        row_bytes=num_k_blocks * (16 if X_FORMAT == "e2m1" else 32),
-        row_scales=x_scale_ptr + (first // 64).to(gl.int64) * depth_units * 256,
-        w=w_ptr,
-        w_scale=w_scale_ptr,
-        first_unit=expert.to(gl.int64) * row_units + tile_n * 4,
-        tile_n=tile_n,
-        row_units=row_units,
-        depth_units=depth_units,
-        BLOCK_M=BLOCK_M,
+    plan = Plan(
+        sorted_token_ids_ptr,
+        block_expert_ids_ptr,
+        num_valid_ptr,
+        num_tokens,
+        num_experts,
+        routing_block_m,
     )
-    variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT)
-    sums = multiply_tile(source, make_buffers(variant), variant)
-    output = Output(
+    operands = Operands(
+        x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, x_row_chunks, num_k_blocks, row_units, depth_units
+    )
+    epilogue = Epilogue(
         out=out_ptr,
-        scale=out_scale_ptr if out_scale_ptr is not None else out_ptr,
-        columns=num_n_blocks * 32,
+        out_scale=out_scale_ptr,
+        bias=bias_ptr,
+        row_scale=x_row_scale_ptr,
+        weights=sorted_weights_ptr,
+        num_n_blocks=num_n_blocks,
         p0=p0,
         p1=p1,
         p2=p2,
@@ -234,8 +339,18 @@ def _moe_gemm_prefill_cdna4_kernel(
         EMAX=EMAX,
         THRESHOLD=THRESHOLD,
     )
-    bias_rows = expert.to(gl.int64) * output.columns * (2 if GATHER else 1)
-    terms = _terms(
-        sorted_token_ids_ptr, bias_ptr, bias_rows, x_row_scale_ptr, sorted_weights_ptr, num_tokens
-    )
-    _store(sums, terms, output, tile_m, tile_n, variant)
+    variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT, STREAM=STREAM)
+    buffers = make_buffers(variant)
+    raster = Raster(gl.cdiv(row_units, 4), BLOCK_M, GROUP_M, NUM_RUNS)
+    if PERSISTENT:
+        # Lane constants that leave the loop would need more registers than its MFMA leave.
+        total = raster.tiles_m(plan) * raster.tiles_n
+        for place in tl.range(gl.program_id(0), total, gl.num_programs(0), disable_licm=True):
+            tile = _open_tile(place, raster, plan)
+            if tile.absent == 0:
+                _compute(tile, operands, plan, epilogue, buffers, variant)
+    else:
+        tile = _open_tile(gl.program_id(0), raster, plan)
+        if tile.absent:
+            return
+        _compute(tile, operands, plan, epilogue, buffers, variant)

@@ -49,10 +49,14 @@ async_copy = gl.amd.cdna4.async_copy
 
 @aggregate
 class Variant:
-    """Constants that select the code: rows of a tile, element format of the sorted rows."""
+    """Constants that select the code: rows of a tile, element format of the sorted rows.
+
+    STREAM: weights are read once, so that they need no cache.
+    """
 
     BLOCK_M: gl.constexpr
     FORMAT: gl.constexpr
+    STREAM: gl.constexpr
 
 
 @aggregate
@@ -200,27 +204,39 @@ def _copy_weights(source, buffers, variant, slot, step, ODD: gl.constexpr):
     offsets = source.weight_offset[:, None] + first + byte[None, :]
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
     slots = buffers.weights[INDEX]
-    async_copy.buffer_load_to_shared(slots.index(slot), source.weights, offsets)
+    _copy_streamed(slots.index(slot), source.weights, offsets, variant.STREAM)
 
 
 @gluon.jit
-def _copy_scales(scales, unit_offset, slots, pair, steps):
+def _copy_streamed(target, memory, offsets, STREAM: gl.constexpr):
+    """Start a direct copy; with STREAM its lines are the first to leave the caches."""
+    CACHE: gl.constexpr = ".cg" if STREAM else ""
+    async_copy.buffer_load_to_shared(target, memory, offsets, cache_modifier=CACHE)
+
+
+@gluon.jit
+def _copy_scales(scales, unit_offset, slots, pair, steps, STREAM: gl.constexpr):
     """Start copies of the scales of steps 2 · pair and 2 · pair + 1; those past the end repeat."""
     LAYOUT: gl.constexpr = scale_copy_layout(gl.num_warps())
     byte = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
     first = gl.minimum(byte // 4 * 4 + pair * 512, steps * 256 - 4)
     offsets = unit_offset[:, None] + (first + byte % 4)[None, :]
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 4]), [1, 4])
-    async_copy.buffer_load_to_shared(slots.index(pair & 1), scales, offsets)
+    _copy_streamed(slots.index(pair & 1), scales, offsets, STREAM)
 
 
 @gluon.jit
-def _copy_all_scales(source, buffers, pair):
+def _copy_all_scales(source, buffers, variant, pair):
     """Copy the scales of a pair of steps."""
     steps = source.steps
-    _copy_scales(source.row_scales, source.row_scale_offset, buffers.row_scales, pair, steps)
+    _copy_scales(source.row_scales, source.row_scale_offset, buffers.row_scales, pair, steps, False)
     _copy_scales(
-        source.weight_scales, source.weight_scale_offset, buffers.weight_scales, pair, steps
+        source.weight_scales,
+        source.weight_scale_offset,
+        buffers.weight_scales,
+        pair,
+        steps,
+        variant.STREAM,
     )
 
 
@@ -244,7 +260,7 @@ def copy_ahead(source, buffers, variant, ring, ODD: gl.constexpr):
     else:
         _copy_rows(source, buffers.rows, ring.slot, later >> 1)
     if ODD == 1:
-        _copy_all_scales(source, buffers, later >> 1)
+        _copy_all_scales(source, buffers, variant, later >> 1)
     async_copy.commit_group()
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...core.problem import Combine, MoEConfig, MoEProblem, Op
-from ...core.stage_configs import StageConfig, require_integers, require_positive, set_kernel
+from ...core.stage_configs import StageConfig, require_integers, require_positive, set_member
 from ...errors import message, require
 from ...formats.layouts import UNIT_ROWS
 
@@ -71,7 +71,7 @@ class HopperGemmConfig(StageConfig):
     hi_lo: bool = False
 
     def __post_init__(self) -> None:
-        set_kernel(self, HopperKernel)
+        set_member(self, "kernel", HopperKernel)
         if type(self.hi_lo) is not bool:
             raise TypeError(message("HopperGemmConfig", "hi_lo", "a bool", repr(self.hi_lo)))
         require_integers(
@@ -268,7 +268,7 @@ def _layer(problem: MoEProblem, gate_up: HopperGemmConfig, down: HopperGemmConfi
         _with_k_splits(tile, problem, op)
         for tile, op in zip((gate_up, down), STAGE_OPS, strict=True)
     )
-    return MoEConfig(gate_up.block_m, gate_up, down)
+    return MoEConfig.of(gate_up, down)
 
 
 def _preferred_tiles(problem: MoEProblem) -> tuple[HopperGemmConfig, HopperGemmConfig]:
@@ -281,7 +281,10 @@ def layer_heuristic(problem: MoEProblem) -> MoEConfig:
 
 
 def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
-    """Configs of a layer: the heuristic's first, then other tiles, then other k_splits."""
+    """Configs of a layer: the heuristic's first, then other tiles, other k_splits, pairs of tiles.
+
+    A pair has the preferred tile in one stage and any other in the other.
+    """
     preferred = _preferred_tiles(problem)
     first = _layer(problem, *preferred)
     others = [_layer(problem, tile, tile) for tile in tiles(uses_hi_lo(problem)).values()]
@@ -293,8 +296,10 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
             )
             for splits in _k_split_choices(problem)
         ]
-    yield first
-    yield from (config for config in others if config != first)
+    own = tiles(uses_hi_lo(problem)).values()
+    others += [_layer(problem, preferred[0], tile) for tile in own]
+    others += [_layer(problem, tile, preferred[1]) for tile in own]
+    yield from dict.fromkeys([first, *others])
 
 
 def _k_split_choices(problem: MoEProblem) -> Iterator[tuple[int, int]]:

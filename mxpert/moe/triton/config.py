@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import triton
 
-from ...core.problem import GemmConfig, MoEConfig, MoEProblem, Op, Target
+from ...core.problem import GemmConfig, MoEConfig, MoEProblem, Op, Target, WeightCache
+from ...core.stage_configs import other_weight_caches
 from ...device.targets import has_mma_sync_only, has_tcgen05, has_wgmma, refuse_without
 from ...device.tile_rules import (
     EPILOGUE_BYTES,
@@ -115,6 +116,15 @@ def shared_memory(
     return max(loop, rows * weight_rows * 4) + EPILOGUE_BYTES
 
 
+def can_stream(target: Target) -> bool:
+    """Whether loads of weights can leave the caches first.
+
+    On NVIDIA the pipeliner makes them asynchronous copies, which drop Triton's eviction policy
+    (Triton 3.6.0, compiled for sm_90).
+    """
+    return target.kind != "cuda"
+
+
 def invalid(
     target: Target,
     op: Op,
@@ -136,6 +146,8 @@ def invalid(
     few = config.block_m * config.block_k < 8 * num_threads(target, config)
     if reason is None and decodes and few:
         return "fewer than 8 activations a thread: fewer warps or a larger tile"
+    if reason is None and config.weight_cache is WeightCache.STREAM and not can_stream(target):
+        return "weight_cache stream needs an AMD GPU: set it to keep"
     if reason is None and not by_hand and activation_format != "bf16":
         return without_scaled_mfma(target, config)
     return reason
@@ -263,8 +275,20 @@ def layer_heuristic(problem: MoEProblem) -> MoEConfig:
 
 
 def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
-    """Configs of a layer, varying one stage at a time, since the times of the stages add up."""
-    yield layer_heuristic(problem)
+    """Configs of a layer, varying one stage at a time, since the times of the stages add up.
+
+    Streamed weights are tried with the heuristic's tiles, and each pair of different row blocks
+    with the tiles that the heuristic has for them.
+    """
+    first = layer_heuristic(problem)
+    yield first
+    if can_stream(problem.target):
+        yield from other_weight_caches(first)
+    for rows, other in itertools.permutations(BLOCKS_M, 2):
+        yield MoEConfig.of(
+            gemm_heuristic(problem, Op.MOE_GATE_UP, rows),
+            gemm_heuristic(problem, Op.MOE_DOWN, other),
+        )
     for block_m in BLOCKS_M:
         gate_up = gemm_heuristic(problem, Op.MOE_GATE_UP, block_m)
         down = gemm_heuristic(problem, Op.MOE_DOWN, block_m)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ...device.mx_codec import decode, scale_value
-from .loads import KRange, load_rows, load_scales
+from .loads import load_rows, load_scales
 
 _SCALE_UP = tl.constexpr(2.0**110)
 _ROW_UP = tl.constexpr(2.0**16)
@@ -37,25 +37,27 @@ def load_activations(
     x, x_ptrs, x_scale_ptrs, block, k, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr
 ):
     """Activations [rows, BLOCK_K] as bf16; block scales are multiplied in, which is exact."""
-    tile = load_rows(x_ptrs, x.mask, block, k, FORMAT, BLOCK_K)
+    tile = load_rows(x_ptrs, x.mask, block, k, FORMAT, BLOCK_K, "")
     if FORMAT == "bf16":
         return tile
     else:
         ROWS: tl.constexpr = tile.shape[0]
-        scale = scale_value(load_scales(x_scale_ptrs, x.mask, block, k, BLOCK_K).to(tl.int32))
+        scale = scale_value(load_scales(x_scale_ptrs, x.mask, block, k, BLOCK_K, "").to(tl.int32))
         values = decode(unpack(tile) if FORMAT == "e2m1" else tile, FORMAT)
         blocks = tl.reshape(values, (ROWS, BLOCK_K // 32, 32)) * scale[:, :, None]
         return tl.reshape(blocks, (ROWS, BLOCK_K)).to(tl.bfloat16)
 
 
 @triton.jit
-def load_nvfp4(w_ptrs, scale_ptrs, mask, block, k, BLOCK_K: tl.constexpr):
+def load_nvfp4(w_ptrs, scale_ptrs, mask, block, k, BLOCK_K: tl.constexpr, CACHE: tl.constexpr):
     """NVFP4 weights [rows, BLOCK_K] as bf16, without their row's factor, times 2^-16."""
-    codes = unpack(load_rows(w_ptrs, mask, block, k, "e2m1", BLOCK_K))
+    codes = unpack(load_rows(w_ptrs, mask, block, k, "e2m1", BLOCK_K, CACHE))
     W_ROWS: tl.constexpr = codes.shape[0]
     groups = block * 2 + tl.arange(0, BLOCK_K // 16)
     inside = mask[:, None] & (groups < k.total * 2)[None, :]
-    scale = tl.load(scale_ptrs[:, None] + groups[None, :], other=0, mask=inside)
+    scale = tl.load(
+        scale_ptrs[:, None] + groups[None, :], other=0, mask=inside, cache_modifier=CACHE
+    )
     scale = decode(scale, "e4m3") * _SCALE_UP  # [rows, BLOCK_K/16]
     bits = ((codes & 7) << 22) | ((codes & 8) << 28)
     values = tl.reshape(bits.to(tl.float32, bitcast=True), (W_ROWS, BLOCK_K // 16, 16))
@@ -63,19 +65,28 @@ def load_nvfp4(w_ptrs, scale_ptrs, mask, block, k, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def load_mxfp8(w_ptrs, scale_ptrs, mask, block, k, BLOCK_K: tl.constexpr):
+def load_mxfp8(w_ptrs, scale_ptrs, mask, block, k, BLOCK_K: tl.constexpr, CACHE: tl.constexpr):
     """MXFP8 weights (e4m3) [rows, BLOCK_K] as bf16."""
-    codes = load_rows(w_ptrs, mask, block, k, "e4m3", BLOCK_K)
+    codes = load_rows(w_ptrs, mask, block, k, "e4m3", BLOCK_K, CACHE)
     W_ROWS: tl.constexpr = codes.shape[0]
-    scale = scale_value(load_scales(scale_ptrs, mask, block, k, BLOCK_K).to(tl.int32))
+    scale = scale_value(load_scales(scale_ptrs, mask, block, k, BLOCK_K, CACHE).to(tl.int32))
     values = tl.reshape(decode(codes, "e4m3"), (W_ROWS, BLOCK_K // 32, 32)) * scale[:, :, None]
     return tl.reshape(values, (W_ROWS, BLOCK_K)).to(tl.bfloat16)
 
 
 @triton.jit
-def load_int4(w_ptrs, zero_ptrs, mask, block, k, GROUP: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_int4(
+    w_ptrs,
+    zero_ptrs,
+    mask,
+    block,
+    k,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CACHE: tl.constexpr,
+):
     """Integers [rows, BLOCK_K] as bf16: codes of one group of each row without its zero point."""
-    codes = unpack(load_rows(w_ptrs, mask, block, k, "e2m1", BLOCK_K))
+    codes = unpack(load_rows(w_ptrs, mask, block, k, "e2m1", BLOCK_K, CACHE))
     values = (codes | _BF16_128).to(tl.int16).to(tl.bfloat16, bitcast=True)
     if zero_ptrs is None:
         return values - 136.0
@@ -92,14 +103,21 @@ def int4_group(W_FORMAT):
 
 @triton.jit
 def multiply_groups(
-    x, w, w_rows, k: KRange, X_FORMAT: tl.constexpr, W_FORMAT: tl.constexpr, BLOCK_K: tl.constexpr
+    x,
+    w,
+    w_rows,
+    k,
+    X_FORMAT: tl.constexpr,
+    W_FORMAT: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
     """``x @ w[expert, rows].T`` over a range of K, float32 [x rows, w rows].
 
     Args:
-        x: Activations. w: Weights. w_rows: WeightRows. k: KRange.
+        x: Inputs. w: Weights. w_rows: WeightRows. k: KRange.
         W_FORMAT: "nvfp4", "mxfp8", "int4_g32", "int4_g64" or "int4_g128". BLOCK_K: of INT4 at most
-            its group.
+            its group. CACHE: Triton's cache modifier for weights and their scales.
     """
     ROWS: tl.constexpr = x.rows.shape[0]
     W_ROWS: tl.constexpr = w_rows.rows.shape[0]
@@ -118,15 +136,17 @@ def multiply_groups(
     for block in range(k.first, k.last, BLOCK_K // 32):
         x_tile = load_activations(x, x_ptrs, x_scale_ptrs, block, k, X_FORMAT, BLOCK_K)
         if W_FORMAT == "nvfp4":
-            w_tile = load_nvfp4(w_ptrs, scale_ptrs, w_rows.mask, block, k, BLOCK_K)
+            w_tile = load_nvfp4(w_ptrs, scale_ptrs, w_rows.mask, block, k, BLOCK_K, CACHE)
             acc = tl.dot(w_tile, x_tile.T, acc)
         elif W_FORMAT == "mxfp8":
-            w_tile = load_mxfp8(w_ptrs, scale_ptrs, w_rows.mask, block, k, BLOCK_K)
+            w_tile = load_mxfp8(w_ptrs, scale_ptrs, w_rows.mask, block, k, BLOCK_K, CACHE)
             acc = tl.dot(w_tile, x_tile.T, acc)
         else:
-            w_tile = load_int4(w_ptrs, zero_ptrs, w_rows.mask, block, k, GROUP, BLOCK_K)
+            w_tile = load_int4(w_ptrs, zero_ptrs, w_rows.mask, block, k, GROUP, BLOCK_K, CACHE)
             group = block * 32 // GROUP
-            scale = tl.load(scale_ptrs + group, mask=w_rows.mask, other=0.0).to(tl.float32)
+            scale = tl.load(
+                scale_ptrs + group, mask=w_rows.mask, other=0.0, cache_modifier=CACHE
+            ).to(tl.float32)
             acc += tl.dot(w_tile, x_tile.T) * scale[:, None]
     if W_FORMAT == "nvfp4":
         factor = tl.full((W_ROWS,), _ROW_UP, tl.float32)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from ...core.launch import CACHED_LAUNCHES, Launch
-from ...core.problem import Combine, GemmConfig, MoEProblem, Op, Target
+from ...core.problem import Combine, GemmConfig, MoEProblem, Op, Target, WeightCache
 from ...formats.spec import MX_BLOCK_SIZE, MXFP8_E4M3
 from ...formats.tensor import MXTensor
 from ...formats.weight_tensor import WeightLike, WeightTensor
@@ -63,7 +64,10 @@ class _Stage(Stage[GemmConfig]):
     def configs(self, problem: MoEProblem) -> Iterator[GemmConfig]:
         """Valid configs whose block_m divides the plan's routing_block_m, the heuristic's first."""
         blocks = [b for b in heuristics.BLOCKS_M if problem.routing_block_m % b == 0]
-        yield self.heuristic(problem)
+        first = self.heuristic(problem)
+        yield first
+        if heuristics.can_stream(problem.target):
+            yield replace(first, weight_cache=first.weight_cache.other)
         yield from heuristics.stage_configs(problem, self.op, blocks)
 
     def heuristic(self, problem: MoEProblem) -> GemmConfig:
@@ -152,6 +156,7 @@ class _Geometry(NamedTuple):
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,
             "PREFETCH_SCALES": target.kind != "hip",
+            "STREAM": config.weight_cache is WeightCache.STREAM,
             "num_warps": config.num_warps,
             "num_stages": config.num_stages,
         }

@@ -26,8 +26,8 @@ from ..epilogue import (
     up_epilogue,
 )
 from ..tiles import Partials, open_columns, open_rows, schedule, store_gate_and_up, store_partial
-from .loads import Activations, WeightRows, Weights, WeightStrides, k_range
-from .tiles import gate_up_rows, multiply_tile, split_gate_up
+from .loads import Inputs, WeightRows, Weights, WeightStrides, k_range
+from .tiles import gate_up_rows, multiply, split_gate_up
 
 RUN_TIME_VALUES = (
     "num_tokens",
@@ -98,10 +98,11 @@ def _moe_gate_up_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     """Stage 1: gather tokens, multiply by gate and up weights, run `gate_up_epilogue`."""
-    num_outputs = num_n_blocks * 32
-    tile_m, tile_n, split = schedule(num_valid_ptr, num_outputs, split_k, BLOCK_M, BLOCK_N, GROUP_M)
+    num_columns = num_n_blocks * 32
+    tile_m, tile_n, split = schedule(num_valid_ptr, num_columns, split_k, BLOCK_M, BLOCK_N, GROUP_M)
     if tile_m < 0:
         return
     expert = tl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
@@ -110,20 +111,18 @@ def _moe_gate_up_kernel(
     rows = open_rows(sorted_token_ids_ptr, tile_m, num_tokens, BLOCK_M)
     if tl.max(rows.mask.to(tl.int32), axis=0) == 0:  # a row block that is all padding
         return
-    x = Activations(
-        x_ptr, x_scale_ptr, x_row_scale_ptr, x_stride, x_scale_stride, rows.token, rows.mask
-    )
+    x = Inputs(x_ptr, x_scale_ptr, x_row_scale_ptr, x_stride, x_scale_stride, rows.token, rows.mask)
     strides = WeightStrides(w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n)
-    w = Weights(w_ptr, w_scale_ptr, w_zero_ptr, w_row_scale_ptr, 2 * num_outputs, strides)
+    w = Weights(w_ptr, w_scale_ptr, w_zero_ptr, w_row_scale_ptr, 2 * num_columns, strides)
     both_rows, both_features = gate_up_rows(tile_n, gate_up_group, BLOCK_N)  # [2 * BLOCK_N] each
     k = k_range(split, k_blocks_per_split, num_k_blocks)
-    w_rows = WeightRows(expert, both_rows, both_features < num_outputs)
-    acc = multiply_tile(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES)
+    w_rows = WeightRows(expert, both_rows, both_features < num_columns)
+    acc = multiply(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES, STREAM=STREAM)
     both = split_gate_up(acc)  # gate and up, [BLOCK_M, BLOCK_N] float32 each
-    features = open_columns(tile_n, num_outputs, BLOCK_N)
+    features = open_columns(tile_n, num_columns, BLOCK_N)
     if partial_ptr is not None:
-        partials = Partials(partial_ptr, partial_rows, 2 * num_outputs)
-        store_gate_and_up(partials, both, split, rows, features, num_outputs)
+        partials = Partials(partial_ptr, partial_rows, 2 * num_columns)
+        store_gate_and_up(partials, both, split, rows, features, num_columns)
     else:
         gate_up_epilogue(
             Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
@@ -179,10 +178,11 @@ def _moe_up_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     """Stage 1 without a gate: gather tokens, multiply by up weights, run `up_epilogue`."""
-    num_outputs = num_n_blocks * 32
-    tile_m, tile_n, split = schedule(num_valid_ptr, num_outputs, split_k, BLOCK_M, BLOCK_N, GROUP_M)
+    num_columns = num_n_blocks * 32
+    tile_m, tile_n, split = schedule(num_valid_ptr, num_columns, split_k, BLOCK_M, BLOCK_N, GROUP_M)
     if tile_m < 0:
         return
     expert = tl.load(block_expert_ids_ptr + tile_m * BLOCK_M // routing_block_m)
@@ -191,17 +191,15 @@ def _moe_up_kernel(
     rows = open_rows(sorted_token_ids_ptr, tile_m, num_tokens, BLOCK_M)
     if tl.max(rows.mask.to(tl.int32), axis=0) == 0:  # a row block that is all padding
         return
-    features = open_columns(tile_n, num_outputs, BLOCK_N)
-    x = Activations(
-        x_ptr, x_scale_ptr, x_row_scale_ptr, x_stride, x_scale_stride, rows.token, rows.mask
-    )
+    features = open_columns(tile_n, num_columns, BLOCK_N)
+    x = Inputs(x_ptr, x_scale_ptr, x_row_scale_ptr, x_stride, x_scale_stride, rows.token, rows.mask)
     strides = WeightStrides(w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n)
-    w = Weights(w_ptr, w_scale_ptr, w_zero_ptr, w_row_scale_ptr, num_outputs, strides)
+    w = Weights(w_ptr, w_scale_ptr, w_zero_ptr, w_row_scale_ptr, num_columns, strides)
     w_rows = WeightRows(expert, features.index, features.mask)
     k = k_range(split, k_blocks_per_split, num_k_blocks)
-    up = multiply_tile(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES)
+    up = multiply(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES, STREAM=STREAM)
     if partial_ptr is not None:
-        store_partial(Partials(partial_ptr, partial_rows, num_outputs), up, split, rows, features)
+        store_partial(Partials(partial_ptr, partial_rows, num_columns), up, split, rows, features)
     else:
         up_epilogue(
             Output(out_ptr, out_scale_ptr, OUT_FORMAT, EMAX, THRESHOLD),
@@ -254,6 +252,7 @@ def _moe_down_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     """Stage 2: multiply sorted rows by the down projection, then run `down_epilogue`."""
     num_columns = num_n_blocks * 32
@@ -267,14 +266,12 @@ def _moe_down_kernel(
     if tl.max(rows.mask.to(tl.int32), axis=0) == 0:  # a row block that is all padding
         return
     columns = open_columns(tile_n, num_columns, BLOCK_N)
-    x = Activations(
-        x_ptr, x_scale_ptr, x_row_scale_ptr, x_stride, x_scale_stride, rows.index, rows.mask
-    )
+    x = Inputs(x_ptr, x_scale_ptr, x_row_scale_ptr, x_stride, x_scale_stride, rows.index, rows.mask)
     strides = WeightStrides(w_stride_e, w_stride_n, w_scale_stride_e, w_scale_stride_n)
     w = Weights(w_ptr, w_scale_ptr, w_zero_ptr, w_row_scale_ptr, num_columns, strides)
     w_rows = WeightRows(expert, columns.index, columns.mask)
     k = k_range(split, k_blocks_per_split, num_k_blocks)
-    acc = multiply_tile(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES)
+    acc = multiply(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES, STREAM=STREAM)
     if partial_ptr is not None:
         store_partial(Partials(partial_ptr, partial_rows, num_columns), acc, split, rows, columns)
     else:

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 
-class Activations(NamedTuple):
-    """Rows of the left matrix [N, K]; strides of its rows in elements.
+class Inputs(NamedTuple):
+    """Activations: rows of the left matrix [N, K]; strides of its rows in elements.
 
     `ptr`: bf16 values or uint8 codes (e2m1: two a byte). `scale_ptr`: E8M0 scales [N, K/32], or
     None for bf16. `row_scale_ptr`: one more float32 factor for each row of MX activations [N], or
@@ -74,21 +74,27 @@ def k_range(split, blocks_per_split, num_blocks):
 
 
 @triton.jit
-def load_scales(row_ptrs, row_mask, block, k, BLOCK_K: tl.constexpr):
-    """Load E8M0 scales, [rows, BLOCK_K/32] uint8; 0 outside the matrix."""
+def load_scales(row_ptrs, row_mask, block, k, BLOCK_K: tl.constexpr, CACHE: tl.constexpr):
+    """Load E8M0 scales, [rows, BLOCK_K/32] uint8; 0 outside the matrix.
+
+    CACHE: Triton's cache modifier.
+    """
     blocks = block + tl.arange(0, BLOCK_K // 32)
     return tl.load(
         row_ptrs[:, None] + blocks[None, :],
         other=0,
         mask=row_mask[:, None] & (blocks < k.total)[None, :],
+        cache_modifier=CACHE,
     )
 
 
 @triton.jit
-def load_rows(row_ptrs, row_mask, block, k, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr):
+def load_rows(
+    row_ptrs, row_mask, block, k, FORMAT: tl.constexpr, BLOCK_K: tl.constexpr, CACHE: tl.constexpr
+):
     """Load codes or bf16 values, [rows, BLOCK_K] (e2m1: [rows, BLOCK_K/2] uint8, two codes a byte).
 
-    Elements outside the matrix are 0.
+    Elements outside the matrix are 0. CACHE: as in `load_scales`.
     """
     PER_BLOCK: tl.constexpr = 16 if FORMAT == "e2m1" else 32
     elements = block * PER_BLOCK + tl.arange(0, BLOCK_K // 32 * PER_BLOCK)
@@ -96,4 +102,5 @@ def load_rows(row_ptrs, row_mask, block, k, FORMAT: tl.constexpr, BLOCK_K: tl.co
         row_ptrs[:, None] + elements[None, :],
         other=0,
         mask=row_mask[:, None] & (elements < k.total * PER_BLOCK)[None, :],
+        cache_modifier=CACHE,
     )

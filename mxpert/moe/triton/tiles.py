@@ -28,7 +28,7 @@ def gate_up_rows(tile_n, gate_up_group, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def multiply_tile(
+def multiply(
     x,
     w,
     w_rows,
@@ -37,16 +37,21 @@ def multiply_tile(
     W_FORMAT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
+    STREAM: tl.constexpr,
 ):
     """``x @ w[expert, rows].T`` over a range of K, float32 [x rows, w rows], of any weight format.
 
     Args:
         W_FORMAT: "e2m1" or "e4m3" with E8M0 scales; else `multiply_groups` multiplies.
+        STREAM: weights and their scales are the first to leave the caches (AMD: non-temporal).
     """
+    CACHE: tl.constexpr = ".cg" if STREAM else ""
     if W_FORMAT == "e2m1" or W_FORMAT == "e4m3":
-        return multiply_mx(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES)
+        return multiply_mx(
+            x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, PREFETCH_SCALES, CACHE=CACHE
+        )
     else:
-        return multiply_groups(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K)
+        return multiply_groups(x, w, w_rows, k, X_FORMAT, W_FORMAT, BLOCK_K, CACHE)
 
 
 @triton.jit
@@ -59,14 +64,16 @@ def multiply_mx(
     W_FORMAT: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCH_SCALES: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
     """``x @ w[expert, rows].T`` over a range of K, float32 [x rows, w rows].
 
     Args:
-        x: Activations. w: Weights. w_rows: WeightRows. k: KRange.
+        x: Inputs. w: Weights. w_rows: WeightRows. k: KRange.
         PREFETCH_SCALES: load scales one step before their use. On NVIDIA scales are too narrow for
             asynchronous copies, so the pipeliner would load them in the step that uses them. On AMD
             the pipeliner loads them ahead.
+        CACHE: Triton's cache modifier for weights and their scales.
     """
     tl.static_assert(BLOCK_K % 32 == 0, "BLOCK_K must hold whole blocks of 32")
     IS_MX: tl.constexpr = X_FORMAT != "bf16"
@@ -82,22 +89,22 @@ def multiply_mx(
     row, expert = w_rows.rows.to(tl.int64), w_rows.expert.to(tl.int64)
     w_ptrs = w.ptr + expert * w.strides.stride_e + row * w.strides.stride_n
     w_scale_ptrs = w.scale_ptr + expert * w.strides.scale_stride_e + row * w.strides.scale_stride_n
-    w_scale = load_scales(w_scale_ptrs, w_rows.mask, k.first, k, BLOCK_K)
+    w_scale = load_scales(w_scale_ptrs, w_rows.mask, k.first, k, BLOCK_K, CACHE)
     if IS_MX:
         x_scale_ptrs = x.scale_ptr + x.rows.to(tl.int64) * x.scale_stride
-        x_scale = load_scales(x_scale_ptrs, x.mask, k.first, k, BLOCK_K)
+        x_scale = load_scales(x_scale_ptrs, x.mask, k.first, k, BLOCK_K, "")
     acc = tl.zeros((W_ROWS, ROWS) if IS_MX else (ROWS, W_ROWS), tl.float32)
     for block in range(k.first, k.last, STEP):
         # [ROWS, BLOCK_K] bf16 or uint8 codes; e2m1: [ROWS, BLOCK_K/2] uint8, two codes a byte
-        x_tile = load_rows(x_ptrs, x.mask, block, k, X_FORMAT, BLOCK_K)
+        x_tile = load_rows(x_ptrs, x.mask, block, k, X_FORMAT, BLOCK_K, "")
         # [W_ROWS, BLOCK_K/2] uint8, two e2m1 codes a byte; e4m3: [W_ROWS, BLOCK_K]
-        w_tile = load_rows(w_ptrs, w_rows.mask, block, k, W_FORMAT, BLOCK_K)
+        w_tile = load_rows(w_ptrs, w_rows.mask, block, k, W_FORMAT, BLOCK_K, CACHE)
         if W_BY_BITS:
             w_tile = decode_fp8(w_tile, W_FORMAT)
         # uint8 E8M0 scales: [ROWS, STEP] of x, [W_ROWS, STEP] of w
         if IS_MX:
-            next_x_scale = load_scales(x_scale_ptrs, x.mask, block + AHEAD, k, BLOCK_K)
-        next_w_scale = load_scales(w_scale_ptrs, w_rows.mask, block + AHEAD, k, BLOCK_K)
+            next_x_scale = load_scales(x_scale_ptrs, x.mask, block + AHEAD, k, BLOCK_K, "")
+        next_w_scale = load_scales(w_scale_ptrs, w_rows.mask, block + AHEAD, k, BLOCK_K, CACHE)
         w_scale = w_scale if PREFETCH_SCALES else next_w_scale
         if IS_MX:
             x_scale = x_scale if PREFETCH_SCALES else next_x_scale

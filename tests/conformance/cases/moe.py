@@ -95,6 +95,10 @@ HIGH_TILES: Cases = {
         "mxfp8", order=GateUpOrder.INTERLEAVED_16, sizes=HIGH_DEEP, tile="high_64"
     ),
     "mxfp4-64": MoECase("mxfp4", SiLU(), has_bias=False, on_input=True, sizes=HIGH, tile="high_64"),
+    "mxfp8-128-then-64": MoECase("mxfp8", sizes=replace(HIGH, tokens=150), tile="high_128_then_64"),
+    "mxfp4-64-then-decode": MoECase(
+        "mxfp4", SiLU(), combine=Combine.ATOMIC, sizes=HIGH, tile="high_64_then_decode"
+    ),
     "mxfp8-one_expert": MoECase(
         "mxfp8",
         sizes=replace(HIGH, tokens=130, top_k=1),

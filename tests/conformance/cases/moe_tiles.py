@@ -60,7 +60,9 @@ TILES: dict[str, dict[str, MoEConfig]] = {
     "deep_split": {"triton": DEEP_SPLIT, "cdna4": both(decode(32, k_splits=3))},
     **{
         name: {
-            "triton": tile(64, GemmConfig(64, 64, 256, 4, 2), GemmConfig(64, 128, 64)),
+            "triton": MoEConfig.of(
+                GemmConfig(64, 64, 256, 4, 2), GemmConfig(32 if "then" in name else 64, 128, 64)
+            ),
             "cdna4": own,
         }
         for name, own in {
@@ -68,6 +70,8 @@ TILES: dict[str, dict[str, MoEConfig]] = {
             "high_128": both(prefill_config(128)),
             "high_128_in_units": both(prefill_config(128), 256),
             "high_256": both(prefill_config(256)),
+            "high_128_then_64": MoEConfig.of(prefill_config(128), prefill_config(64)),
+            "high_64_then_decode": MoEConfig.of(prefill_config(64), decode(32)),
         }.items()
     },
 }

@@ -170,13 +170,13 @@ def test_gfx950_chooses_cdna4_and_says_why_not() -> None:
 
 
 def test_refusals() -> None:
-    assert LAYER.unsupported(problem(1)) is None
+    assert LAYER.unsupported(problem(1)) is LAYER.unsupported(problem(1 << 20)) is None
     for changed, reason in (
         (dict(target=replace(MI355X, arch="gfx942")), "needs gfx950, not gfx942"),
         (dict(weight_layout=Layout.ROW_MAJOR), "CDNA4_FRAGMENT"),
         (dict(options=MoEOptions(SiLU(), out_dtype=torch.float64)), "float64"),
         (dict(routing_block_m=8), "a multiple of 16"),
-        (dict(num_tokens=1 << 20), "fewer than 536870912 activations"),
+        (dict(num_tokens=1 << 20, op=Op.MOE_DOWN), "fewer than 536870912 activations in a stage"),
     ):
         assert reason in (LAYER.unsupported(replace(problem(1), **changed)) or "")
 

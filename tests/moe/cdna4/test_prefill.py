@@ -47,27 +47,33 @@ def a_problem(a_format: str, tokens: int, **sizes: int) -> MoEProblem:
 
 
 @functools.cache
-def loop_report(a_format: str) -> tuple[LoopReport, str]:
+def loop_report(a_format: str, persistent: bool) -> tuple[LoopReport, str]:
     """Model of stage 1's loop on one full tile of 256 rows, and the listing."""
     names = {"mxfp4": "mxfp4-256", "mxfp8": "mxfp8-256-deep"}
     sizes = Sizes(1024, experts=1, top_k=1, tokens=256)
     case = replace(HIGH_TILES[names[a_format]], sizes=sizes)  # no further binaries
-    with emulate(trace=True) as emulation:
-        case.check(CDNA4)
+    stage = replace(prefill_config(256), persistent=persistent)
+    with emulate(trace=True) as emulation, CDNA4.serving(MoEConfig(256, stage, stage)):
+        case.run(case.given(case.inputs(), CDNA4))
     report = next(each for each in emulation.reports if each.kernel == KERNEL)
     return model_loop(Execution.of(report)), "\n".join(i.text for i in report.program.instructions)
 
 
+grids = pytest.mark.parametrize("persistent", [False, True], ids=["one-shot", "persistent"])
+
+
+@grids
 @pytest.mark.parametrize(
     ("a_format", "efficiency"), [("mxfp4", 0.94), ("mxfp8", 0.97)], ids=["mxfp4", "mxfp8"]
 )
-def test_the_loop_of_the_large_tile(a_format: str, efficiency: float) -> None:
+def test_the_loop_of_the_large_tile(a_format: str, efficiency: float, persistent: bool) -> None:
     """Modelled MFMA efficiency; at most four other instructions for each MFMA."""
-    report, listing = loop_report(a_format)
+    report, listing = loop_report(a_format, persistent)
     assert report.mfma_efficiency >= efficiency, str(report)
     assert report.other_per_mfma <= 4, str(report)
     assert report.vector_registers <= 256
     assert report.lds_bytes <= 160 * 1024
+    assert not re.search(r"^scratch_|accvgpr|v_writelane", listing, re.MULTILINE)
     # Every LDS access takes the cycles of its bytes: no bank conflicts.
     lds = report.utilisation["lds banks"] * report.cycles
     reads = Counter(re.findall(r"ds_read\w+", listing))
@@ -79,7 +85,7 @@ def test_the_loop_of_the_large_tile(a_format: str, efficiency: float) -> None:
 
 @pytest.mark.parametrize("a_format", ["mxfp4", "mxfp8"])
 def test_operands_need_no_conversion(a_format: str) -> None:
-    _, listing = loop_report(a_format)
+    _, listing = loop_report(a_format, False)
     first, last = (place(listing, "v_mfma") for place in (str.index, str.rindex))
     loop = listing[first:last]
     names = Counter(re.findall(r"^\w+", loop, re.MULTILINE))
@@ -87,7 +93,6 @@ def test_operands_need_no_conversion(a_format: str) -> None:
     loads = re.findall(r"^buffer_load\w+.*", loop, re.MULTILINE)
     assert loads
     assert all(text.endswith("lds") for text in loads)
-    assert not re.search(r"^scratch_|accvgpr", listing, re.MULTILINE)
 
 
 def test_scales_are_arranged_like_those_of_weights() -> None:
@@ -114,7 +119,8 @@ def test_scales_are_arranged_like_those_of_weights() -> None:
 )
 def test_tiles_follow_the_rows_of_an_expert(a_format: str, tokens: int, block_m: int) -> None:
     config = layer_heuristic(a_problem(a_format, tokens))
-    assert config == MoEConfig(block_m, prefill_config(block_m), prefill_config(block_m))
+    stage = prefill_config(block_m, config.gate_up.weight_cache)  # type: ignore[attr-defined]
+    assert config == MoEConfig(block_m, stage, stage)
 
 
 @pytest.mark.parametrize(("a_format", "tokens"), [("mxfp8", 64), ("bf16", 16384)])

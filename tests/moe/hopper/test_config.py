@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,21 @@ def test_the_heuristic_takes_a_tested_tile(a_format: str, model: str, num_tokens
     for config in (layer.gate_up, layer.down):
         heuristics.require_valid(config, problem)
     assert layer in list(heuristics.layer_configs(problem))
+
+
+def test_the_tuner_tries_tiles_of_the_stages_apart() -> None:
+    """The preferred tile of a stage beside any other of the other one, in a plan for both."""
+    problem = describe(MODEL_SHAPES["gpt-oss-20b"], 1024, "mxfp8")
+    first, *others = heuristics.layer_configs(problem)
+    tiles = set(heuristics.tiles(False).values())
+    for stage, other in (("gate_up", "down"), ("down", "gate_up")):
+        fixed = [each for each in others if getattr(each, stage) == getattr(first, stage)]
+        assert {replace(getattr(each, other), k_splits=1) for each in [first, *fixed]} >= tiles
+    for each in others:
+        unit = math.lcm(each.gate_up.block_m, each.down.block_m)
+        assert each.routing_block_m == unit
+        for config in (each.gate_up, each.down):
+            heuristics.require_valid(config, problem)
 
 
 EP8 = replace(MODEL_SHAPES["deepseek-v3"], num_experts=32)

@@ -8,7 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mxpert.core.problem import ACTIVATION_FORMATS, GemmConfig, MoEOptions, MoEProblem, Op, Target
+from mxpert.core.problem import (
+    ACTIVATION_FORMATS,
+    GemmConfig,
+    MoEOptions,
+    MoEProblem,
+    Op,
+    Target,
+    WeightCache,
+)
 from mxpert.core.registry import explain_problem
 from mxpert.formats.tensor import Layout
 from mxpert.moe.triton import config as heuristics
@@ -72,6 +80,40 @@ def test_weights_stream_only_where_they_are_read_once() -> None:
     shape = MODEL_SHAPES["gpt-oss-20b"]
     assert FUSED_MOE.heuristic(describe(H200, shape, 64)).gate_up.group_m == 1
     assert FUSED_MOE.heuristic(describe(H200, shape, 8192)).gate_up.group_m > 1
+
+
+def test_streamed_weights_are_tried_and_never_chosen() -> None:
+    """In either stage and in both; a stage on its own has the other policy too."""
+    problem = describe(MI355X, MODEL_SHAPES["gpt-oss-20b"], 16)
+    first, *others = FUSED_MOE.configs(problem)
+    assert first.gate_up.weight_cache is first.down.weight_cache is WeightCache.KEEP
+    for stages in ({"gate_up"}, {"down"}, {"gate_up", "down"}):
+        streamed = {
+            name: replace(getattr(first, name), weight_cache=WeightCache.STREAM) for name in stages
+        }
+        assert replace(first, **streamed) in others
+    for kernel in (GATE_UP, DOWN):
+        stage, *others = kernel.configs(replace(problem, op=kernel.op, routing_block_m=64))
+        assert replace(stage, weight_cache=WeightCache.STREAM) in others
+
+
+def test_nvidia_refuses_to_stream_weights() -> None:
+    """Its asynchronous copies would drop the hint."""
+    problem = describe(H200, MODEL_SHAPES["gpt-oss-20b"], 16, op=Op.MOE_DOWN, routing_block_m=64)
+    config = replace(DOWN.heuristic(problem), weight_cache="stream")
+    with pytest.raises(ValueError, match="weight_cache stream needs an AMD GPU: set it to keep"):
+        heuristics.require_valid(H200, Op.MOE_DOWN, "bf16", config)
+    assert all(each.weight_cache is WeightCache.KEEP for each in DOWN.configs(problem))
+
+
+def test_the_tuner_tries_row_blocks_of_the_stages_apart() -> None:
+    problem = describe(MI355X, MODEL_SHAPES["gpt-oss-20b"], 2048, "mxfp8")
+    found = {
+        (each.gate_up.block_m, each.down.block_m): each.routing_block_m
+        for each in FUSED_MOE.configs(problem)
+    }
+    pairs = itertools.product(heuristics.BLOCKS_M, repeat=2)
+    assert found == {pair: max(pair) for pair in pairs}  # powers of two
 
 
 @pytest.mark.parametrize("kernel", [GATE_UP, DOWN], ids=lambda kernel: kernel.op.value)
@@ -159,8 +201,9 @@ def test_an_explanation_names_every_field_of_a_config() -> None:
         weight_layout=Layout.HOPPER_FRAGMENT,
     )
     shown = str(explain_problem(problem)).splitlines()
-    assert shown[2] == "  config:  routing_block_m=8"
-    for line, stage, k_splits in ((shown[3], "gate_up", 1), (shown[4], "down", 2)):
+    assert shown[1] == "  formats: mxfp8xmxfp4"
+    assert shown[3] == "  config:  routing_block_m=8"
+    for line, stage, k_splits in ((shown[4], "gate_up", 1), (shown[5], "down", 2)):
         assert line == (
             f"    {stage}: kernel=decode block_m=8 num_stages=5 consumers=2 blocks_per_tile=1 "
             f"k_splits={k_splits} hi_lo=False"

@@ -27,7 +27,9 @@ from mxpert.core.problem import (
     SiLU,
     SiTUv2,
     SwiGLU,
+    WeightCache,
 )
+from mxpert.core.stage_configs import other_weight_caches
 from mxpert.moe import combine
 from mxpert.moe.triton import config as heuristics
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
@@ -218,6 +220,23 @@ def test_token_quantiser_moves_whole_vectors(record: Recorder, target: str) -> N
         assert metrics.spills == 0
         assert set(metrics.global_loads) <= {128, 64}
         assert metrics.global_stores.get(64, 0) + metrics.global_stores.get(128, 0) > 0
+
+
+@pytest.mark.parametrize("a_format", FORMATS)
+def test_weights_stream_if_the_config_says_so(record: Recorder, a_format: str) -> None:
+    """KEEP has no load with the non-temporal hint; neither spills."""
+    shape = MODEL_SHAPES["gpt-oss-120b"]
+    problem = describe("gfx950", a_format, TOKENS[16], shape)
+    chosen = heuristics.layer_heuristic(problem)
+    for config in (chosen, *other_weight_caches(chosen)):
+        for launch in record(problem, config, shape):
+            if launch.kernel.__name__ in GEMMS:
+                op = GEMMS[launch.kernel.__name__]
+                own = config.gate_up if op is Op.MOE_GATE_UP else config.down
+                compiled = compile_for(launch.kernel, launch.arguments, target="gfx950")
+                streams = own.weight_cache is WeightCache.STREAM
+                assert (compiled.count(r"_load_.*\bnt\b") > 0) is streams, op
+                assert compiled.metrics.spills == 0
 
 
 VARIANTS = {
