@@ -384,11 +384,11 @@ def _moe_gemm_decode_cdna4_kernel(
     SCALED: gl.constexpr = x_scale_ptr is not None
     shape = Shape(X_FORMAT, ROWS, SLICES, WAVES, DEPTH, ITERATIONS, STREAM, SCALED=SCALED)
     first_depth = split * units_per_split
-    units = Units(row_units, depth_units, gl.minimum(units_per_split, depth_units - first_depth))
+    blocks = num_k_blocks - first_depth * 4
+    units = Units(row_units, depth_units, gl.minimum(units_per_split * 4, blocks))
     weights = _open_tile_weights(w_ptr, w_scale_ptr, tile, first_depth, units, shape)
     row_width = x_row_chunks * elements_per_chunk(X_FORMAT)
     source = _open_source(x_ptr, x_scale_ptr, row_width, x_scale_stride, tile, plan, GATHER)
-    blocks = num_k_blocks - first_depth * 4
     activations = open_activations(source, first_depth * 4, blocks, shape, SLICES * WAVES)
     sums = sum_slices(accumulate(weights, activations, shape))
     sums = scale_rows(sums, x_row_scale_ptr, source.scale_row_of(row_vector(sums)))

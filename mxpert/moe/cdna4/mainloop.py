@@ -54,30 +54,33 @@ class Shape:
 class WeightStream:
     """Weights of a tile: base addresses, and offsets of each thread.
 
-    exists: whether the thread's 64 rows exist; the last tile of an expert may have fewer.
+    code_blocks, scale_blocks: MX blocks of depth from the thread's own one on; 0 if its 64 rows do
+    not exist, which the last tile of an expert may lack. num_blocks: those of the tile.
     """
 
     codes: gl.tensor
     scales: gl.tensor
     code_offsets: gl.tensor
     scale_offsets: gl.tensor
-    code_exists: gl.tensor
-    scale_exists: gl.tensor
-    num_units: gl.tensor
+    code_blocks: gl.tensor
+    scale_blocks: gl.tensor
+    num_blocks: gl.tensor
     shape: Shape
 
     @gluon.jit
     def load(self, step):
-        """Start loading the codes and scales of a step; past the last unit they are zeros."""
+        """Start loading the codes and scales of a step; past the last block they are zeros.
+
+        What pads the depth of a unit is not read: an MFMA makes NaN of a NaN scale, though the
+        activations are zeros there.
+        """
         SLICES: gl.constexpr = self.shape.SLICES
         unit = step * SLICES
         ITEMS: gl.constexpr = items_per_lane(self.shape.FORMAT)
         codes = self.codes + unit.to(gl.int64) * (UNIT_LANES * ITEMS)
         scales = self.scales + unit.to(gl.int64) * UNIT_WORDS
-        CL: gl.constexpr = self.code_offsets.type.layout
-        SL: gl.constexpr = self.scale_offsets.type.layout
-        code_mask = self.code_exists & (unit + _slices(SLICES, CL) < self.num_units)
-        scale_mask = self.scale_exists & (unit + _slices(SLICES, SL) < self.num_units)
+        code_mask = unit * 4 < self.code_blocks
+        scale_mask = unit * 4 < self.scale_blocks
         CACHE: gl.constexpr = ".cg" if self.shape.STREAM else ".ca"
         return Weights(
             codes=buffer_load(codes, self.code_offsets, code_mask, CACHE),
@@ -112,22 +115,13 @@ def along(size: gl.constexpr, axis: gl.constexpr, rank: gl.constexpr, LAYOUT: gl
     return values
 
 
-@gluon.jit
-def _slices(SLICES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Index of the slice of each thread, to compare with numbers of units."""
-    if SLICES == 1:
-        return 0
-    else:
-        return along(SLICES, 0, len(LAYOUT.shape), LAYOUT)
-
-
 @aggregate
 class Units:
-    """Units of an expert's weights, rows and depth; `wanted` of the depth belong to the tile."""
+    """Units of an expert's weights, rows and depth; `blocks` of the depth belong to the tile."""
 
     rows: gl.tensor
     depth: gl.tensor
-    wanted: gl.tensor
+    blocks: gl.tensor
 
 
 @gluon.jit
@@ -144,19 +138,22 @@ def open_weights(codes, scales, first_unit, units, shape):
     ITEMS: gl.constexpr = items_per_lane(shape.FORMAT)
     CL: gl.constexpr = code_layout(SLICES, WAVES, shape.FORMAT)
     SL: gl.constexpr = scale_layout(SLICES, WAVES)
-    fragment = along(4 * WAVES, 1, 4, CL)
-    place = along(SLICES, 0, 4, CL) + fragment // 4 * units.depth
-    lane = fragment % 4 * 64 + along(64, 2, 4, CL)
-    wave = along(WAVES, 1, 3, SL)
-    words = (along(SLICES, 0, 3, SL) + wave * units.depth) * UNIT_WORDS + along(64, 2, 3, SL)
+    fragment, wave = along(4 * WAVES, 1, 4, CL), along(WAVES, 1, 3, SL)
+    code_slice, scale_slice = along(SLICES, 0, 4, CL), along(SLICES, 0, 3, SL)
+    code_lane, word = along(64, 2, 4, CL), along(64, 2, 3, SL)
+    place = code_slice + fragment // 4 * units.depth
+    lane = fragment % 4 * 64 + code_lane
+    words = (scale_slice + wave * units.depth) * UNIT_WORDS + word
+    code_blocks = units.blocks - code_slice * 4 - code_lane // 16
+    scale_blocks = units.blocks - scale_slice * 4 - word // 16
     return WeightStream(
         codes=codes,
         scales=scales,
         code_offsets=(place * UNIT_LANES + lane) * ITEMS + along(ITEMS, 3, 4, CL),
         scale_offsets=words,
-        code_exists=first_unit + fragment // 4 < units.rows,
-        scale_exists=first_unit + wave < units.rows,
-        num_units=units.wanted,
+        code_blocks=gl.where(first_unit + fragment // 4 < units.rows, code_blocks, 0),
+        scale_blocks=gl.where(first_unit + wave < units.rows, scale_blocks, 0),
+        num_blocks=units.blocks,
         shape=shape,
     )
 
@@ -289,7 +286,7 @@ def accumulate(weights, activations, shape):
     SUMS: gl.constexpr = sum_layout(SLICES, WAVES, FORMAT)
     X: gl.constexpr = x_layout(SLICES, WAVES, ROWS, FORMAT)
     sums = gl.zeros((SLICES, 64 * WAVES, ROWS), gl.float32, SUMS)
-    iterations = gl.cdiv(weights.num_units, STEPS * SLICES)
+    iterations = gl.cdiv(weights.num_blocks, 4 * STEPS * SLICES)
     # One view for each step of the two buffers, and for each iteration.
     x_steps = reinterpret(
         activations.rows,

@@ -109,6 +109,7 @@ def _source(
     tile_n,
     row_units,
     depth_units,
+    num_blocks,
     BLOCK_M: gl.constexpr,
 ):
     """`Source` of a tile. first_unit: number of the tile's first unit of 64 weight rows."""
@@ -125,6 +126,7 @@ def _source(
         weight_scales=w_scale + units * 256,
         weight_scale_offset=offsets_of_scales(4, tile_n * 4, row_units, depth_units),
         steps=depth_units,
+        num_blocks=num_blocks,
     )
 
 
@@ -217,6 +219,7 @@ def _moe_gemm_prefill_cdna4_kernel(
         tile_n=tile_n,
         row_units=row_units,
         depth_units=depth_units,
+        num_blocks=num_k_blocks,
         BLOCK_M=BLOCK_M,
     )
     variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT)

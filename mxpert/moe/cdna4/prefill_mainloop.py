@@ -62,7 +62,8 @@ class Source:
     rows: uint8 codes. row_offset: of the tile's rows, [BLOCK_M]. row_bytes: bytes of a row.
     weights, weight_offset: of the fragments of a step, [16]. row_scales and weight_scales:
     units [64 rows][step][256 bytes]. row_scale_offset, weight_scale_offset: of each unit that is
-    copied. steps: of the contracted dimension.
+    copied. steps: of the contracted dimension. num_blocks: its MX blocks; the last step may have
+    fewer than four.
     """
 
     rows: gl.tensor
@@ -75,6 +76,7 @@ class Source:
     weight_scales: gl.tensor
     weight_scale_offset: gl.tensor
     steps: gl.tensor
+    num_blocks: gl.tensor
 
 
 @aggregate
@@ -174,17 +176,26 @@ def offsets_of_scales(UNITS: gl.constexpr, first_unit, num_units, steps):
 
 
 @gluon.jit
+def _past_end(outside):
+    """What to add to byte offsets that are outside, so that direct copies write zeros for them.
+
+    It makes an address that does not exist. A masked copy would write nothing.
+    """
+    return gl.where(outside, -(1 << 31), 0)
+
+
+@gluon.jit
 def _copy_rows(source, slots, slot, buffer):
     """Copy buffer number `buffer` of the rows to LDS, swizzled as `rows_in_lds` says.
 
-    Bytes past the end of a row repeat its last 16: their weights are zeros.
+    Bytes past the end of a row are zeros.
     """
     LAYOUT: gl.constexpr = row_copy_layout(gl.num_warps())
     row = gl.arange(0, slots.shape[1], gl.SliceLayout(1, LAYOUT))
     byte = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
-    chunk = (byte // 16)[None, :] ^ (row // 2 % 8)[:, None]
-    first = gl.minimum(chunk * 16 + buffer * 128, source.row_bytes - 16)
-    offsets = source.row_offset[:, None] + first + (byte % 16)[None, :]
+    place = byte[None, :] ^ (row // 2 % 8 * 16)[:, None]
+    outside = _past_end(buffer * 128 >= source.row_bytes - place // 16 * 16)
+    offsets = (source.row_offset[:, None] + place) + buffer * 128 + outside
     # The compiler cannot see that each thread's 16 offsets follow each other.
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
     async_copy.buffer_load_to_shared(slots.index(slot), source.rows, offsets)
@@ -192,7 +203,10 @@ def _copy_rows(source, slots, slot, buffer):
 
 @gluon.jit
 def _copy_weights(source, buffers, variant, slot, step, ODD: gl.constexpr):
-    """Copy the weights of `step` to LDS; steps past the last one repeat it. ODD: its last bit."""
+    """Copy the weights of `step` to LDS; steps past the last one repeat it. ODD: its last bit.
+
+    Codes that pad the depth are read. They are finite, and their rows and scales are zeros.
+    """
     LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
     INDEX: gl.constexpr = ODD if steps_per_buffer(variant.FORMAT) == 2 else 0
     byte = gl.arange(0, 1024, gl.SliceLayout(0, LAYOUT))
@@ -204,24 +218,28 @@ def _copy_weights(source, buffers, variant, slot, step, ODD: gl.constexpr):
 
 
 @gluon.jit
-def _copy_scales(scales, unit_offset, slots, pair, steps):
-    """Start copies of the scales of steps 2 · pair and 2 · pair + 1; those past the end repeat."""
+def _copy_scales(scales, unit_offset, slots, pair, outside):
+    """Start copies of the scales of steps 2 · pair and 2 · pair + 1. outside: of `_past_end`."""
     LAYOUT: gl.constexpr = scale_copy_layout(gl.num_warps())
     byte = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
-    first = gl.minimum(byte // 4 * 4 + pair * 512, steps * 256 - 4)
-    offsets = unit_offset[:, None] + (first + byte % 4)[None, :]
+    offsets = (unit_offset[:, None] + byte[None, :]) + pair * 512 + outside
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 4]), [1, 4])
     async_copy.buffer_load_to_shared(slots.index(pair & 1), scales, offsets)
 
 
 @gluon.jit
 def _copy_all_scales(source, buffers, pair):
-    """Copy the scales of a pair of steps."""
-    steps = source.steps
-    _copy_scales(source.row_scales, source.row_scale_offset, buffers.row_scales, pair, steps)
-    _copy_scales(
-        source.weight_scales, source.weight_scale_offset, buffers.weight_scales, pair, steps
-    )
+    """Copy the scales of a pair of steps.
+
+    Those of the weights past the last block are zeros: they may be NaN. Those of the rows are read
+    past the last step; `arrange_scales` makes room for it.
+    """
+    LAYOUT: gl.constexpr = scale_copy_layout(gl.num_warps())
+    block = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT)) // 64
+    outside = _past_end(pair * 512 >= (source.num_blocks - block) * 64)[None, :]
+    weights = source.weight_scales
+    _copy_scales(source.row_scales, source.row_scale_offset, buffers.row_scales, pair, 0)
+    _copy_scales(weights, source.weight_scale_offset, buffers.weight_scales, pair, outside)
 
 
 @gluon.jit

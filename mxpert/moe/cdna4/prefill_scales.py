@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -14,6 +15,8 @@ from ...formats.spec import E8M0_BIAS
 from ...routing.plan import TOKEN_MASK, RoutingPlan
 
 _NUM_WARPS = 4
+_READ_AHEAD = 2 * UNIT_SCALE_BYTES
+"""Bytes that the prefill kernel reads past the last unit: it copies steps in pairs, and ahead."""
 _UNITS = 8
 """Units of 128 elements that a program reads at a time."""
 
@@ -87,7 +90,9 @@ def arrange_scales(
     """
     depth_units = -(-depth // UNIT_CODES)
     shape = (row_blocks, depth_units, UNIT_SCALE_BYTES)
-    arranged = torch.empty(shape, dtype=torch.uint8, device=plan.device)
+    size = math.prod(shape)
+    memory = torch.empty(size + _READ_AHEAD, dtype=torch.uint8, device=plan.device)
+    arranged = memory[:size].view(shape)
     stride = 0 if scale is None else scale.stride(0)
     _launch(plan.num_tokens, depth, row_blocks, stride, gather, wide)(
         arranged_ptr=arranged,

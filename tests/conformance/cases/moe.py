@@ -182,13 +182,23 @@ OPERANDS: Cases = {
         sizes=Sizes(experts=2),
     ),
     "gaps-fp8_token": MoECase("fp8_token", x="gaps", exact=False, sizes=Sizes(experts=5)),
-    "poisoned": MoECase("mxfp8", poisoned=True, tile="split"),
     "nan": MoECase("bf16", bad=torch.nan),
     "nan-mxfp8": MoECase("mxfp8", bad=torch.nan, sizes=HIGH, tile="high_64"),
     "infinity-mxfp4": MoECase("mxfp4", SiLU(), bad=-torch.inf),
     "infinity-fp8_token": MoECase("fp8_token", bad=torch.inf, exact=False, sizes=Sizes(experts=5)),
 }
 """Activations, router results and weights of other dtypes, strides and contents."""
+POISONED: Cases = {
+    **{a_format: MoECase(a_format, poisoned=True, x="gaps") for a_format in EXACT_FORMATS},
+    "fp8_token": MoECase("fp8_token", poisoned=True, exact=False, sizes=Sizes(experts=5)),
+    "mxfp8-split": MoECase("mxfp8", poisoned=True, tile="split"),
+    "mxfp4-sliced": MoECase("mxfp4", poisoned=True, tile="sliced_and_split"),
+    **{
+        f"{a_format}-{rows}": MoECase(a_format, poisoned=True, sizes=HIGH, tile=f"high_{rows}")
+        for a_format, rows in product(("mxfp8", "mxfp4"), (64, 128, 256))
+    },
+}
+"""Depths of 160 and 96 elements: the last unit of 128 has padding in both stages."""
 NO_GATE: Cases = {
     "poisoned": MoECase(
         "mxfp8", ReLU2(), combine=Combine.ATOMIC, poisoned=True, exact=False, tile="split"
@@ -206,4 +216,16 @@ OUT: Cases = {
     )
     for combine, tile in zip(COMBINES[:2], tiles, strict=True)
 } | {"no_tokens": MoECase("bf16", out="new", sizes=Sizes(tokens=0))}
-ALL = (EXACT, OTHER_TILES, HIGH_TILES, STAGES, NO_TOKENS, ROUNDED, ROUTED, OPERANDS, NO_GATE, OUT)
+ALL = (
+    EXACT,
+    OTHER_TILES,
+    HIGH_TILES,
+    STAGES,
+    NO_TOKENS,
+    ROUNDED,
+    ROUTED,
+    OPERANDS,
+    POISONED,
+    NO_GATE,
+    OUT,
+)
