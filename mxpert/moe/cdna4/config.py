@@ -88,13 +88,20 @@ _MOST_BYTES = 1 << 31
 """Activations and float32 outputs must have fewer bytes: offsets of buffers have 31 bits."""
 
 PREFILL_BLOCKS_M = (64, 128, 256)
-"""Sorted rows of a prefill tile."""
+"""Sorted rows of a prefill tile; the least is not for bf16 activations."""
 PREFILL_BLOCK_N = 256
 PREFILL_GROUP_M = 8
 """Row blocks that share weight tiles in L2."""
 
-_STEP_CYCLES = {"mxfp4": {64: 790, 128: 747, 256: 1068}, "mxfp8": {64: 658, 128: 1052, 256: 2060}}
-"""Modelled cycles of a CU for 128 elements of depth of a prefill tile (Triton 3.6.0, L2 hits)."""
+_STEP_CYCLES = {
+    "bf16": {256: 4168, 128: 2084},
+    "mxfp4": {64: 790, 128: 747, 256: 1068},
+    "mxfp8": {64: 658, 128: 1052, 256: 2060},
+}
+"""Modelled cycles of a CU for 128 elements of depth of a prefill tile (Triton 3.6.0, L2 hits).
+
+The first of equals is chosen. 32 rows of the decode kernel with bf16 take 1220 cycles.
+"""
 
 _RESIDENT_WAVES = 8
 """Waves of a CU that the heuristic wants: two of each SIMD hide the latency of each other's loads.
@@ -168,26 +175,30 @@ def decode_config(problem: MoEProblem, op: Op, block_m: int) -> Cdna4GemmConfig:
     )
 
 
+def prefill_blocks(activation_format: str) -> tuple[int, ...]:
+    """Sorted rows that a prefill tile may have with these activations."""
+    return PREFILL_BLOCKS_M[1:] if activation_format == "bf16" else PREFILL_BLOCKS_M
+
+
 def prefill_block_m(problem: MoEProblem) -> int | None:
     """Rows of a prefill tile that serves an average expert fastest; None for the decode kernel.
 
-    The decode kernel has the experts with few rows, and bf16 activations: MFMA of bf16 takes 64
-    cycles where that of e4m3 takes 32 and that of e2m1 16, and the tile's rows take four times the
-    LDS of e2m1, so that 256 × 256 × 128 does not fit twice.
+    The decode kernel has the experts with few rows.
     """
     rows = problem.rows_per_expert
-    format = problem.options.activation_format
-    if format == "bf16" or rows <= DECODE_BLOCKS_M[-1]:
+    if rows <= DECODE_BLOCKS_M[-1]:
         return None
-    cycles = _STEP_CYCLES["mxfp4" if format == "mxfp4" else "mxfp8"]
-    return min(PREFILL_BLOCKS_M, key=lambda block: -(-rows // block) * cycles[block])
+    activation_format = problem.options.activation_format
+    cycles = _STEP_CYCLES["mxfp8" if activation_format == "fp8_token" else activation_format]
+    return min(cycles, key=lambda block: -(-rows // block) * cycles[block])
 
 
 def stage_heuristic(problem: MoEProblem) -> Cdna4GemmConfig:
     """Config of a separate stage: block_m must divide the plan's routing_block_m."""
     wanted = prefill_block_m(problem)
     if wanted is not None:
-        allowed = [b for b in PREFILL_BLOCKS_M if problem.routing_block_m % b == 0 and b <= wanted]
+        blocks = prefill_blocks(problem.options.activation_format)
+        allowed = [b for b in blocks if problem.routing_block_m % b == 0 and b <= wanted]
         if allowed:
             return prefill_config(allowed[-1])
     allowed = [rows for rows in DECODE_BLOCKS_M if problem.routing_block_m % rows == 0]
@@ -208,8 +219,7 @@ def stage_configs(problem: MoEProblem) -> Iterator[Cdna4GemmConfig]:
 
 
 def _prefill_configs(problem: MoEProblem) -> Iterator[Cdna4GemmConfig]:
-    if problem.options.activation_format != "bf16":
-        yield from map(prefill_config, PREFILL_BLOCKS_M)
+    yield from map(prefill_config, prefill_blocks(problem.options.activation_format))
 
 
 def _decode_configs(problem: MoEProblem, op: Op, blocks_m: list[int]) -> Iterator[Cdna4GemmConfig]:
@@ -285,9 +295,10 @@ def prefill_config(block_m: int) -> Cdna4GemmConfig:
 def require_valid(config: Cdna4GemmConfig, problem: MoEProblem) -> None:
     """Raise ValueError for a pinned or tuned config that no kernel of this backend implements."""
     if config.kernel is Cdna4Kernel.PREFILL:
-        need = f"MX activations and one of {[prefill_config(rows) for rows in PREFILL_BLOCKS_M]}"
-        valid = config.block_m in PREFILL_BLOCKS_M and config == prefill_config(config.block_m)
-        valid = valid and problem.options.activation_format != "bf16"
+        activation_format = problem.options.activation_format
+        tiles = [prefill_config(rows) for rows in prefill_blocks(activation_format)]
+        need = f"with {activation_format} activations one of {tiles}"
+        valid = config in tiles
     else:
         need = (
             f"block_m in {DECODE_BLOCKS_M}, num_stages 2 or 4, num_warps and k_slices powers of "

@@ -108,12 +108,16 @@ class _Stage(Stage[Cdna4GemmConfig]):
         )
         launch, finish = _LAUNCHES[config.kernel](problem, config, gemm)
         w_scale = weight.scale.view(torch.uint32)
+        w = weight.qdata
         if config.kernel is Cdna4Kernel.PREFILL:
-            blocks = row_blocks * (config.block_m // UNIT_ROWS)
-            gather, depth = self.op is Op.MOE_GATE_UP, heuristics.depth(problem, self.op)
-            wide = x_format == "e2m1"
-            x_scale = arrange_scales(x_scale, plan, depth, blocks, gather=gather, wide=wide)
-            w_scale = weight.scale
+            w_scale, x = weight.scale, x.view(torch.uint8)
+            if x_format != "bf16":
+                blocks = row_blocks * (config.block_m // UNIT_ROWS)
+                gather, depth = self.op is Op.MOE_GATE_UP, heuristics.depth(problem, self.op)
+                wide = x_format == "e2m1"
+                x_scale = arrange_scales(x_scale, plan, depth, blocks, gather=gather, wide=wide)
+        elif x_format == "bf16":
+            w = w.view(torch.uint32)
         partial = None
         if finish is not None:
             width = heuristics.weight_rows(problem, self.op)
@@ -124,7 +128,7 @@ class _Stage(Stage[Cdna4GemmConfig]):
             x_ptr=x,
             x_scale_ptr=x_scale,
             x_row_scale_ptr=row_scale,
-            w_ptr=weight.qdata.view(torch.uint32) if x_format == "bf16" else weight.qdata,
+            w_ptr=w,
             w_scale_ptr=w_scale,
             **{"out_scale_ptr": None, **epilogue},
         )

@@ -16,8 +16,8 @@ Barriers: two a step, one after each phase.
         reads have landed.
     after the compute phase: the LDS that its operands came from may be overwritten.
 
-Pipeline: see `prefill_mainloop` and `prefill_copies`. A step is 128 elements of the contracted
-    dimension.
+Pipeline: see `prefill_mainloop`, and `prefill_bf16` for bfloat16 rows. A step is 128 elements of
+    the contracted dimension, with bfloat16 rows 64.
 
 Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long), modelled with Triton 3.6.0: 1068 cycles,
     96 % of them MFMA (e4m3: 2060 and 99 %; Triton 3.9.0: 97 % and 99 %).
@@ -31,6 +31,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.cdna4 import NUM_XCDS
+from ...device.compat import aggregate
+from .prefill_bf16 import (
+    DenseSource,
+    half_fragment_copy_layout,
+    make_dense_buffers,
+    multiply_dense_tile,
+    offsets_of_unit_scales,
+)
 from .prefill_mainloop import (
     Source,
     Variant,
@@ -46,6 +54,7 @@ from .prefill_tiles import (
     Output,
     Quadrant,
     Terms,
+    fragment_copy_layout,
     store_features,
     store_outputs,
     sums_of,
@@ -97,36 +106,56 @@ def _row_offsets(ids, first, num_tokens, stride, BLOCK_M: gl.constexpr, GATHER: 
     return row * stride
 
 
+@aggregate
+class Units:
+    """Weights of a tile in units of 64 rows × 128 elements of depth.
+
+    first: number of its first unit of rows, among those of all experts; tile_n: of the tile. rows,
+    depth: units of an expert. blocks: MX blocks of depth.
+    """
+
+    first: gl.tensor
+    tile_n: gl.tensor
+    rows: gl.tensor
+    depth: gl.tensor
+    blocks: gl.tensor
+
+
 @gluon.jit
-def _source(
-    rows,
-    row_offset,
-    row_bytes,
-    row_scales,
-    w,
-    w_scale,
-    first_unit,
-    tile_n,
-    row_units,
-    depth_units,
-    num_blocks,
-    BLOCK_M: gl.constexpr,
-):
-    """`Source` of a tile. first_unit: number of the tile's first unit of 64 weight rows."""
+def _source(rows, row_offset, row_scales, w, w_scale, units, variant):
+    """`Source` of a tile."""
+    LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
     UNITS: gl.constexpr = copied_units(gl.num_warps())
-    units = first_unit * depth_units
+    before, first = units.first * units.depth, units.tile_n * 4
     return Source(
         rows=rows,
         row_offset=row_offset,
-        row_bytes=row_bytes,
-        weights=w + units * 4096,
-        weight_offset=offsets_of_weights(tile_n * 4, row_units, depth_units),
+        row_bytes=units.blocks * (16 if variant.FORMAT == "e2m1" else 32),
+        weights=w + before * 4096,
+        weight_offset=offsets_of_weights(first, units.rows, units.depth, LAYOUT),
         row_scales=row_scales,
-        row_scale_offset=offsets_of_scales(UNITS, 0, BLOCK_M // 64, depth_units),
-        weight_scales=w_scale + units * 256,
-        weight_scale_offset=offsets_of_scales(4, tile_n * 4, row_units, depth_units),
-        steps=depth_units,
-        num_blocks=num_blocks,
+        row_scale_offset=offsets_of_scales(UNITS, 0, variant.BLOCK_M // 64, units.depth),
+        weight_scales=w_scale + before * 256,
+        weight_scale_offset=offsets_of_scales(4, first, units.rows, units.depth),
+        steps=units.depth,
+        num_blocks=units.blocks,
+    )
+
+
+@gluon.jit
+def _dense_source(rows, row_offset, w, w_scale, units):
+    """`DenseSource` of a tile."""
+    LAYOUT: gl.constexpr = half_fragment_copy_layout(gl.num_warps())
+    before, first = units.first * units.depth, units.tile_n * 4
+    return DenseSource(
+        rows=rows,
+        row_offset=row_offset,
+        row_bytes=units.blocks * 64,
+        weights=w + before * 4096,
+        weight_offset=offsets_of_weights(first, units.rows, units.depth, LAYOUT),
+        scales=w_scale + before * 256,
+        scale_offset=offsets_of_unit_scales(first, units.rows, units.depth),
+        num_blocks=units.blocks,
     )
 
 
@@ -197,8 +226,9 @@ def _moe_gemm_prefill_cdna4_kernel(
 ):
     """One stage: ``x @ w[expert].T`` and its epilogue; see the module.
 
-    x: uint8 codes, rows 16 · x_row_chunks bytes apart: of tokens, or in stage 2 (ACTIVATION "")
-    sorted. x_scale: by `arrange_scales`. w, w_scale: CDNA4_FRAGMENT. partial: None.
+    x: uint8 codes or the bytes of bfloat16 values, rows 16 · x_row_chunks bytes apart: of tokens,
+    or in stage 2 (ACTIVATION "") sorted. x_scale: by `arrange_scales`; None with bfloat16. w,
+    w_scale: CDNA4_FRAGMENT. partial: None.
     """
     tile_m, tile_n = _tile_of_program(num_valid_ptr, gl.cdiv(row_units, 4), BLOCK_M, GROUP_M)
     first = gl.maximum(tile_m, 0) * BLOCK_M
@@ -208,22 +238,18 @@ def _moe_gemm_prefill_cdna4_kernel(
         return
     GATHER: gl.constexpr = ACTIVATION != ""
     stride = x_row_chunks * 16
-    source = _source(
-        rows=x_ptr if GATHER else x_ptr + first.to(gl.int64) * stride,
-        row_offset=_row_offsets(sorted_token_ids_ptr, first, num_tokens, stride, BLOCK_M, GATHER),
-        row_bytes=num_k_blocks * (16 if X_FORMAT == "e2m1" else 32),
-        row_scales=x_scale_ptr + (first // 64).to(gl.int64) * depth_units * 256,
-        w=w_ptr,
-        w_scale=w_scale_ptr,
-        first_unit=expert.to(gl.int64) * row_units + tile_n * 4,
-        tile_n=tile_n,
-        row_units=row_units,
-        depth_units=depth_units,
-        num_blocks=num_k_blocks,
-        BLOCK_M=BLOCK_M,
-    )
+    rows = x_ptr if GATHER else x_ptr + first.to(gl.int64) * stride
+    row_offset = _row_offsets(sorted_token_ids_ptr, first, num_tokens, stride, BLOCK_M, GATHER)
+    first_unit = expert.to(gl.int64) * row_units + tile_n * 4
+    units = Units(first_unit, tile_n, row_units, depth_units, num_k_blocks)
     variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT)
-    sums = multiply_tile(source, make_buffers(variant), variant)
+    if X_FORMAT == "bf16":
+        source = _dense_source(rows, row_offset, w_ptr, w_scale_ptr, units)
+        sums = multiply_dense_tile(source, make_dense_buffers(BLOCK_M), BLOCK_M)
+    else:
+        row_scales = x_scale_ptr + (first // 64).to(gl.int64) * depth_units * 256
+        source = _source(rows, row_offset, row_scales, w_ptr, w_scale_ptr, units, variant)
+        sums = multiply_tile(source, make_buffers(variant), variant)
     output = Output(
         out=out_ptr,
         scale=out_scale_ptr if out_scale_ptr is not None else out_ptr,

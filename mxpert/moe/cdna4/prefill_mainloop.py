@@ -149,9 +149,8 @@ def copied_rows(BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def offsets_of_weights(first_unit, num_units, steps):
-    """Offsets [16] of a step's fragments. Units past the last one repeat it."""
-    LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
+def offsets_of_weights(first_unit, num_units, steps, LAYOUT: gl.constexpr):
+    """Offsets [16] of a step's fragments, for copies in LAYOUT. Units past the last repeat it."""
     fragment = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
     unit = gl.minimum(first_unit + fragment // 4, num_units - 1) - first_unit
     return unit * (steps * 4096) + fragment % 4 * 1024
@@ -176,7 +175,7 @@ def offsets_of_scales(UNITS: gl.constexpr, first_unit, num_units, steps):
 
 
 @gluon.jit
-def _past_end(outside):
+def past_end(outside):
     """What to add to byte offsets that are outside, so that direct copies write zeros for them.
 
     It makes an address that does not exist. A masked copy would write nothing.
@@ -185,8 +184,8 @@ def _past_end(outside):
 
 
 @gluon.jit
-def _copy_rows(source, slots, slot, buffer):
-    """Copy buffer number `buffer` of the rows to LDS, swizzled as `rows_in_lds` says.
+def copy_rows(source, slots, slot, first):
+    """Copy 128 bytes of each row to LDS, from byte `first` on, swizzled as `rows_in_lds` says.
 
     Bytes past the end of a row are zeros.
     """
@@ -194,8 +193,8 @@ def _copy_rows(source, slots, slot, buffer):
     row = gl.arange(0, slots.shape[1], gl.SliceLayout(1, LAYOUT))
     byte = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     place = byte[None, :] ^ (row // 2 % 8 * 16)[:, None]
-    outside = _past_end(buffer * 128 >= source.row_bytes - place // 16 * 16)
-    offsets = (source.row_offset[:, None] + place) + buffer * 128 + outside
+    outside = past_end(first >= source.row_bytes - place // 16 * 16)
+    offsets = (source.row_offset[:, None] + place) + first + outside
     # The compiler cannot see that each thread's 16 offsets follow each other.
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
     async_copy.buffer_load_to_shared(slots.index(slot), source.rows, offsets)
@@ -218,28 +217,28 @@ def _copy_weights(source, buffers, variant, slot, step, ODD: gl.constexpr):
 
 
 @gluon.jit
-def _copy_scales(scales, unit_offset, slots, pair, outside):
-    """Start copies of the scales of steps 2 · pair and 2 · pair + 1. outside: of `_past_end`."""
+def _copy_scales(scales, unit_offset, slots, step, outside):
+    """Start copies of the scales of an even step and the next one. outside: of `past_end`."""
     LAYOUT: gl.constexpr = scale_copy_layout(gl.num_warps())
     byte = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
-    offsets = (unit_offset[:, None] + byte[None, :]) + pair * 512 + outside
+    offsets = (unit_offset[:, None] + byte[None, :]) + step * 256 + outside
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 4]), [1, 4])
-    async_copy.buffer_load_to_shared(slots.index(pair & 1), scales, offsets)
+    async_copy.buffer_load_to_shared(slots.index((step >> 1) & 1), scales, offsets)
 
 
 @gluon.jit
-def _copy_all_scales(source, buffers, pair):
-    """Copy the scales of a pair of steps.
+def _copy_all_scales(source, buffers, step):
+    """Copy the scales of an even step and the next one.
 
     Those of the weights past the last block are zeros: they may be NaN. Those of the rows are read
     past the last step; `arrange_scales` makes room for it.
     """
     LAYOUT: gl.constexpr = scale_copy_layout(gl.num_warps())
     block = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT)) // 64
-    outside = _past_end(pair * 512 >= (source.num_blocks - block) * 64)[None, :]
+    outside = past_end(step * 64 >= (source.num_blocks - block) * 16)[None, :]
     weights = source.weight_scales
-    _copy_scales(source.row_scales, source.row_scale_offset, buffers.row_scales, pair, 0)
-    _copy_scales(weights, source.weight_scale_offset, buffers.weight_scales, pair, outside)
+    _copy_scales(source.row_scales, source.row_scale_offset, buffers.row_scales, step, 0)
+    _copy_scales(weights, source.weight_scale_offset, buffers.weight_scales, step, outside)
 
 
 @gluon.jit
@@ -254,15 +253,15 @@ def copy_ahead(source, buffers, variant, ring, ODD: gl.constexpr):
     AHEAD: gl.constexpr = steps_ahead(variant.FORMAT)
     later = ring.step + AHEAD
     if variant.FORMAT != "e2m1":
-        _copy_rows(source, buffers.rows, ring.slot, later)
+        copy_rows(source, buffers.rows, ring.slot, later * 128)
         _copy_weights(source, buffers, variant, ring.slot, later, 0)
     elif ODD == 0:
         _copy_weights(source, buffers, variant, 1 - ring.slot, later - 1, 1)
         _copy_weights(source, buffers, variant, ring.slot, later, 0)
     else:
-        _copy_rows(source, buffers.rows, ring.slot, later >> 1)
+        copy_rows(source, buffers.rows, ring.slot, (later - 1) * 64)
     if ODD == 1:
-        _copy_all_scales(source, buffers, later >> 1)
+        _copy_all_scales(source, buffers, later - (1 + AHEAD) % 2)
     async_copy.commit_group()
 
 

@@ -95,6 +95,16 @@ HIGH_TILES: Cases = {
         "mxfp8", order=GateUpOrder.INTERLEAVED_16, sizes=HIGH_DEEP, tile="high_64"
     ),
     "mxfp4-64": MoECase("mxfp4", SiLU(), has_bias=False, on_input=True, sizes=HIGH, tile="high_64"),
+    "bf16-256-deep": MoECase("bf16", combine=Combine.ATOMIC, sizes=HIGH_DEEP, tile="high_256"),
+    "bf16-128": MoECase(
+        "bf16",
+        SiLU(),
+        GateUpOrder.CONCATENATED,
+        on_input=True,
+        sizes=replace(HIGH, tokens=150),
+        tile="high_128_in_units",
+    ),
+    "bf16-128-deep": MoECase("bf16", sizes=HIGH_DEEP, tile="high_128"),
     "mxfp8-one_expert": MoECase(
         "mxfp8",
         sizes=replace(HIGH, tokens=130, top_k=1),
@@ -135,7 +145,10 @@ ROUNDED: Cases = {
         ("mxfp4", torch.bfloat16),
         ("fp8_token", torch.bfloat16),
     )
-} | {"mxfp8-deep": MoECase("mxfp8", exact=False, sizes=replace(DEEP, tokens=40), tile="deep")}
+} | {
+    "bf16-high": MoECase("bf16", out_dtype=torch.float32, exact=False, sizes=HIGH, tile="high_128"),
+    "mxfp8-deep": MoECase("mxfp8", exact=False, sizes=replace(DEEP, tokens=40), tile="deep"),
+}
 MAP = (1, -1, 0, -1, -1)
 ROUTED: Cases = {
     **{
@@ -195,7 +208,10 @@ POISONED: Cases = {
     "mxfp4-sliced": MoECase("mxfp4", poisoned=True, tile="sliced_and_split"),
     **{
         f"{a_format}-{rows}": MoECase(a_format, poisoned=True, sizes=HIGH, tile=f"high_{rows}")
-        for a_format, rows in product(("mxfp8", "mxfp4"), (64, 128, 256))
+        for a_format, rows in (
+            *product(("mxfp8", "mxfp4"), (64, 128, 256)),
+            *product(("bf16",), (128, 256)),
+        )
     },
 }
 """Depths of 160 and 96 elements: the last unit of 128 has padding in both stages."""
