@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from ...core.launch import CACHED_LAUNCHES, Launch
-from ...core.problem import Combine, MoEProblem, Op
+from ...core.problem import Combine, MoEConfig, MoEProblem, Op
 from ...device.cdna4 import NUM_XCDS, WITHOUT_ACCUMULATOR_REGISTERS
 from ...formats.layouts import UNIT_ROWS
 from ...formats.spec import MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
 from ...routing.plan import RoutingPlan
 from ..finish import _moe_down_finish_kernel, _moe_gate_up_finish_kernel
+from ..inputs import DownInputs, FusedMoEInputs, GateUpInputs
 from ..layer import (
     DownStage,
     GateUpStage,
@@ -31,7 +32,7 @@ from . import config as heuristics
 from .config import Cdna4GemmConfig, Cdna4Kernel
 from .decode import _moe_gemm_decode_cdna4_kernel
 from .prefill import _moe_gemm_prefill_cdna4_kernel
-from .prefill_scales import arrange_scales
+from .prefill_scales import arrange_scales, empty_arranged
 
 _FINISH_BLOCK_M, _FINISH_BLOCK_N, _FINISH_NUM_WARPS = 16, 128, 4
 _GATE_UP_GROUP = 16
@@ -50,6 +51,7 @@ class Gemm(NamedTuple):
         x_row_chunks: distance of activation rows in 16-byte chunks.
         x_scale_stride: distance of their scales' rows, in words if they are words.
         row_units, depth_units: units of the weights, 64 rows and 128 elements of depth.
+        arranged: stage 1 stores scales in the order of the prefill kernel of stage 2.
     """
 
     op: Op
@@ -60,6 +62,7 @@ class Gemm(NamedTuple):
     x_scale_stride: int
     row_units: int
     depth_units: int
+    arranged: bool = False
 
 
 class _Stage(Stage[Cdna4GemmConfig]):
@@ -88,7 +91,10 @@ class _Stage(Stage[Cdna4GemmConfig]):
         weights: MoEWeights,
         epilogue: dict[str, torch.Tensor | None],
     ) -> None:
-        """Start the GEMM and, after split-K, the kernel that sums its parts."""
+        """Start the GEMM and, after split-K, the kernel that sums its parts.
+
+        Scales of three dimensions, of `rows` and to store, are in the order of `arrange_scales`.
+        """
         heuristics.require_valid(config, problem)
         row_blocks = plan.max_blocks * (plan.routing_block_m // config.block_m)
         if not row_blocks:
@@ -97,6 +103,7 @@ class _Stage(Stage[Cdna4GemmConfig]):
         x, x_scale, row_scale, x_format = _operand(gemm_rows(problem, rows))
         if config.kernel is Cdna4Kernel.DECODE and x_scale is not None:
             x_scale = _scale_words(x_scale)
+        out_scale = epilogue.get("out_scale_ptr")
         gemm = Gemm(
             self.op,
             row_blocks,
@@ -105,13 +112,14 @@ class _Stage(Stage[Cdna4GemmConfig]):
             x.stride(0) * x.element_size() // _CHUNK_BYTES,
             0 if x_scale is None else x_scale.stride(0),
             *weight.qdata.shape[1:3],
+            arranged=_is_arranged(out_scale),
         )
         launch, finish = _LAUNCHES[config.kernel](problem, config, gemm)
         w_scale = weight.scale.view(torch.uint32)
         w = weight.qdata
         if config.kernel is Cdna4Kernel.PREFILL:
             w_scale, x = weight.scale, x.view(torch.uint8)
-            if x_format != "bf16":
+            if x_format != "bf16" and not _is_arranged(x_scale):
                 blocks = row_blocks * (config.block_m // UNIT_ROWS)
                 gather, depth = self.op is Op.MOE_GATE_UP, heuristics.depth(problem, self.op)
                 wide = x_format == "e2m1"
@@ -151,6 +159,11 @@ def _aligned(rows: torch.Tensor) -> torch.Tensor:
     if whole and rows.data_ptr() % _CHUNK_BYTES == 0:
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
+
+
+def _is_arranged(scale: torch.Tensor | None) -> bool:
+    """Whether scales have the order of `arrange_scales`, not a row for each row of codes."""
+    return scale is not None and scale.dim() == 3
 
 
 def _scale_words(scale: torch.Tensor) -> torch.Tensor:
@@ -222,6 +235,7 @@ def _prefill_launches(
         X_FORMAT=gemm.x_format,
         BLOCK_M=config.block_m,
         GROUP_M=heuristics.PREFILL_GROUP_M,
+        ARRANGED=gemm.arranged,
         num_warps=config.num_warps,
         **WITHOUT_ACCUMULATOR_REGISTERS,
         **_epilogue(problem, gemm),
@@ -279,6 +293,26 @@ class _Down(DownStage[Cdna4GemmConfig], _Stage):
     """Stage 2."""
 
 
+class _Layer(TwoStageLayer):
+    """A layer; two prefill kernels hand scales over as the second one reads them."""
+
+    def stages(
+        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs, plan: RoutingPlan
+    ) -> torch.Tensor:
+        """Run both stages with a given plan; return [T, H], or `out`, which stage 2 writes."""
+        format = problem.options.mx_format
+        gate_up, down = (cast(Cdna4GemmConfig, each) for each in (config.gate_up, config.down))
+        if format is None or not gate_up.kernel is down.kernel is Cdna4Kernel.PREFILL:
+            return super().stages(problem, config, inputs, plan)
+        weights, num_rows = inputs.weights, plan.max_blocks * plan.routing_block_m
+        features, like = weights.intermediate_size, weights.down_proj.qdata
+        codes = like.new_empty((num_rows, features // format.codes_per_byte))
+        scale = empty_arranged(like, num_rows // UNIT_ROWS, features)
+        GATE_UP.store(problem, gate_up, GateUpInputs(inputs.x, weights, plan), codes, scale)
+        h = MXTensor.unchecked(codes, scale, format)
+        return DOWN.launch(problem, down, DownInputs(h, weights, plan, inputs.out))
+
+
 GATE_UP = _GateUp()
 DOWN = _Down()
-FUSED_MOE = TwoStageLayer(GATE_UP, DOWN, heuristics)
+FUSED_MOE = _Layer(GATE_UP, DOWN, heuristics)

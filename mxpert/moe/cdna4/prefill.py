@@ -19,8 +19,8 @@ Barriers: two a step, one after each phase.
 Pipeline: see `prefill_mainloop`, and `prefill_bf16` for bfloat16 rows. A step is 128 elements of
     the contracted dimension, with bfloat16 rows 64.
 
-Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long), modelled with Triton 3.6.0: 1068 cycles,
-    96 % of them MFMA (e4m3: 2060 and 99 %; Triton 3.9.0: 97 % and 99 %).
+Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long), modelled with Triton 3.6.0: 1084 cycles,
+    94 % of them MFMA (e4m3: 2066 and 99 %).
     group 1:  copies, reads            | MFMA (512 cycles)        |
     group 2:  MFMA of the step before  | copies, reads            |
 """
@@ -223,6 +223,7 @@ def _moe_gemm_prefill_cdna4_kernel(
     THRESHOLD: gl.constexpr,
     BLOCK_M: gl.constexpr,
     GROUP_M: gl.constexpr,
+    ARRANGED: gl.constexpr = False,
 ):
     """One stage: ``x @ w[expert].T`` and its epilogue; see the module.
 
@@ -262,6 +263,7 @@ def _moe_gemm_prefill_cdna4_kernel(
         ATOMIC=ATOMIC,
         EMAX=EMAX,
         THRESHOLD=THRESHOLD,
+        ARRANGED=ARRANGED,
     )
     bias_rows = expert.to(gl.int64) * output.columns * (2 if GATHER else 1)
     terms = _terms(

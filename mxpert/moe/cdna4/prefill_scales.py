@@ -72,6 +72,13 @@ def _arrange_scales_cdna4_kernel(
         tl.store(arranged_ptr + unit * 256 + place, scales, mask=inside)
 
 
+def empty_arranged(like: torch.Tensor, row_blocks: int, depth: int) -> torch.Tensor:
+    """Uninitialised scales of sorted rows, uint8 [row_blocks, ceil(depth / 128), 256]."""
+    shape = (row_blocks, -(-depth // UNIT_CODES), UNIT_SCALE_BYTES)
+    size = math.prod(shape)
+    return like.new_empty(size + _READ_AHEAD, dtype=torch.uint8)[:size].view(shape)
+
+
 def arrange_scales(
     scale: torch.Tensor | None,
     plan: RoutingPlan,
@@ -88,11 +95,7 @@ def arrange_scales(
         wide: for MFMA of 32 rows, which multiply e2m1.
         row_blocks: blocks of 64 sorted rows. Those that the plan does not use are uninitialised.
     """
-    depth_units = -(-depth // UNIT_CODES)
-    shape = (row_blocks, depth_units, UNIT_SCALE_BYTES)
-    size = math.prod(shape)
-    memory = torch.empty(size + _READ_AHEAD, dtype=torch.uint8, device=plan.device)
-    arranged = memory[:size].view(shape)
+    arranged = empty_arranged(plan.sorted_token_ids, row_blocks, depth)
     stride = 0 if scale is None else scale.stride(0)
     _launch(plan.num_tokens, depth, row_blocks, stride, gather, wide)(
         arranged_ptr=arranged,

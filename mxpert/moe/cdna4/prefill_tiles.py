@@ -218,6 +218,7 @@ cdna4 = gl.amd.cdna4
 TOKEN_MASK = gl.constexpr(routing.TOKEN_MASK)
 """Bits of a sorted_token_id that hold the token."""
 _NAN = gl.constexpr(255)
+_ONE = gl.constexpr(127)
 
 
 @aggregate
@@ -226,7 +227,8 @@ class Output:
 
     out: [P, columns]: bf16, or codes of an MX format (FORMAT, with scale [P, columns / 32]), or in
     stage 2 the options' type; float32 [T, columns] if ATOMIC. p0, p1, p2: of the ACTIVATION, which
-    is "" in stage 2. EMAX, THRESHOLD: of the scale rule.
+    is "" in stage 2. EMAX, THRESHOLD: of the scale rule. ARRANGED: scales are stored in the order
+    of `arrange_scales`, for stage 2.
     """
 
     out: gl.tensor
@@ -240,6 +242,7 @@ class Output:
     ATOMIC: gl.constexpr
     EMAX: gl.constexpr
     THRESHOLD: gl.constexpr
+    ARRANGED: gl.constexpr
 
 
 @aggregate
@@ -453,6 +456,34 @@ def _store_mx(values, terms, output, quadrant):
     FLAT: gl.constexpr = byte.type.layout  # [rows, WARPS_N]
     rows = quadrant.rows(terms, gl.SliceLayout(1, FLAT))
     block = quadrant.units(gl.SliceLayout(0, FLAT))
-    offsets = (rows.index - first)[:, None] * blocks + block[None, :]
-    mask = rows.real[:, None] & (block < blocks)[None, :]
-    cdna4.buffer_store(byte.to(gl.uint8), output.scale + start, offsets, mask=mask)
+    if output.ARRANGED:
+        _store_arranged(byte, rows, block, output, first)
+    else:
+        offsets = (rows.index - first)[:, None] * blocks + block[None, :]
+        mask = rows.real[:, None] & (block < blocks)[None, :]
+        cdna4.buffer_store(byte.to(gl.uint8), output.scale + start, offsets, mask=mask)
+
+
+@gluon.jit
+def _store_arranged(byte, rows, block, output, first_row):
+    """Store E8M0 bytes [rows, blocks] in the order of `arrange_scales`.
+
+    The last unit of depth is whole: blocks past the last one get scales of 1, because an MFMA makes
+    NaN of a NaN scale, though the codes are zeros there.
+    """
+    blocks = output.columns // 32
+    units = gl.cdiv(blocks, 4)
+    inside = block < blocks
+    row = rows.index % 64
+    if output.FORMAT == "e2m1":
+        place = row % 32 * 4 + row // 32 * 2
+        block_place = block % 2 * 128 + block % 4 // 2
+    else:
+        place = row % 16 * 4 + row // 16
+        block_place = block % 4 * 64
+    unit = (rows.index - first_row) // 64 * units
+    offsets = (unit * 256 + place)[:, None] + (block // 4 * 256 + block_place)[None, :]
+    start = output.scale + (first_row // 64).to(gl.int64) * units * 256
+    mask = rows.real[:, None] & (block < units * 4)[None, :]
+    byte = gl.where(inside[None, :], byte, _ONE)
+    cdna4.buffer_store(byte.to(gl.uint8), start, offsets, mask=mask)

@@ -196,3 +196,18 @@ def test_a_tile_that_the_kernel_lacks_is_refused() -> None:
             pytest.raises(ValueError, match=said),
         ):
             case.run(given)
+
+
+# --- between the stages -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("a_format", ["mxfp8", "mxfp4"])
+def test_nothing_runs_between_the_stages(a_format: str) -> None:
+    """Stage 1 stores scales as stage 2 reads them: those of x are the only ones arranged."""
+    case = HIGH_TILES[f"{a_format}-256-deep" if a_format == "mxfp8" else f"{a_format}-256"]
+    with emulate(trace=True) as emulation:
+        case.check(CDNA4)
+    names = [report.kernel for report in emulation.reports]
+    first = names.index(KERNEL)
+    assert names[first + 1] == KERNEL, names
+    assert names.count("_arrange_scales_cdna4_kernel") == 1, names
