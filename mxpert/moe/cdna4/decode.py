@@ -243,8 +243,9 @@ class Activations:
     """Activation rows in memory.
 
     x: bfloat16 values or uint8 codes, row_width elements a row. x_scale: uint32 words of E8M0
-    bytes, scale_stride a row. first_row: sorted row of the tile. GATHER: rows belong to tokens,
-    which `plan` names; else they are sorted already and x is the tile's first one.
+    bytes, scale_stride words a row, or bytes if rows do not begin at words. first_row: sorted row
+    of the tile. GATHER: rows belong to tokens, which `plan` names; else they are sorted already and
+    x is the tile's first one.
     """
 
     x: gl.tensor
@@ -304,7 +305,9 @@ def _open_tile_weights(codes, scales, tile, first_depth, units, shape):
 
 
 @gluon.jit
-def _open_source(x, x_scale, row_width, scale_stride, tile, plan, GATHER: gl.constexpr):
+def _open_source(
+    x, x_scale, row_width, scale_stride, tile, plan, GATHER: gl.constexpr, ALIGNED: gl.constexpr
+):
     """`Activations` of a tile. Sorted rows of a tile are neighbours; tokens may be anywhere."""
     if not GATHER:
         x += tile.first_row.to(gl.int64) * row_width
@@ -313,7 +316,8 @@ def _open_source(x, x_scale, row_width, scale_stride, tile, plan, GATHER: gl.con
     elif GATHER:
         scales = x_scale
     else:
-        scales = x_scale + tile.first_row.to(gl.int64) * scale_stride
+        before = tile.first_row.to(gl.int64) * scale_stride
+        scales = x_scale + (before if ALIGNED else before // 4)
     return Activations(
         x=x,
         x_scale=scales,
@@ -368,8 +372,12 @@ def _moe_gemm_decode_cdna4_kernel(
     DEPTH: gl.constexpr,
     ITERATIONS: gl.constexpr,
     STREAM: gl.constexpr,
+    ALIGNED: gl.constexpr = True,
 ):
-    """Multiply the rows of a block by its expert's weights and run the epilogue."""
+    """Multiply the rows of a block by its expert's weights and run the epilogue.
+
+    ALIGNED: x_scale_stride counts words; else bytes of a dense matrix of scales, given as words.
+    """
     plan = Plan(
         sorted_token_ids_ptr,
         block_expert_ids_ptr,
@@ -382,13 +390,17 @@ def _moe_gemm_decode_cdna4_kernel(
     if tile.expert < 0:
         return
     SCALED: gl.constexpr = x_scale_ptr is not None
-    shape = Shape(X_FORMAT, ROWS, SLICES, WAVES, DEPTH, ITERATIONS, STREAM, SCALED=SCALED)
+    shape = Shape(
+        X_FORMAT, ROWS, SLICES, WAVES, DEPTH, ITERATIONS, STREAM, SCALED=SCALED, ALIGNED=ALIGNED
+    )
     first_depth = split * units_per_split
     blocks = num_k_blocks - first_depth * 4
     units = Units(row_units, depth_units, gl.minimum(units_per_split * 4, blocks))
     weights = _open_tile_weights(w_ptr, w_scale_ptr, tile, first_depth, units, shape)
     row_width = x_row_chunks * elements_per_chunk(X_FORMAT)
-    source = _open_source(x_ptr, x_scale_ptr, row_width, x_scale_stride, tile, plan, GATHER)
+    source = _open_source(
+        x_ptr, x_scale_ptr, row_width, x_scale_stride, tile, plan, GATHER=GATHER, ALIGNED=ALIGNED
+    )
     activations = open_activations(source, first_depth * 4, blocks, shape, SLICES * WAVES)
     sums = sum_slices(accumulate(weights, activations, shape))
     sums = scale_rows(sums, x_row_scale_ptr, source.scale_row_of(row_vector(sums)))

@@ -49,9 +49,10 @@ class Gemm(NamedTuple):
         routing_block_m: rows of a block of the plan.
         x_format: "bf16", or the element format of the activations.
         x_row_chunks: distance of activation rows in 16-byte chunks.
-        x_scale_stride: distance of their scales' rows, in words if they are words.
+        x_scale_stride: distance of their scales' rows in words; in bytes if they begin anywhere.
         row_units, depth_units: units of the weights, 64 rows and 128 elements of depth.
         arranged: stage 1 stores scales in the order of the prefill kernel of stage 2.
+        aligned: whether the rows of x_scale begin at words; asked by the decode kernel.
     """
 
     op: Op
@@ -63,6 +64,7 @@ class Gemm(NamedTuple):
     row_units: int
     depth_units: int
     arranged: bool = False
+    aligned: bool = True
 
 
 class _Stage(Stage[Cdna4GemmConfig]):
@@ -101,8 +103,9 @@ class _Stage(Stage[Cdna4GemmConfig]):
             return
         weight = self.weight(weights)
         x, x_scale, row_scale, x_format = _operand(gemm_rows(problem, rows))
+        x_scale_stride = 0 if x_scale is None else x_scale.stride(0)
         if config.kernel is Cdna4Kernel.DECODE and x_scale is not None:
-            x_scale = _scale_words(x_scale)
+            x_scale, x_scale_stride = _scale_words(x_scale)
         out_scale = epilogue.get("out_scale_ptr")
         gemm = Gemm(
             self.op,
@@ -110,9 +113,10 @@ class _Stage(Stage[Cdna4GemmConfig]):
             plan.routing_block_m,
             x_format,
             x.stride(0) * x.element_size() // _CHUNK_BYTES,
-            0 if x_scale is None else x_scale.stride(0),
+            x_scale_stride,
             *weight.qdata.shape[1:3],
             arranged=_is_arranged(out_scale),
+            aligned=x_scale is None or x_scale.dim() > 1,
         )
         launch, finish = _LAUNCHES[config.kernel](problem, config, gemm)
         w_scale = weight.scale.view(torch.uint32)
@@ -166,16 +170,21 @@ def _is_arranged(scale: torch.Tensor | None) -> bool:
     return scale is not None and scale.dim() == 3
 
 
-def _scale_words(scale: torch.Tensor) -> torch.Tensor:
-    """Scales [T, K / 32] as uint32 [T, ceil(K / 128)]; zeros past K.
+def _scale_words(scale: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Scales [T, K / 32] as uint32 words, and the distance of their rows.
 
-    They are copied, padded, if K is no multiple of 128 or a row does not start at a multiple of 4
-    bytes.
+    Words [T, K / 128], that many words apart, if rows begin at words. Otherwise all words of the
+    dense matrix, [T * K / 128], and the distance in bytes. Scales that have neither form, those of
+    an odd number of tokens for example, are copied with zeros past K.
     """
-    whole = scale.shape[1] % 4 == 0 and scale.stride(0) % 4 == 0 and scale.stride(1) == 1
-    if not whole or scale.data_ptr() % 4:
+    starts_at_word = scale.data_ptr() % 4 == 0 and scale.stride(1) == 1
+    whole = scale.shape[1] % 4 == 0 and scale.stride(0) % 4 == 0
+    if not (starts_at_word and whole):
+        if starts_at_word and scale.is_contiguous() and scale.numel() % 4 == 0:
+            return scale.view(-1).view(torch.uint32), scale.stride(0)
         scale = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
-    return scale.view(torch.uint32)
+    words = scale.view(torch.uint32)
+    return words, words.stride(0)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -211,6 +220,7 @@ def _decode_launches(
         DEPTH=config.num_stages,
         ITERATIONS=heuristics.iterations_per_copy(config, problem.options.activation_format),
         STREAM=problem.rows_per_expert <= config.block_m,
+        ALIGNED=gemm.aligned,
         num_warps=config.num_warps,
         **both,
     )

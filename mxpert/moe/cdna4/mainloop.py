@@ -37,7 +37,7 @@ class Shape:
     FORMAT: of the activations, "bf16", "e4m3" or "e2m1". ROWS: activation rows of a tile. SLICES,
     WAVES: see `lib.fragments`. DEPTH: steps of weights in flight. ITERATIONS: iterations that a
     copy of activations lasts. STREAM: weights are read once, so that they need no cache. SCALED:
-    activations have E8M0 scales.
+    activations have E8M0 scales. ALIGNED: their rows begin at words.
     """
 
     FORMAT: gl.constexpr
@@ -48,6 +48,7 @@ class Shape:
     ITERATIONS: gl.constexpr
     STREAM: gl.constexpr
     SCALED: gl.constexpr
+    ALIGNED: gl.constexpr
 
 
 @aggregate
@@ -165,7 +166,8 @@ class ActivationCopies:
     rows: chunks of 16 bytes, [2, chunks of a copy, ROWS, 16 bytes]. scales: uint32 [2, slices and
     iterations of a copy, ROWS, STEPS], a byte for each MX block of a unit. x, x_scale: addresses of
     the tile's first depth. offsets, scale_offsets: of each thread's chunks and words of the first
-    copy. num_blocks: MX blocks of depth from there on.
+    copy. num_blocks: MX blocks of depth from there on. scale_shift: first bit of each thread's
+    scales in its word, 0 if rows begin at words.
     """
 
     rows: gl.shared_memory_descriptor
@@ -174,6 +176,7 @@ class ActivationCopies:
     x_scale: gl.tensor
     offsets: gl.tensor
     scale_offsets: gl.tensor
+    scale_shift: gl.tensor
     num_blocks: gl.tensor
     shape: Shape
 
@@ -199,12 +202,47 @@ class ActivationCopies:
 
     @gluon.jit
     def load_scales(self, copy):
-        """Start loading the scales of a copy, as they are in LDS; zeros past the last block."""
+        """Start loading the scales of a copy; `store_scales` waits for them.
+
+        A unit's four bytes lie in one word, or in two if rows do not begin at words.
+        """
+        PARTS: gl.constexpr = self.scales.shape[1]
+        x_scale = self.x_scale + copy * (PARTS * STEPS)
+        left = self._blocks_left(copy)
+        low = buffer_load(x_scale, self.scale_offsets, left > 0, ".ca")
+        if self.shape.ALIGNED:
+            return low
+        else:
+            spills = left * 8 > 32 - self.scale_shift
+            return TwoWords(low, buffer_load(x_scale, self.scale_offsets + 1, spills, ".ca"))
+
+    @gluon.jit
+    def store_scales(self, copy, words):
+        """Store what `load_scales` returned for this copy to LDS; zeros past the last block."""
+        if not self.shape.ALIGNED:
+            shift = self.scale_shift.to(gl.uint32)
+            high = (words.high << 1) << (31 - shift)
+            missing = 4 - gl.minimum(gl.maximum(self._blocks_left(copy), 1), 4)
+            every = gl.full(missing.shape, 0xFFFFFFFF, gl.uint32, missing.type.layout)
+            kept = every >> (8 * missing).to(gl.uint32)
+            words = (words.low >> shift | high) & kept
+        self.scales.index(copy % 2).store(words)
+
+    @gluon.jit
+    def _blocks_left(self, copy):
+        """MX blocks of depth from each thread's unit of a copy on; 0 or less past the last one."""
         PARTS: gl.constexpr = self.scales.shape[1]
         WORDS: gl.constexpr = self.scale_offsets.type.layout
         unit = copy * (PARTS * STEPS) + _scale_units(PARTS, self.shape, WORDS)
-        x_scale = self.x_scale + copy * (PARTS * STEPS)
-        return buffer_load(x_scale, self.scale_offsets, unit * 4 < self.num_blocks, ".ca")
+        return self.num_blocks - unit * 4
+
+
+@aggregate
+class TwoWords:
+    """The words that hold four bytes which begin inside of the first one."""
+
+    low: gl.tensor
+    high: gl.tensor
 
 
 @gluon.jit
@@ -241,14 +279,18 @@ def open_activations(source, first_block, num_blocks, shape, num_warps: gl.const
     )
     row = source.row_of(along(ROWS, 1, 3, COPY))
     chunk = along(CHUNKS, 0, 3, COPY) * WIDTH + along(WIDTH, 2, 3, COPY)
-    scale_row = source.row_of(along(ROWS, 1, 3, WORDS))
+    scale_row = source.row_of(along(ROWS, 1, 3, WORDS)) * source.scale_stride
+    scale_shift = scale_row % 4 * 8
+    if not shape.ALIGNED:
+        scale_row = scale_row // 4
     return ActivationCopies(
         rows=rows,
         scales=scales,
         x=source.x + first_block * (chunks_per_unit(FORMAT) // 4 * WIDTH),
         x_scale=source.x_scale + first_block // 4,
         offsets=row * source.row_width + chunk,
-        scale_offsets=scale_row * source.scale_stride + _scale_units(PARTS, shape, WORDS),
+        scale_offsets=scale_row + _scale_units(PARTS, shape, WORDS),
+        scale_shift=scale_shift,
         num_blocks=num_blocks,
         shape=shape,
     )
@@ -309,7 +351,7 @@ def accumulate(weights, activations, shape):
     x_scales = unit_x_scales(SLICES, WAVES, ROWS)
     for copy in range(gl.cdiv(iterations, shape.ITERATIONS)):
         if shape.SCALED:
-            activations.scales.index(copy % 2).store(own_scales)
+            activations.store_scales(copy, own_scales)
         _async_copy.wait_group(0)
         barrier()
         activations.copy(copy + 1)

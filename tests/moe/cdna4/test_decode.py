@@ -12,7 +12,7 @@ import torch
 import mxpert
 from mxpert import Combine, MoEWeights, RoutingPlan
 from mxpert.configs import Cdna4GemmConfig
-from mxpert.core.problem import MoEConfig, MoEOptions, MoEProblem, Op, SiLU
+from mxpert.core.problem import MoEConfig, MoEOptions, MoEProblem, Op, OwnFormat, SiLU
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.moe.cdna4.config import prefill_config, require_valid
 from mxpert.routing.plan import TOKEN_MASK
@@ -189,3 +189,23 @@ def test_few_tokens_keep_enough_bytes_in_flight(num_tokens: int) -> None:
         waves = 4 * num_tokens * row_units * stage.k_slices * stage.k_splits
         assert waves * stage.num_stages * (4096 + 256) >= 2000 * 11.9 * 256
         assert 23 // (stage.k_slices * stage.k_splits) >= 4
+
+
+@pytest.mark.parametrize("a_format", ["mxfp8", "mxfp4"])
+def test_nothing_runs_between_the_stages(
+    a_format: OwnFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of three scales are no whole words; the kernels read them as they are."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("scales are copied")
+
+    case = MoECase(a_format, poisoned=True)
+    inputs = case.inputs()
+    expected, given = case.expected(inputs), case.given(inputs, CDNA4)
+    monkeypatch.setattr(torch.nn.functional, "pad", refuse)
+    with emulate(trace=True) as emulation, CDNA4.serving(case.config(CDNA4)):
+        case.compare(case.run(given), inputs, expected)
+    names = [report.kernel for report in emulation.reports]
+    first = names.index("_moe_gemm_decode_cdna4_kernel")
+    assert names[first + 1] == names[first], names

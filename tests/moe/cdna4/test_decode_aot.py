@@ -35,7 +35,10 @@ def meta(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 @functools.cache
 def compiled(op: Op, a_format: str, rows: int) -> CompiledKernel:
-    """The binary that the heuristic's config runs, with biases."""
+    """The binary that the heuristic's config runs, with biases.
+
+    Stage 2 reads rows of 90 scales as stage 1 stores them: they do not begin at words.
+    """
     problem = MoEProblem(
         op,
         MI355X,
@@ -53,17 +56,26 @@ def compiled(op: Op, a_format: str, rows: int) -> CompiledKernel:
     is_mx, is_first = a_format != "bf16", op is Op.MOE_GATE_UP
     row_units = 90 if is_first else 45
     gemm = Gemm(
-        op, 128, rows, CODES[a_format], ROW_BYTES[a_format] // 16, 23 if is_mx else 0, row_units, 23
+        op,
+        128,
+        rows,
+        CODES[a_format],
+        ROW_BYTES[a_format] // 16,
+        0 if not is_mx else 23 if is_first else 90,
+        row_units,
+        23,
+        aligned=is_first,
     )
     launch, _ = _decode_launches(problem, config, gemm)
     x = meta(1024, ROW_BYTES[a_format])
+    scales = meta(1024, 92) if is_first else meta(1024 * 90)
     code_dtype = torch.uint8 if is_mx else torch.uint32
     tensors = {
         "out_ptr": meta(1024, 2880, dtype=torch.uint8 if is_mx and is_first else torch.bfloat16),
         "out_scale_ptr": meta(1024, 90) if is_mx and is_first else None,
         "partial_ptr": None,
         "x_ptr": x if is_mx else x.view(torch.bfloat16),
-        "x_scale_ptr": meta(1024, 92).view(torch.uint32) if is_mx else None,
+        "x_scale_ptr": scales.view(torch.uint32) if is_mx else None,
         "x_row_scale_ptr": None,
         "w_ptr": meta(128, row_units, 23, 4096).view(code_dtype),
         "w_scale_ptr": meta(128, row_units, 23, 256).view(torch.uint32),
