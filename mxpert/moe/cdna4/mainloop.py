@@ -255,7 +255,7 @@ def _scale_units(PARTS: gl.constexpr, shape, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def open_activations(source, first_block, num_blocks, shape, num_warps: gl.constexpr):
-    """`ActivationCopies` of a tile whose depth starts at `first_block`; allocates LDS.
+    """`ActivationCopies` of a tile whose depth starts at `first_block`; starts the first copy.
 
     source: Activations.
     """
@@ -283,7 +283,7 @@ def open_activations(source, first_block, num_blocks, shape, num_warps: gl.const
     scale_shift = scale_row % 4 * 8
     if not shape.ALIGNED:
         scale_row = scale_row // 4
-    return ActivationCopies(
+    copies = ActivationCopies(
         rows=rows,
         scales=scales,
         x=source.x + first_block * (chunks_per_unit(FORMAT) // 4 * WIDTH),
@@ -294,6 +294,8 @@ def open_activations(source, first_block, num_blocks, shape, num_warps: gl.const
         num_blocks=num_blocks,
         shape=shape,
     )
+    copies.copy(0)
+    return copies
 
 
 @gluon.jit
@@ -319,7 +321,7 @@ def _replace(queue, place: gl.constexpr, weights):
 def accumulate(weights, activations, shape):
     """Sums of a tile over its depth, float32 [SLICES, 64 * WAVES, ROWS].
 
-    weights: WeightStream. activations: ActivationCopies.
+    weights: WeightStream. activations: ActivationCopies, whose first copy has started.
     """
     FORMAT: gl.constexpr = shape.FORMAT
     SLICES: gl.constexpr = shape.SLICES
@@ -342,7 +344,6 @@ def accumulate(weights, activations, shape):
         [2 * shape.ITERATIONS, SLICES, ROWS, STEPS],
         gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
     )
-    activations.copy(0)
     queue = ()
     for step in gl.static_range(shape.DEPTH):
         queue += (weights.load(gl.to_tensor(step)),)
@@ -379,7 +380,4 @@ def accumulate(weights, activations, shape):
 @gluon.jit
 def sum_slices(sums):
     """Sums of all slices, [64 * WAVES, ROWS]; waves add them through LDS."""
-    if sums.shape[0] > 1:
-        return gl.sum(sums, axis=0)
-    else:
-        return sums.reshape(sums.shape[1], sums.shape[2])
+    return gl.sum(sums, axis=0)
