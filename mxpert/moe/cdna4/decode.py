@@ -19,9 +19,10 @@ partial sums, which a finishing kernel adds in order.
 Pipeline: DEPTH steps of weights are in registers or on the way, 17 KB a step with four waves.
 Activations have two buffers in LDS, a copy each; a copy lasts ITERATIONS iterations of four steps.
 
-Timeline of a wave: description of the tile → first copy of activations, DEPTH steps of weights →
-for each copy: wait for it, barrier, start the next one; for each step: read activations from LDS,
-four MFMA (bf16: decode, 16 MFMA) for 16 rows, load the step DEPTH ahead → epilogue.
+Timeline of a wave: rows of the tile → first copy of activations (stage 1: after the expert) →
+expert, DEPTH steps of weights → for each copy: wait for it, barrier, start the next one; for each
+step: read activations from LDS, four MFMA (bf16: decode, 16 MFMA) for 16 rows, load the step DEPTH
+ahead → load the epilogue's terms (stage 2), sum the slices, epilogue.
 """
 
 from __future__ import annotations
