@@ -80,8 +80,8 @@ SKINNY = {
 }
 """Workgroups, one a compute unit → GB/s of weights (kernels/memory_bound/gemm/README.md)."""
 
-PEAK_TFLOPS = {"fp8": 5033.0, "fp4": 10066.0}
-"""256 compute units × 4 matrix cores × 2.4 GHz × (16 × 16 × 128 × 2 / 32 or 16)."""
+PEAK_TFLOPS = {"bf16": 2517.0, "fp8": 5033.0, "fp4": 10066.0}
+"""256 compute units × 4 matrix cores × 2.4 GHz × (16 × 16 × 128 × 2 / 64, 32 or 16)."""
 
 FLYDSL = "FlyDSL, MoE GEMM pull requests"
 PRIMUS = "Primus-Turbo, MXFP8 grouped GEMM pull request"
@@ -92,6 +92,7 @@ REFERENCE = {
     ("decode", "mxfp4", "gate_up"): ("75–76 % of 8 TB/s (181 µs)", FLYDSL),
     ("decode", "mxfp8", "gate_up"): ("75–76 % of 8 TB/s (182.8 µs)", FLYDSL),
     ("prefill", "mxfp4"): ("MFMA 93.8 % (dense GEMM of AMD)", TUTORIALS),
+    ("prefill", "bf16"): ("MFMA 99.84 % (dense fp16 GEMM of AMD)", TUTORIALS),
     ("prefill", "mxfp8"): ("MFMA 96.2–99.8 % (dense bf8 GEMM of AMD)", TUTORIALS),
     ("grouped", "forward", 4096, 7168): ("1327–2360 TFLOP/s", PRIMUS),
     ("grouped", "dgrad", 4096, 7168): ("1224–2165 TFLOP/s", PRIMUS),

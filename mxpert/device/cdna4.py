@@ -34,14 +34,14 @@ def opaque(words):
 
 
 @gluon.constexpr_function
-def _decode_words():
+def _decode_words(NEAR_MFMA):
     """Assembly that decodes four words of e2m1 codes, two codes an instruction.
 
     Operands 0 to 15 are results, 16 to 19 the words, 20 to 23 their scales; op_sel selects a byte.
-    The compiler does not see what assembly writes when it keeps distances to MFMA: eight wait
-    states let an MFMA of four passes write its result before one of these replaces it.
+    The compiler does not see what assembly writes when it keeps distances to MFMA: with NEAR_MFMA
+    eight wait states let one of four passes write its result before one of these replaces it.
     """
-    lines = ["s_nop 7"]
+    lines = ["s_nop 7"] if NEAR_MFMA else []
     for word in range(4):
         for byte in range(4):
             result = 8 * (word % 2) + 2 * byte + word // 2
@@ -55,18 +55,19 @@ _CONSTRAINTS = gl.constexpr(",".join(["=&v"] * 16 + ["v"] * 8))
 
 
 @gluon.jit
-def decode_e2m1(words, scale):
+def decode_e2m1(words, scale, NEAR_MFMA: gl.constexpr = True):
     """Bfloat16 values of e2m1 codes times a power of two, exact.
 
     Args:
         words: uint32 [slices, fragments, 64, 4], eight codes each; a thread holds all four.
         scale: float32 like `words`; only the exponent field counts.
+        NEAR_MFMA: whether an MFMA may stand right before this.
 
     Returns:
         Bfloat16 [slices, fragments, 64, 32], in the order of the codes.
     """
     parts = gl.inline_asm_elementwise(
-        _decode_words(),
+        _decode_words(NEAR_MFMA),
         _CONSTRAINTS,
         [words, scale],
         dtype=(gl.bfloat16,) * 8,

@@ -192,16 +192,28 @@ class GateUpStage(Stage[_ConfigT]):
         self, problem: MoEProblem, config: _ConfigT, inputs: GateUpInputs, num_rows: int
     ) -> Operand:
         """As `launch`, but allocate `num_rows` rows."""
-        options, weights, plan = problem.options, inputs.weights, inputs.plan
-        h = _allocate(options, num_rows, weights)
+        h = _allocate(problem.options, num_rows, inputs.weights)
+        parts = (h.qdata, h.scale) if isinstance(h, MXTensor) else (h, None)
+        self.store(problem, config, inputs, *parts)
+        return h
+
+    def store(
+        self,
+        problem: MoEProblem,
+        config: _ConfigT,
+        inputs: GateUpInputs,
+        out: torch.Tensor,
+        out_scale: torch.Tensor | None,
+    ) -> None:
+        """Run the stage and store its rows to `out`, and their scales to `out_scale`."""
+        weights, plan = inputs.weights, inputs.plan
         epilogue = {
-            "out_ptr": h.qdata if isinstance(h, MXTensor) else h,
-            "out_scale_ptr": h.scale if isinstance(h, MXTensor) else None,
+            "out_ptr": out,
+            "out_scale_ptr": out_scale,
             "bias_ptr": weights.gate_up_bias,
-            **_plan_tensors(plan, options.apply_router_weight_on_input),
+            **_plan_tensors(plan, problem.options.apply_router_weight_on_input),
         }
         self.multiply(problem, config, plan, inputs.x, weights, epilogue)
-        return h
 
 
 class DownStage(Stage[_ConfigT]):

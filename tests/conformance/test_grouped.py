@@ -52,6 +52,11 @@ def test_other_wgrads(case: GroupedCase, executor: Executor) -> None:
     case.check(executor)
 
 
+@pytest.mark.cases(cases.POISONED)
+def test_padding_reaches_no_result(case: GroupedCase, executor: Executor) -> None:
+    case.check(executor)
+
+
 @pytest.mark.parametrize("arch", [*CHIPS, "sm_100"])
 def test_backends_serve_what_the_cases_say(arch: str) -> None:
     backend = CHIPS.get(arch, "triton")

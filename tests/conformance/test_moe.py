@@ -65,6 +65,11 @@ def test_operands_of_any_kind(case: MoECase, executor: Executor) -> None:
     case.check(executor)
 
 
+@pytest.mark.cases(cases.POISONED)
+def test_padding_reaches_no_result(case: MoECase, executor: Executor) -> None:
+    case.check(executor)
+
+
 @pytest.mark.cases(cases.NO_GATE)
 def test_experts_without_a_gate(case: MoECase, executor: Executor) -> None:
     case.check(executor)

@@ -29,7 +29,7 @@ from mxpert.grouped.inputs import GroupedGemmInputs, GroupedWgradInputs
 from mxpert.routing.plan import padded_group_offsets
 from mxpert.testing.gfx950 import MI355X, emulate
 from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
-from support.poison import nan_filled_scratch
+from support.poison import nan_filled_scratch, poison_gaps
 
 OFFSETS = {
     "ragged": (0, 0, 37, 38, 38, 290, 310),
@@ -120,6 +120,25 @@ def test_matrices_that_end_within_a_word_of_scales(n: int) -> None:
         with emulate(), mxpert.override(backend="cdna4", config=LOW):
             actual = mxpert.grouped_gemm(a, operand, offsets, out_dtype=torch.float32)
         assert_exact(actual, expected.float(), name, ignore_zero_sign=True)
+
+
+@pytest.mark.parametrize("config", [HIGH, LOW], ids=["high", "low"])
+@pytest.mark.parametrize("op", ["gemm", "wgrad"])
+def test_gaps_between_rows_reach_no_result(op: str, config: Any) -> None:
+    """Copies of `quantize_dual`: rows of codes and planes of scales begin at lines of 128 bytes."""
+    offsets = offsets_of("ragged")
+    if op == "gemm":
+        run, b = mxpert.grouped_gemm, scaled(len(offsets) - 1, 96, 160, seed=1)
+        first = mxpert.quantize_dual(scaled(NUM_ROWS, 160), group_offsets=offsets)[0]
+        second = mxpert.quantize_dual(b)[0]
+    else:
+        run = mxpert.grouped_wgrad
+        first, second, _ = wgrad_operands("ragged", "e4m3", 96, 160)
+    expected = reference(run, first, second, offsets)
+    with emulate(), mxpert.override(backend="cdna4", config=config):
+        operands = (poison_gaps(first), poison_gaps(second))
+        actual = run(*operands, offsets, out_dtype=torch.float32)
+    assert_exact(actual, expected.float(), op, ignore_zero_sign=True)
 
 
 def sparse(shape: torch.Size, pitch: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS
 from mxpert.formats.spec import E8M0_MAX, E8M0_NAN, MX_BLOCK_SIZE
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.formats.weight_tensor import WeightLike
+from mxpert.moe.cdna4.layout import CDNA4_FRAGMENT
 from mxpert.moe.hopper import layout as layouts
 from mxpert.moe.weights import MoEWeights, gate_up_rows
 from mxpert.testing.problems import MoEInputs
@@ -51,8 +52,9 @@ def poison_tensor(
     is_mx = isinstance(tensor, MXTensor)
     group = tensor.shape[-1] // tensor.scale.shape[-1]
     poison = scale if is_mx else E4M3_NAN if tensor.scale.dtype == torch.uint8 else torch.nan
+    codes = _poison_byte(tensor) if isinstance(tensor, MXTensor) else POISON_CODES
     parts = {
-        "qdata": (extra_columns // tensor.format.codes_per_byte, POISON_CODES),
+        "qdata": (extra_columns // tensor.format.codes_per_byte, codes),
         "scale": (extra_columns // group, poison),
         "zero_point": (extra_columns // group, POISON_CODES),
     }
@@ -79,6 +81,21 @@ def poison_weights(
     return replace(weights, gate_up_proj=gate_up, down_proj=down)
 
 
+def _poison_byte(tensor: MXTensor) -> int:
+    """Codes of NaN, or the largest e2m1 codes: those have no NaN."""
+    return POISON_CODES if tensor.format.codes_per_byte == 2 else 0x7F
+
+
+def poison_gaps(tensor: MXTensor) -> MXTensor:
+    """Copy a tensor into memory of the same strides that is NaN where no element lies."""
+    views = []
+    for data, byte in ((tensor.qdata, _poison_byte(tensor)), (tensor.scale, E8M0_NAN)):
+        memory = data.new_full((data.untyped_storage().nbytes(),), byte)
+        view = memory.as_strided(data.shape, data.stride(), data.storage_offset())
+        views.append(view.copy_(data))
+    return replace(tensor, qdata=views[0], scale=views[1])
+
+
 def poison_like(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape and dtype, filled with NaN (integers: the largest value)."""
     if tensor.dtype.is_floating_point:
@@ -89,16 +106,16 @@ def poison_like(tensor: torch.Tensor) -> torch.Tensor:
 def poison_prepared(tensor: MXTensor) -> None:
     """Fill what pads a prepared tensor, in place; its values stay as they are.
 
-    Rows get NaN scales and codes that decode to anything. Depth gets the largest weights there are:
-    activations are zero there, so that finite weights add nothing.
-
-    Args:
-        tensor: of `Layout.HOPPER_FRAGMENT`.
+    `Layout.CDNA4_FRAGMENT`: the largest codes with NaN scales; kernels read none of them.
+    `Layout.HOPPER_FRAGMENT`: rows get NaN scales and codes that decode to anything. Depth gets the
+    largest weights there are: activations are zero there, so that finite weights add nothing.
     """
+    if tensor.layout is Layout.CDNA4_FRAGMENT:
+        _poison_cdna4(tensor)
+        return
     if tensor.layout is not Layout.HOPPER_FRAGMENT or tensor.reference is None:
-        raise ValueError(
-            message("poison_prepared", "tensor.layout", Layout.HOPPER_FRAGMENT, tensor.layout)
-        )
+        layouts = f"{Layout.CDNA4_FRAGMENT} or {Layout.HOPPER_FRAGMENT}"
+        raise ValueError(message("poison_prepared", "tensor.layout", layouts, tensor.layout))
     _, num_rows, depth = tensor.shape
     rows, codes = num_rows % UNIT_ROWS, depth % UNIT_CODES
     tensor.reference[:, num_rows:] = E8M0_NAN
@@ -106,6 +123,20 @@ def poison_prepared(tensor: MXTensor) -> None:
         _fill_units(tensor, (slice(None), slice(None), slice(-1, None)), (0, codes), shift=0)
     if rows:
         _fill_units(tensor, (slice(None), slice(-1, None)), (rows, 0), shift=E8M0_NAN)
+
+
+def _poison_cdna4(tensor: MXTensor) -> None:
+    experts, num_rows, depth = tensor.shape
+    units = tensor.qdata.shape[1:3]
+    whole = (experts, units[0] * UNIT_ROWS, units[1] * UNIT_CODES)
+    plain = CDNA4_FRAGMENT.unpack(replace(tensor, logical_shape=whole))
+    for part, width, byte in (
+        (plain.qdata, depth // 2, POISON_CODES),
+        (plain.scale, depth // MX_BLOCK_SIZE, E8M0_NAN),
+    ):
+        part[:, num_rows:] = byte
+        part[:, :, width:] = byte
+    CDNA4_FRAGMENT.pack(plain, out=replace(tensor, logical_shape=whole))
 
 
 def _fill_units(

@@ -115,13 +115,20 @@ _MOST_BYTES = 1 << 31
 """Activations and float32 outputs must have fewer bytes: offsets of buffers have 31 bits."""
 
 PREFILL_BLOCKS_M = (64, 128, 256)
-"""Sorted rows of a prefill tile."""
+"""Sorted rows of a prefill tile; the least is not for bf16 activations."""
 PREFILL_BLOCK_N = 256
 PREFILL_GROUP_M = 8
 """`group_m` of the heuristic."""
 
-_STEP_CYCLES = {"mxfp4": {64: 790, 128: 747, 256: 1068}, "mxfp8": {64: 658, 128: 1052, 256: 2060}}
-"""Modelled cycles of a CU for 128 elements of depth of a prefill tile (Triton 3.6.0, L2 hits)."""
+_STEP_CYCLES = {
+    "bf16": {256: 4168, 128: 2084},
+    "mxfp4": {64: 790, 128: 747, 256: 1084},
+    "mxfp8": {64: 658, 128: 1052, 256: 2066},
+}
+"""Modelled cycles of a CU for 128 elements of depth of a prefill tile (Triton 3.6.0, L2 hits).
+
+The first of equals is chosen. 32 rows of the decode kernel with bf16 take 1220 cycles.
+"""
 
 _RASTERS = ((1, 1), (2, 4), (4, 8), (16, 8), (8, 1))
 """`group_m` and `num_runs` that the tuner tries. FlyDSL's stage 2 has the second."""
@@ -224,19 +231,27 @@ def decode_config(problem: MoEProblem, op: Op, block_m: int) -> Cdna4GemmConfig:
     )
 
 
+def prefill_blocks(activation_format: str) -> tuple[int, ...]:
+    """Sorted rows that a prefill tile may have with these activations."""
+    return PREFILL_BLOCKS_M[1:] if activation_format == "bf16" else PREFILL_BLOCKS_M
+
+
+def _step_cycles(problem: MoEProblem) -> dict[int, int]:
+    """`_STEP_CYCLES` of a problem's format."""
+    name = problem.options.activation_format
+    return _STEP_CYCLES["mxfp8" if name == "fp8_token" else name]
+
+
 def prefill_block_m(problem: MoEProblem) -> int | None:
     """Rows of a prefill tile that serves an average expert fastest; None for the decode kernel.
 
-    The decode kernel has the experts with few rows, and bf16 activations: MFMA of bf16 takes 64
-    cycles where that of e4m3 takes 32 and that of e2m1 16, and the tile's rows take four times the
-    LDS of e2m1, so that 256 × 256 × 128 does not fit twice.
+    The decode kernel has the experts with few rows.
     """
     rows = problem.rows_per_expert
-    format = problem.options.activation_format
-    if format == "bf16" or rows <= DECODE_BLOCKS_M[-1]:
+    if rows <= DECODE_BLOCKS_M[-1]:
         return None
-    cycles = _STEP_CYCLES["mxfp4" if format == "mxfp4" else "mxfp8"]
-    return min(PREFILL_BLOCKS_M, key=lambda block: -(-rows // block) * cycles[block])
+    cycles = _step_cycles(problem)
+    return min(cycles, key=lambda block: -(-rows // block) * cycles[block])
 
 
 def _prefill_cycles(problem: MoEProblem, op: Op, block_m: int) -> int:
@@ -244,8 +259,7 @@ def _prefill_cycles(problem: MoEProblem, op: Op, block_m: int) -> int:
     row_units, depth_units = units(problem, op)
     tiles = problem.hit_experts * math.ceil(problem.rows_per_expert / block_m)
     rounds = -(-tiles * -(-row_units * UNIT_ROWS // PREFILL_BLOCK_N) // problem.target.num_sms)
-    format = "mxfp4" if problem.options.activation_format == "mxfp4" else "mxfp8"
-    return rounds * depth_units * _STEP_CYCLES[format][block_m]
+    return rounds * depth_units * _step_cycles(problem)[block_m]
 
 
 def prefill_blocks_m(problem: MoEProblem) -> tuple[int, int] | None:
@@ -259,7 +273,7 @@ def prefill_blocks_m(problem: MoEProblem) -> tuple[int, int] | None:
     if common is None:
         return None
     apart = [
-        min(PREFILL_BLOCKS_M, key=functools.partial(_prefill_cycles, problem, op))
+        min(_step_cycles(problem), key=functools.partial(_prefill_cycles, problem, op))
         for op in STAGE_OPS
     ]
 
@@ -272,10 +286,11 @@ def prefill_blocks_m(problem: MoEProblem) -> tuple[int, int] | None:
 
 def stage_heuristic(problem: MoEProblem) -> Cdna4GemmConfig:
     """Config of a separate stage: block_m must divide the plan's routing_block_m."""
-    blocks = prefill_blocks_m(problem)
-    if blocks is not None:
-        wanted = blocks[STAGE_OPS.index(problem.op)]
-        allowed = [b for b in PREFILL_BLOCKS_M if problem.routing_block_m % b == 0 and b <= wanted]
+    pair = prefill_blocks_m(problem)
+    if pair is not None:
+        wanted = pair[STAGE_OPS.index(problem.op)]
+        blocks = prefill_blocks(problem.options.activation_format)
+        allowed = [b for b in blocks if problem.routing_block_m % b == 0 and b <= wanted]
         if allowed:
             return _prefill_config(problem, problem.op, allowed[-1])
     allowed = [rows for rows in DECODE_BLOCKS_M if problem.routing_block_m % rows == 0]
@@ -289,7 +304,7 @@ def stage_configs(problem: MoEProblem) -> Iterator[Cdna4GemmConfig]:
     yield first
     allowed = [rows for rows in DECODE_BLOCKS_M if problem.routing_block_m % rows == 0]
     others = [
-        *_variants(first),
+        *_variants(problem, first),
         *_decode_configs(problem, problem.op, allowed),
         *(
             c
@@ -300,18 +315,19 @@ def stage_configs(problem: MoEProblem) -> Iterator[Cdna4GemmConfig]:
     yield from (config for config in others if config != first)
 
 
-def _variants(config: Cdna4GemmConfig) -> Iterator[Cdna4GemmConfig]:
+def _variants(problem: MoEProblem, config: Cdna4GemmConfig) -> Iterator[Cdna4GemmConfig]:
     """The same tile with another cache policy, order of tiles, or grid."""
     yield replace(config, weight_cache=config.weight_cache.other)
     if config.kernel is Cdna4Kernel.PREFILL:
-        yield replace(config, persistent=not config.persistent)
+        if problem.options.activation_format != "bf16":
+            yield replace(config, persistent=not config.persistent)
         for group_m, num_runs in _RASTERS:
             yield replace(config, group_m=group_m, num_runs=num_runs)
 
 
 def _prefill_configs(problem: MoEProblem, op: Op) -> Iterator[Cdna4GemmConfig]:
-    if problem.options.activation_format != "bf16":
-        yield from (_prefill_config(problem, op, block_m) for block_m in PREFILL_BLOCKS_M)
+    for block_m in prefill_blocks(problem.options.activation_format):
+        yield _prefill_config(problem, op, block_m)
 
 
 def _prefill_config(problem: MoEProblem, op: Op, block_m: int) -> Cdna4GemmConfig:
@@ -326,10 +342,11 @@ def _is_persistent(problem: MoEProblem, op: Op) -> bool:
     The grid of the others is sized for the worst case, in which every expert has a row block that
     is almost empty: up to half of its workgroups have no tile. The authors of FlyDSL's MoE kernels
     (pull request 753) measured 5 to 17 % less time on gfx950 for stage 2 of such models from 4096
-    tokens on, and left that of gpt-oss as it was.
+    tokens on, and left that of gpt-oss as it was. Bfloat16 activations have the one-shot grid.
     """
     return (
         op is Op.MOE_DOWN
+        and problem.options.activation_format != "bf16"
         and problem.num_experts >= _PERSISTENT_EXPERTS
         and problem.num_tokens >= _PERSISTENT_TOKENS
         and problem.intermediate_size <= _PERSISTENT_SIZE
@@ -374,8 +391,8 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     first = layer_heuristic(problem)
     configs = [first, *other_weight_caches(first)]
     gate_up, down = cast("tuple[Cdna4GemmConfig, Cdna4GemmConfig]", (first.gate_up, first.down))
-    configs += [replace(first, gate_up=each) for each in _variants(gate_up)]
-    configs += [replace(first, down=each) for each in _variants(down)]
+    configs += [replace(first, gate_up=each) for each in _variants(problem, gate_up)]
+    configs += [replace(first, down=each) for each in _variants(problem, down)]
     gate_ups, downs = (
         [
             *(decode_config(problem, op, rows) for rows in DECODE_BLOCKS_M),
@@ -433,13 +450,15 @@ def resident_workgroups(config: Cdna4GemmConfig, x_format: str) -> int:
 def require_valid(config: Cdna4GemmConfig, problem: MoEProblem) -> None:
     """Raise ValueError for a pinned or tuned config that no kernel of this backend implements."""
     if config.kernel is Cdna4Kernel.PREFILL:
-        tiles = [prefill_config(rows) for rows in PREFILL_BLOCKS_M]
-        need = f"MX activations and the tile of one of {tiles}"
+        activation_format = problem.options.activation_format
+        tiles = [prefill_config(rows) for rows in prefill_blocks(activation_format)]
+        need = f"with {activation_format} activations the tile of one of {tiles}"
         valid = any(
             all(getattr(config, name) == getattr(tile, name) for name in _TILE_SIZES)
             for tile in tiles
         )
-        valid = valid and problem.options.activation_format != "bf16"
+        if activation_format == "bf16" and config.persistent:
+            need, valid = "with bf16 activations persistent=False", False
     else:
         need = (
             f"block_m in {DECODE_BLOCKS_M}, num_stages 2 or 4, num_warps and k_slices powers of "

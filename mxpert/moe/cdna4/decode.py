@@ -19,12 +19,15 @@ partial sums, which a finishing kernel adds in order.
 Pipeline: DEPTH steps of weights are in registers or on the way, 17 KB a step with four waves.
 Activations have two buffers in LDS, a copy each; a copy lasts ITERATIONS iterations of four steps.
 
-Timeline of a wave: description of the tile → first copy of activations, DEPTH steps of weights →
-for each copy: wait for it, barrier, start the next one; for each step: read activations from LDS,
-four MFMA (bf16: decode, 16 MFMA) for 16 rows, load the step DEPTH ahead → epilogue.
+Timeline of a wave: rows of the tile → first copy of activations (stage 1: after the expert) →
+expert, DEPTH steps of weights → for each copy: wait for it, barrier, start the next one; for each
+step: read activations from LDS, four MFMA (bf16: decode, 16 MFMA) for 16 rows, load the step DEPTH
+ahead → load the epilogue's terms (stage 2), sum the slices, epilogue.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,7 +35,7 @@ from triton.experimental.gluon import language as gl
 from ...device.activation import gated_activation
 from ...device.cdna4 import NUM_XCDS
 from ...device.cdna4_operands import elements_per_chunk, items_per_lane
-from ...device.compat import aggregate
+from ...device.compat import aggregate, buffer_load
 from ...device.mx_codec import quantize_tile
 from ...routing.plan import TOKEN_MASK
 from .mainloop import (
@@ -134,6 +137,46 @@ def scale_rows(sums, factors, row):
         return sums * gl.load(factors + row)[None, :]
 
 
+@aggregate
+class DownTerms:
+    """What stage 2's epilogue reads: token and weight of each row, bias of each output.
+
+    A term that the layer lacks is 0, and not used.
+    """
+
+    token: gl.tensor
+    weight: gl.tensor
+    bias: gl.tensor
+
+    @gluon.jit
+    def apply(self, sums, HAS_BIAS: gl.constexpr, HAS_WEIGHTS: gl.constexpr):
+        """``weight * (sum + bias)``."""
+        if HAS_BIAS:
+            sums = sums + self.bias[:, None]
+        if HAS_WEIGHTS:
+            sums = sums * self.weight[None, :]
+        return sums
+
+
+@gluon.jit
+def load_down_terms(sums, bias, weights, tile, num_outputs, plan):
+    """`DownTerms` of a tile for the result of `sum_slices` of these sums; pointers may be None.
+
+    Called ahead of `sum_slices`, whose barriers then hide the latency of these loads.
+    """
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
+    row = tile.first_row + gl.arange(0, sums.shape[2], gl.SliceLayout(0, LAYOUT))
+    output = tile.first_weight_row + gl.arange(0, sums.shape[1], gl.SliceLayout(1, LAYOUT))
+    token = plan.tokens(row)
+    weight, values = gl.to_tensor(0.0), gl.to_tensor(0.0)
+    if weights is not None:
+        weight = gl.load(weights + row)
+    if bias is not None:
+        first = bias + tile.expert.to(gl.int64) * num_outputs
+        values = buffer_load(first, output, output < num_outputs)
+    return DownTerms(token=token, weight=weight, bias=values)
+
+
 @gluon.jit
 def add_bias(sums, bias, tile, num_rows):
     """Add the float32 biases [E, num_rows] of the tile's weight rows; `bias` may be None."""
@@ -148,12 +191,15 @@ def add_bias(sums, bias, tile, num_rows):
 
 
 @gluon.jit
-def store_partial(partial, sums, split, partial_rows, tile, num_rows, plan):
-    """Store the sums of one split of K to float32 [k_splits, partial_rows, num_rows]."""
+def store_partial(stores, sums, tile, num_rows, real):
+    """Store the sums of one split of K to float32 [k_splits, partial_rows, num_rows].
+
+    real: whether each row is no padding.
+    """
     row = row_vector(sums)
     output = tile.first_weight_row + output_vector(sums)
-    real = plan.tokens(tile.first_row + row) < plan.num_tokens
-    base = partial + (split.to(gl.int64) * partial_rows + tile.first_row) * num_rows
+    before = stores.split.to(gl.int64) * stores.partial_rows + tile.first_row
+    base = stores.partial + before * num_rows
     offsets = row[None, :] * num_rows + output[:, None]
     cdna4.buffer_store(sums, base, offsets, mask=real[None, :] & (output < num_rows)[:, None])
 
@@ -203,10 +249,11 @@ def store_features(out, out_scale, sums, tile, num_features, plan, activation, m
 
 
 @gluon.jit
-def store_outputs(out, sums, tile, num_outputs, plan, ATOMIC: gl.constexpr):
-    """Store outputs by sorted row to [P, H], or add them to the float32 rows of tokens (ATOMIC)."""
-    token = plan.tokens(tile.first_row + row_vector(sums))
-    real = token < plan.num_tokens
+def store_outputs(out, sums, tile, num_outputs, token, real, ATOMIC: gl.constexpr):
+    """Store outputs by sorted row to [P, H], or add them to the float32 rows of tokens (ATOMIC).
+
+    token, real: of each row; whether it is no padding.
+    """
     if ATOMIC:
         output = tile.first_weight_row + output_vector(sums)
         offsets = token[None, :] * num_outputs + output[:, None]
@@ -243,8 +290,9 @@ class Activations:
     """Activation rows in memory.
 
     x: bfloat16 values or uint8 codes, row_width elements a row. x_scale: uint32 words of E8M0
-    bytes, scale_stride a row. first_row: sorted row of the tile. GATHER: rows belong to tokens,
-    which `plan` names; else they are sorted already and x is the tile's first one.
+    bytes, scale_stride words a row, or bytes if rows do not begin at words. first_row: sorted row
+    of the tile. GATHER: rows belong to tokens, which `plan` names; else they are sorted already and
+    x is the tile's first one.
     """
 
     x: gl.tensor
@@ -275,23 +323,29 @@ class Activations:
 
 @gluon.jit
 def _locate(plan, row_units, k_splits, WAVES: gl.constexpr, ROWS: gl.constexpr):
-    """Tile and split of this workgroup; the expert is −1 without a tile.
+    """First row, first weight row and split of this workgroup's tile, and whether it has one.
 
-    An XCD gets consecutive tiles; the splits and weight rows of a row block are neighbours.
+    An XCD gets consecutive tiles; the splits and weight rows of a row block are neighbours. Without
+    a tile the rows are those of the first one.
     """
     per_block = gl.cdiv(row_units, WAVES) * k_splits
     total = gl.load(plan.num_valid) // ROWS * per_block
     per_xcd = gl.cdiv(total, NUM_XCDS)
     place = gl.program_id(0) // NUM_XCDS
     index = gl.program_id(0) % NUM_XCDS * per_xcd + place
-    first_row = index // per_block * ROWS
+    exists = (place < per_xcd) & (index < total)
+    first_row = gl.where(exists, index // per_block * ROWS, 0)
     inside = index % per_block
+    return first_row, inside // k_splits * (WAVES * 64), inside % k_splits, exists
+
+
+@gluon.jit
+def _tile_at(plan, first_row, first_weight_row, exists):
+    """`Tile` of `_locate`'s rows; the expert is −1 if it does not exist or has no real rows."""
     expert = gl.to_tensor(-1)
-    if (place < per_xcd) & (index < total):
+    if exists:
         expert = plan.expert(first_row)
-    first_weight_row = inside // k_splits * (WAVES * 64)
-    tile = Tile(expert=expert, first_row=first_row, first_weight_row=first_weight_row)
-    return tile, inside % k_splits
+    return Tile(expert=expert, first_row=first_row, first_weight_row=first_weight_row)
 
 
 @gluon.jit
@@ -304,25 +358,78 @@ def _open_tile_weights(codes, scales, tile, first_depth, units, shape):
 
 
 @gluon.jit
-def _open_source(x, x_scale, row_width, scale_stride, tile, plan, GATHER: gl.constexpr):
+def _open_source(
+    x, x_scale, row_chunks, scale_stride, first_row, plan, shape, GATHER: gl.constexpr
+):
     """`Activations` of a tile. Sorted rows of a tile are neighbours; tokens may be anywhere."""
+    row_width = row_chunks * elements_per_chunk(shape.FORMAT)
     if not GATHER:
-        x += tile.first_row.to(gl.int64) * row_width
+        x += first_row.to(gl.int64) * row_width
     if x_scale is None:
         scales = x
     elif GATHER:
         scales = x_scale
     else:
-        scales = x_scale + tile.first_row.to(gl.int64) * scale_stride
+        before = first_row.to(gl.int64) * scale_stride
+        scales = x_scale + (before if shape.ALIGNED else before // 4)
     return Activations(
         x=x,
         x_scale=scales,
         row_width=row_width,
         scale_stride=scale_stride,
-        first_row=tile.first_row,
+        first_row=first_row,
         plan=plan,
         GATHER=GATHER,
     )
+
+
+class Stores(NamedTuple):
+    """Where a tile's results go: outputs with their scales, or partial sums of its split."""
+
+    out: gl.tensor
+    out_scale: gl.tensor | None
+    partial: gl.tensor | None
+    partial_rows: gl.tensor
+    split: gl.tensor
+
+
+class Reads(NamedTuple):
+    """What an epilogue reads: scales of the activation rows, biases, routing weights."""
+
+    row_scale: gl.tensor | None
+    bias: gl.tensor | None
+    weights: gl.tensor | None
+
+
+@gluon.jit
+def _finish_down(parts, tile, source, stores, reads, num_outputs, ATOMIC: gl.constexpr):
+    """Stage 2's epilogue. parts: of `accumulate`."""
+    plan = source.plan
+    terms = load_down_terms(parts, reads.bias, reads.weights, tile, num_outputs, plan)
+    sums = sum_slices(parts)
+    sums = scale_rows(sums, reads.row_scale, source.scale_row_of(row_vector(sums)))
+    real = terms.token < plan.num_tokens
+    if stores.partial is not None:
+        store_partial(stores, sums, tile, num_outputs, real)
+    else:
+        sums = terms.apply(sums, reads.bias is not None, reads.weights is not None)
+        store_outputs(stores.out, sums, tile, num_outputs, terms.token, real, ATOMIC)
+
+
+@gluon.jit
+def _finish_gate_up(parts, tile, source, stores, reads, num_features, activation, mx):
+    """Stage 1's epilogue. parts: of `accumulate`."""
+    plan = source.plan
+    sums = sum_slices(parts)
+    row = tile.first_row + row_vector(sums)
+    sums = scale_rows(sums, reads.row_scale, source.scale_row_of(row_vector(sums)))
+    if stores.partial is not None:
+        real = plan.tokens(row) < plan.num_tokens
+        store_partial(stores, sums, tile, 2 * num_features, real)
+    else:
+        sums = scale_rows(sums, reads.weights, row)
+        sums = add_bias(sums, reads.bias, tile, 2 * num_features)
+        store_features(stores.out, stores.out_scale, sums, tile, num_features, plan, activation, mx)
 
 
 @gluon.jit(do_not_specialize=RUN_TIME_VALUES, do_not_specialize_on_alignment=("x_scale_ptr",))
@@ -368,8 +475,12 @@ def _moe_gemm_decode_cdna4_kernel(
     DEPTH: gl.constexpr,
     ITERATIONS: gl.constexpr,
     STREAM: gl.constexpr,
+    ALIGNED: gl.constexpr = True,
 ):
-    """Multiply the rows of a block by its expert's weights and run the epilogue."""
+    """Multiply the rows of a block by its expert's weights and run the epilogue.
+
+    ALIGNED: x_scale_stride counts words; else bytes of a dense matrix of scales, given as words.
+    """
     plan = Plan(
         sorted_token_ids_ptr,
         block_expert_ids_ptr,
@@ -378,30 +489,31 @@ def _moe_gemm_decode_cdna4_kernel(
         num_experts,
         routing_block_m,
     )
-    tile, split = _locate(plan, row_units, k_splits, WAVES, ROWS)
+    SCALED: gl.constexpr = x_scale_ptr is not None
+    shape = Shape(
+        X_FORMAT, ROWS, SLICES, WAVES, DEPTH, ITERATIONS, STREAM, SCALED=SCALED, ALIGNED=ALIGNED
+    )
+    first_row, first_weight_row, split, exists = _locate(plan, row_units, k_splits, WAVES, ROWS)
+    first_depth = split * units_per_split
+    blocks = num_k_blocks - first_depth * 4
+    source = _open_source(
+        x_ptr, x_scale_ptr, x_row_chunks, x_scale_stride, first_row, plan, shape, GATHER
+    )
+    if not GATHER:  # Sorted rows need no expert. The end of a program waits for its copies.
+        activations = open_activations(source, first_depth * 4, blocks, shape, SLICES * WAVES)
+    tile = _tile_at(plan, first_row, first_weight_row, exists)
     if tile.expert < 0:
         return
-    SCALED: gl.constexpr = x_scale_ptr is not None
-    shape = Shape(X_FORMAT, ROWS, SLICES, WAVES, DEPTH, ITERATIONS, STREAM, SCALED=SCALED)
-    first_depth = split * units_per_split
-    units = Units(row_units, depth_units, gl.minimum(units_per_split, depth_units - first_depth))
+    if GATHER:
+        activations = open_activations(source, first_depth * 4, blocks, shape, SLICES * WAVES)
+    units = Units(row_units, depth_units, gl.minimum(units_per_split * 4, blocks))
     weights = _open_tile_weights(w_ptr, w_scale_ptr, tile, first_depth, units, shape)
-    row_width = x_row_chunks * elements_per_chunk(X_FORMAT)
-    source = _open_source(x_ptr, x_scale_ptr, row_width, x_scale_stride, tile, plan, GATHER)
-    blocks = num_k_blocks - first_depth * 4
-    activations = open_activations(source, first_depth * 4, blocks, shape, SLICES * WAVES)
-    sums = sum_slices(accumulate(weights, activations, shape))
-    sums = scale_rows(sums, x_row_scale_ptr, source.scale_row_of(row_vector(sums)))
-    if partial_ptr is not None:
-        width = num_n_blocks * (32 if ACTIVATION == "" else 64)
-        store_partial(partial_ptr, sums, split, partial_rows, tile, width, plan)
-    elif ACTIVATION == "":
-        sums = add_bias(sums, bias_ptr, tile, num_n_blocks * 32)
-        sums = scale_rows(sums, sorted_weights_ptr, tile.first_row + row_vector(sums))
-        store_outputs(out_ptr, sums, tile, num_n_blocks * 32, plan, ATOMIC)
+    parts = accumulate(weights, activations, shape)
+    stores = Stores(out_ptr, out_scale_ptr, partial_ptr, partial_rows, split)
+    reads = Reads(x_row_scale_ptr, bias_ptr, sorted_weights_ptr)
+    if ACTIVATION == "":
+        _finish_down(parts, tile, source, stores, reads, num_n_blocks * 32, ATOMIC)
     else:
-        sums = scale_rows(sums, sorted_weights_ptr, tile.first_row + row_vector(sums))
-        sums = add_bias(sums, bias_ptr, tile, num_n_blocks * 64)
         activation = GatedActivation(p0, p1, p2, ACTIVATION)
         mx = MXFormat(OUT_FORMAT, EMAX, THRESHOLD)
-        store_features(out_ptr, out_scale_ptr, sums, tile, num_n_blocks * 32, plan, activation, mx)
+        _finish_gate_up(parts, tile, source, stores, reads, num_n_blocks * 32, activation, mx)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -18,7 +18,7 @@ from ...formats.spec import MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
 from ...routing.plan import RoutingPlan
 from ..finish import _moe_down_finish_kernel, _moe_gate_up_finish_kernel
-from ..inputs import FusedMoEInputs
+from ..inputs import DownInputs, FusedMoEInputs, GateUpInputs
 from ..layer import (
     DownStage,
     GateUpStage,
@@ -34,7 +34,7 @@ from . import config as heuristics
 from .config import Cdna4GemmConfig, Cdna4Kernel
 from .decode import _moe_gemm_decode_cdna4_kernel
 from .prefill import _moe_gemm_prefill_cdna4_kernel
-from .prefill_scales import arrange_scales
+from .prefill_scales import arrange_scales, empty_arranged
 
 _FINISH_BLOCK_M, _FINISH_BLOCK_N, _FINISH_NUM_WARPS = 16, 128, 4
 _GATE_UP_GROUP = 16
@@ -51,8 +51,10 @@ class Gemm(NamedTuple):
         routing_block_m: rows of a block of the plan.
         x_format: "bf16", or the element format of the activations.
         x_row_chunks: distance of activation rows in 16-byte chunks.
-        x_scale_stride: distance of their scales' rows, in words if they are words.
+        x_scale_stride: distance of their scales' rows in words; in bytes if they begin anywhere.
         row_units, depth_units: units of the weights, 64 rows and 128 elements of depth.
+        arranged: stage 1 stores scales in the order of the prefill kernel of stage 2.
+        aligned: whether the rows of x_scale begin at words; asked by the decode kernel.
     """
 
     op: Op
@@ -63,6 +65,8 @@ class Gemm(NamedTuple):
     x_scale_stride: int
     row_units: int
     depth_units: int
+    arranged: bool = False
+    aligned: bool = True
 
 
 class _Stage(Stage[Cdna4GemmConfig]):
@@ -91,32 +95,43 @@ class _Stage(Stage[Cdna4GemmConfig]):
         weights: MoEWeights,
         epilogue: dict[str, torch.Tensor | None],
     ) -> None:
-        """Start the GEMM and, after split-K, the kernel that sums its parts."""
+        """Start the GEMM and, after split-K, the kernel that sums its parts.
+
+        Scales of three dimensions, of `rows` and to store, are in the order of `arrange_scales`.
+        """
         heuristics.require_valid(config, problem)
         row_blocks = plan.max_blocks * (plan.routing_block_m // config.block_m)
         if not row_blocks:
             return
         weight = self.weight(weights)
         x, x_scale, row_scale, x_format = _operand(gemm_rows(problem, rows))
+        x_scale_stride = 0 if x_scale is None else x_scale.stride(0)
         if config.kernel is Cdna4Kernel.DECODE and x_scale is not None:
-            x_scale = _scale_words(x_scale)
+            x_scale, x_scale_stride = _scale_words(x_scale)
+        out_scale = epilogue.get("out_scale_ptr")
         gemm = Gemm(
             self.op,
             row_blocks,
             plan.routing_block_m,
             x_format,
             x.stride(0) * x.element_size() // _CHUNK_BYTES,
-            0 if x_scale is None else x_scale.stride(0),
+            x_scale_stride,
             *weight.qdata.shape[1:3],
+            arranged=_is_arranged(out_scale),
+            aligned=x_scale is None or x_scale.dim() > 1,
         )
         launch, finish = _LAUNCHES[config.kernel](problem, config, gemm)
         w_scale = weight.scale.view(torch.uint32)
+        w = weight.qdata
         if config.kernel is Cdna4Kernel.PREFILL:
-            blocks = row_blocks * (config.block_m // UNIT_ROWS)
-            gather, depth = self.op is Op.MOE_GATE_UP, heuristics.depth(problem, self.op)
-            wide = x_format == "e2m1"
-            x_scale = arrange_scales(x_scale, plan, depth, blocks, gather=gather, wide=wide)
-            w_scale = weight.scale
+            w_scale, x = weight.scale, x.view(torch.uint8)
+            if x_format != "bf16" and not _is_arranged(x_scale):
+                blocks = row_blocks * (config.block_m // UNIT_ROWS)
+                gather, depth = self.op is Op.MOE_GATE_UP, heuristics.depth(problem, self.op)
+                wide = x_format == "e2m1"
+                x_scale = arrange_scales(x_scale, plan, depth, blocks, gather=gather, wide=wide)
+        elif x_format == "bf16":
+            w = w.view(torch.uint32)
         partial = None
         if finish is not None:
             width = heuristics.weight_rows(problem, self.op)
@@ -127,7 +142,7 @@ class _Stage(Stage[Cdna4GemmConfig]):
             x_ptr=x,
             x_scale_ptr=x_scale,
             x_row_scale_ptr=row_scale,
-            w_ptr=weight.qdata.view(torch.uint32) if x_format == "bf16" else weight.qdata,
+            w_ptr=w,
             w_scale_ptr=w_scale,
             **{"out_scale_ptr": None, **epilogue},
         )
@@ -152,16 +167,26 @@ def _aligned(rows: torch.Tensor) -> torch.Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def _scale_words(scale: torch.Tensor) -> torch.Tensor:
-    """Scales [T, K / 32] as uint32 [T, ceil(K / 128)]; zeros past K.
+def _is_arranged(scale: torch.Tensor | None) -> bool:
+    """Whether scales have the order of `arrange_scales`, not a row for each row of codes."""
+    return scale is not None and scale.dim() == 3
 
-    They are copied, padded, if K is no multiple of 128 or a row does not start at a multiple of 4
-    bytes.
+
+def _scale_words(scale: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Scales [T, K / 32] as uint32 words, and the distance of their rows.
+
+    Words [T, K / 128], that many words apart, if rows begin at words. Otherwise all words of the
+    dense matrix, [T * K / 128], and the distance in bytes. Scales that have neither form, those of
+    an odd number of tokens for example, are copied with zeros past K.
     """
-    whole = scale.shape[1] % 4 == 0 and scale.stride(0) % 4 == 0 and scale.stride(1) == 1
-    if not whole or scale.data_ptr() % 4:
+    starts_at_word = scale.data_ptr() % 4 == 0 and scale.stride(1) == 1
+    whole = scale.shape[1] % 4 == 0 and scale.stride(0) % 4 == 0
+    if not (starts_at_word and whole):
+        if starts_at_word and scale.is_contiguous() and scale.numel() % 4 == 0:
+            return scale.view(-1).view(torch.uint32), scale.stride(0)
         scale = torch.nn.functional.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
-    return scale.view(torch.uint32)
+    words = scale.view(torch.uint32)
+    return words, words.stride(0)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
@@ -197,6 +222,7 @@ def _decode_launches(
         DEPTH=config.num_stages,
         ITERATIONS=heuristics.iterations_per_copy(config, problem.options.activation_format),
         STREAM=config.weight_cache is WeightCache.STREAM,
+        ALIGNED=gemm.aligned,
         num_warps=config.num_warps,
         **both,
     )
@@ -226,6 +252,7 @@ def _prefill_launches(
         NUM_RUNS=config.num_runs,
         PERSISTENT=config.persistent,
         STREAM=config.weight_cache is WeightCache.STREAM,
+        ARRANGED=gemm.arranged,
         num_warps=config.num_warps,
         **WITHOUT_ACCUMULATOR_REGISTERS,
         **_epilogue(problem, gemm),
@@ -284,7 +311,10 @@ class _Down(DownStage[Cdna4GemmConfig], _Stage):
 
 
 class _Layer(TwoStageLayer):
-    """Both stages; tokens that offsets do not reach at once are computed in parts."""
+    """Both stages; tokens that offsets do not reach at once are computed in parts.
+
+    Two prefill kernels hand scales over as the second one reads them.
+    """
 
     def launch(
         self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs
@@ -303,6 +333,22 @@ class _Layer(TwoStageLayer):
             tokens = replace(problem, num_tokens=part.stop - first)
             super().launch(tokens, config, _part_of(inputs, part, out[part]))
         return out
+
+    def stages(
+        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs, plan: RoutingPlan
+    ) -> torch.Tensor:
+        """Run both stages with a given plan; return [T, H], or `out`, which stage 2 writes."""
+        format = problem.options.mx_format
+        gate_up, down = (cast(Cdna4GemmConfig, each) for each in (config.gate_up, config.down))
+        if format is None or not gate_up.kernel is down.kernel is Cdna4Kernel.PREFILL:
+            return super().stages(problem, config, inputs, plan)
+        weights, num_rows = inputs.weights, plan.max_blocks * plan.routing_block_m
+        features, like = weights.intermediate_size, weights.down_proj.qdata
+        codes = like.new_empty((num_rows, features // format.codes_per_byte))
+        scale = empty_arranged(like, num_rows // UNIT_ROWS, features)
+        GATE_UP.store(problem, gate_up, GateUpInputs(inputs.x, weights, plan), codes, scale)
+        h = MXTensor.unchecked(codes, scale, format)
+        return DOWN.launch(problem, down, DownInputs(h, weights, plan, inputs.out))
 
 
 def _part_of(inputs: FusedMoEInputs, part: slice, out: torch.Tensor) -> FusedMoEInputs:

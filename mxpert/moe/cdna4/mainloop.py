@@ -37,7 +37,7 @@ class Shape:
     FORMAT: of the activations, "bf16", "e4m3" or "e2m1". ROWS: activation rows of a tile. SLICES,
     WAVES: see `lib.fragments`. DEPTH: steps of weights in flight. ITERATIONS: iterations that a
     copy of activations lasts. STREAM: weights are read once, so that they need no cache. SCALED:
-    activations have E8M0 scales.
+    activations have E8M0 scales. ALIGNED: their rows begin at words.
     """
 
     FORMAT: gl.constexpr
@@ -48,36 +48,40 @@ class Shape:
     ITERATIONS: gl.constexpr
     STREAM: gl.constexpr
     SCALED: gl.constexpr
+    ALIGNED: gl.constexpr
 
 
 @aggregate
 class WeightStream:
     """Weights of a tile: base addresses, and offsets of each thread.
 
-    exists: whether the thread's 64 rows exist; the last tile of an expert may have fewer.
+    code_blocks, scale_blocks: MX blocks of depth from the thread's own one on; 0 if its 64 rows do
+    not exist, which the last tile of an expert may lack. num_blocks: those of the tile.
     """
 
     codes: gl.tensor
     scales: gl.tensor
     code_offsets: gl.tensor
     scale_offsets: gl.tensor
-    code_exists: gl.tensor
-    scale_exists: gl.tensor
-    num_units: gl.tensor
+    code_blocks: gl.tensor
+    scale_blocks: gl.tensor
+    num_blocks: gl.tensor
     shape: Shape
 
     @gluon.jit
     def load(self, step):
-        """Start loading the codes and scales of a step; past the last unit they are zeros."""
+        """Start loading the codes and scales of a step; past the last block they are zeros.
+
+        What pads the depth of a unit is not read: an MFMA makes NaN of a NaN scale, though the
+        activations are zeros there.
+        """
         SLICES: gl.constexpr = self.shape.SLICES
         unit = step * SLICES
         ITEMS: gl.constexpr = items_per_lane(self.shape.FORMAT)
         codes = self.codes + unit.to(gl.int64) * (UNIT_LANES * ITEMS)
         scales = self.scales + unit.to(gl.int64) * UNIT_WORDS
-        CL: gl.constexpr = self.code_offsets.type.layout
-        SL: gl.constexpr = self.scale_offsets.type.layout
-        code_mask = self.code_exists & (unit + _slices(SLICES, CL) < self.num_units)
-        scale_mask = self.scale_exists & (unit + _slices(SLICES, SL) < self.num_units)
+        code_mask = unit * 4 < self.code_blocks
+        scale_mask = unit * 4 < self.scale_blocks
         CACHE: gl.constexpr = ".cg" if self.shape.STREAM else ".ca"
         return Weights(
             codes=buffer_load(codes, self.code_offsets, code_mask, CACHE),
@@ -112,22 +116,13 @@ def along(size: gl.constexpr, axis: gl.constexpr, rank: gl.constexpr, LAYOUT: gl
     return values
 
 
-@gluon.jit
-def _slices(SLICES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Index of the slice of each thread, to compare with numbers of units."""
-    if SLICES == 1:
-        return 0
-    else:
-        return along(SLICES, 0, len(LAYOUT.shape), LAYOUT)
-
-
 @aggregate
 class Units:
-    """Units of an expert's weights, rows and depth; `wanted` of the depth belong to the tile."""
+    """Units of an expert's weights, rows and depth; `blocks` of the depth belong to the tile."""
 
     rows: gl.tensor
     depth: gl.tensor
-    wanted: gl.tensor
+    blocks: gl.tensor
 
 
 @gluon.jit
@@ -144,19 +139,22 @@ def open_weights(codes, scales, first_unit, units, shape):
     ITEMS: gl.constexpr = items_per_lane(shape.FORMAT)
     CL: gl.constexpr = code_layout(SLICES, WAVES, shape.FORMAT)
     SL: gl.constexpr = scale_layout(SLICES, WAVES)
-    fragment = along(4 * WAVES, 1, 4, CL)
-    place = along(SLICES, 0, 4, CL) + fragment // 4 * units.depth
-    lane = fragment % 4 * 64 + along(64, 2, 4, CL)
-    wave = along(WAVES, 1, 3, SL)
-    words = (along(SLICES, 0, 3, SL) + wave * units.depth) * UNIT_WORDS + along(64, 2, 3, SL)
+    fragment, wave = along(4 * WAVES, 1, 4, CL), along(WAVES, 1, 3, SL)
+    code_slice, scale_slice = along(SLICES, 0, 4, CL), along(SLICES, 0, 3, SL)
+    code_lane, word = along(64, 2, 4, CL), along(64, 2, 3, SL)
+    place = code_slice + fragment // 4 * units.depth
+    lane = fragment % 4 * 64 + code_lane
+    words = (scale_slice + wave * units.depth) * UNIT_WORDS + word
+    code_blocks = units.blocks - code_slice * 4 - code_lane // 16
+    scale_blocks = units.blocks - scale_slice * 4 - word // 16
     return WeightStream(
         codes=codes,
         scales=scales,
         code_offsets=(place * UNIT_LANES + lane) * ITEMS + along(ITEMS, 3, 4, CL),
         scale_offsets=words,
-        code_exists=first_unit + fragment // 4 < units.rows,
-        scale_exists=first_unit + wave < units.rows,
-        num_units=units.wanted,
+        code_blocks=gl.where(first_unit + fragment // 4 < units.rows, code_blocks, 0),
+        scale_blocks=gl.where(first_unit + wave < units.rows, scale_blocks, 0),
+        num_blocks=units.blocks,
         shape=shape,
     )
 
@@ -168,7 +166,8 @@ class ActivationCopies:
     rows: chunks of 16 bytes, [2, chunks of a copy, ROWS, 16 bytes]. scales: uint32 [2, slices and
     iterations of a copy, ROWS, STEPS], a byte for each MX block of a unit. x, x_scale: addresses of
     the tile's first depth. offsets, scale_offsets: of each thread's chunks and words of the first
-    copy. num_blocks: MX blocks of depth from there on.
+    copy. num_blocks: MX blocks of depth from there on. scale_shift: first bit of each thread's
+    scales in its word, 0 if rows begin at words.
     """
 
     rows: gl.shared_memory_descriptor
@@ -177,6 +176,7 @@ class ActivationCopies:
     x_scale: gl.tensor
     offsets: gl.tensor
     scale_offsets: gl.tensor
+    scale_shift: gl.tensor
     num_blocks: gl.tensor
     shape: Shape
 
@@ -202,12 +202,47 @@ class ActivationCopies:
 
     @gluon.jit
     def load_scales(self, copy):
-        """Start loading the scales of a copy, as they are in LDS; zeros past the last block."""
+        """Start loading the scales of a copy; `store_scales` waits for them.
+
+        A unit's four bytes lie in one word, or in two if rows do not begin at words.
+        """
+        PARTS: gl.constexpr = self.scales.shape[1]
+        x_scale = self.x_scale + copy * (PARTS * STEPS)
+        left = self._blocks_left(copy)
+        low = buffer_load(x_scale, self.scale_offsets, left > 0, ".ca")
+        if self.shape.ALIGNED:
+            return low
+        else:
+            spills = left * 8 > 32 - self.scale_shift
+            return TwoWords(low, buffer_load(x_scale, self.scale_offsets + 1, spills, ".ca"))
+
+    @gluon.jit
+    def store_scales(self, copy, words):
+        """Store what `load_scales` returned for this copy to LDS; zeros past the last block."""
+        if not self.shape.ALIGNED:
+            shift = self.scale_shift.to(gl.uint32)
+            high = (words.high << 1) << (31 - shift)
+            missing = 4 - gl.minimum(gl.maximum(self._blocks_left(copy), 1), 4)
+            every = gl.full(missing.shape, 0xFFFFFFFF, gl.uint32, missing.type.layout)
+            kept = every >> (8 * missing).to(gl.uint32)
+            words = (words.low >> shift | high) & kept
+        self.scales.index(copy % 2).store(words)
+
+    @gluon.jit
+    def _blocks_left(self, copy):
+        """MX blocks of depth from each thread's unit of a copy on; 0 or less past the last one."""
         PARTS: gl.constexpr = self.scales.shape[1]
         WORDS: gl.constexpr = self.scale_offsets.type.layout
         unit = copy * (PARTS * STEPS) + _scale_units(PARTS, self.shape, WORDS)
-        x_scale = self.x_scale + copy * (PARTS * STEPS)
-        return buffer_load(x_scale, self.scale_offsets, unit * 4 < self.num_blocks, ".ca")
+        return self.num_blocks - unit * 4
+
+
+@aggregate
+class TwoWords:
+    """The words that hold four bytes which begin inside of the first one."""
+
+    low: gl.tensor
+    high: gl.tensor
 
 
 @gluon.jit
@@ -220,7 +255,7 @@ def _scale_units(PARTS: gl.constexpr, shape, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def open_activations(source, first_block, num_blocks, shape, num_warps: gl.constexpr):
-    """`ActivationCopies` of a tile whose depth starts at `first_block`; allocates LDS.
+    """`ActivationCopies` of a tile whose depth starts at `first_block`; starts the first copy.
 
     source: Activations.
     """
@@ -244,17 +279,23 @@ def open_activations(source, first_block, num_blocks, shape, num_warps: gl.const
     )
     row = source.row_of(along(ROWS, 1, 3, COPY))
     chunk = along(CHUNKS, 0, 3, COPY) * WIDTH + along(WIDTH, 2, 3, COPY)
-    scale_row = source.row_of(along(ROWS, 1, 3, WORDS))
-    return ActivationCopies(
+    scale_row = source.row_of(along(ROWS, 1, 3, WORDS)) * source.scale_stride
+    scale_shift = scale_row % 4 * 8
+    if not shape.ALIGNED:
+        scale_row = scale_row // 4
+    copies = ActivationCopies(
         rows=rows,
         scales=scales,
         x=source.x + first_block * (chunks_per_unit(FORMAT) // 4 * WIDTH),
         x_scale=source.x_scale + first_block // 4,
         offsets=row * source.row_width + chunk,
-        scale_offsets=scale_row * source.scale_stride + _scale_units(PARTS, shape, WORDS),
+        scale_offsets=scale_row + _scale_units(PARTS, shape, WORDS),
+        scale_shift=scale_shift,
         num_blocks=num_blocks,
         shape=shape,
     )
+    copies.copy(0)
+    return copies
 
 
 @gluon.jit
@@ -280,7 +321,7 @@ def _replace(queue, place: gl.constexpr, weights):
 def accumulate(weights, activations, shape):
     """Sums of a tile over its depth, float32 [SLICES, 64 * WAVES, ROWS].
 
-    weights: WeightStream. activations: ActivationCopies.
+    weights: WeightStream. activations: ActivationCopies, whose first copy has started.
     """
     FORMAT: gl.constexpr = shape.FORMAT
     SLICES: gl.constexpr = shape.SLICES
@@ -289,7 +330,7 @@ def accumulate(weights, activations, shape):
     SUMS: gl.constexpr = sum_layout(SLICES, WAVES, FORMAT)
     X: gl.constexpr = x_layout(SLICES, WAVES, ROWS, FORMAT)
     sums = gl.zeros((SLICES, 64 * WAVES, ROWS), gl.float32, SUMS)
-    iterations = gl.cdiv(weights.num_units, STEPS * SLICES)
+    iterations = gl.cdiv(weights.num_blocks, 4 * STEPS * SLICES)
     # One view for each step of the two buffers, and for each iteration.
     x_steps = reinterpret(
         activations.rows,
@@ -303,7 +344,6 @@ def accumulate(weights, activations, shape):
         [2 * shape.ITERATIONS, SLICES, ROWS, STEPS],
         gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]),
     )
-    activations.copy(0)
     queue = ()
     for step in gl.static_range(shape.DEPTH):
         queue += (weights.load(gl.to_tensor(step)),)
@@ -312,7 +352,7 @@ def accumulate(weights, activations, shape):
     x_scales = unit_x_scales(SLICES, WAVES, ROWS)
     for copy in range(gl.cdiv(iterations, shape.ITERATIONS)):
         if shape.SCALED:
-            activations.scales.index(copy % 2).store(own_scales)
+            activations.store_scales(copy, own_scales)
         _async_copy.wait_group(0)
         barrier()
         activations.copy(copy + 1)
@@ -340,7 +380,4 @@ def accumulate(weights, activations, shape):
 @gluon.jit
 def sum_slices(sums):
     """Sums of all slices, [64 * WAVES, ROWS]; waves add them through LDS."""
-    if sums.shape[0] > 1:
-        return gl.sum(sums, axis=0)
-    else:
-        return sums.reshape(sums.shape[1], sums.shape[2])
+    return gl.sum(sums, axis=0)

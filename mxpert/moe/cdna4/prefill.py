@@ -6,7 +6,8 @@ sorted rows it has eight waves, two on each SIMD, in two groups; with 64 it has 
 Grid: one dimension, at least one workgroup for each tile that the plan can have; those without a
 tile return at once. PERSISTENT: as many as are resident; workgroup p computes places p, p + grid, …
 of the order. They need no barrier between tiles: all have read their operands when the last phase
-ends.
+ends. No code leaves this loop (disable_licm): lane constants would need more registers than its
+MFMA leave.
 
 Order of tiles: NUM_RUNS equal runs, whose tiles workgroups take in turn. Workgroup p runs on die
 p % 8, so with eight runs each die has one of its own. In the runs GROUP_M row blocks times all
@@ -21,11 +22,11 @@ Barriers: two a step, one after each phase.
         reads have landed.
     after the compute phase: the LDS that its operands came from may be overwritten.
 
-Pipeline: see `prefill_mainloop` and `prefill_copies`. A step is 128 elements of the contracted
-    dimension.
+Pipeline: see `prefill_mainloop`, and `prefill_bf16` for bfloat16 rows. A step is 128 elements of
+    the contracted dimension, with bfloat16 rows 64.
 
-Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long), modelled with Triton 3.6.0: 1068 cycles,
-    96 % of them MFMA (e4m3: 2060 and 99 %; Triton 3.9.0: 97 % and 99 %).
+Timeline of a step of 256 × 256, e2m1 (e4m3 twice as long), modelled with Triton 3.6.0: 1084 cycles,
+    94 % of them MFMA (e4m3: 2066 and 99 %).
     group 1:  copies, reads            | MFMA (512 cycles)        |
     group 2:  MFMA of the step before  | copies, reads            |
 """
@@ -37,6 +38,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.compat import aggregate
+from .prefill_bf16 import (
+    DenseSource,
+    half_fragment_copy_layout,
+    make_dense_buffers,
+    multiply_dense_tile,
+    offsets_of_unit_scales,
+)
 from .prefill_mainloop import (
     Source,
     Variant,
@@ -52,6 +60,7 @@ from .prefill_tiles import (
     Output,
     Quadrant,
     Terms,
+    fragment_copy_layout,
     store_features,
     store_outputs,
     sums_of,
@@ -92,7 +101,7 @@ class Operands:
     """Sorted rows and weights with their scales; see the kernel."""
 
     x: gl.tensor
-    x_scale: gl.tensor
+    x_scale: gl.tensor | gl.constexpr
     w: gl.tensor
     w_scale: gl.tensor
     x_row_chunks: gl.tensor
@@ -119,6 +128,7 @@ class Epilogue:
     ATOMIC: gl.constexpr
     EMAX: gl.constexpr
     THRESHOLD: gl.constexpr
+    ARRANGED: gl.constexpr
 
 
 @aggregate
@@ -184,6 +194,7 @@ def _row_offsets(ids, first, num_tokens, stride, BLOCK_M: gl.constexpr, GATHER: 
 def _source(tile, operands, plan, variant, GATHER: gl.constexpr):
     """`Source` of a tile."""
     BLOCK_M: gl.constexpr = variant.BLOCK_M
+    LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
     UNITS: gl.constexpr = copied_units(gl.num_warps())
     ids, first = plan.sorted_token_ids, tile.first
     row_units, depth_units = operands.row_units, operands.depth_units
@@ -198,12 +209,34 @@ def _source(tile, operands, plan, variant, GATHER: gl.constexpr):
         row_offset=row_offset,
         row_bytes=row_bytes,
         weights=operands.w + units * 4096,
-        weight_offset=offsets_of_weights(tile.n * 4, row_units, depth_units),
+        weight_offset=offsets_of_weights(tile.n * 4, row_units, depth_units, LAYOUT),
         row_scales=row_scales,
         row_scale_offset=offsets_of_scales(UNITS, 0, BLOCK_M // 64, depth_units),
         weight_scales=operands.w_scale + units * 256,
         weight_scale_offset=offsets_of_scales(4, tile.n * 4, row_units, depth_units),
         steps=depth_units,
+        num_blocks=operands.num_k_blocks,
+    )
+
+
+@gluon.jit
+def _dense_source(tile, operands, plan, variant, GATHER: gl.constexpr):
+    """`DenseSource` of a tile with bfloat16 rows."""
+    LAYOUT: gl.constexpr = half_fragment_copy_layout(gl.num_warps())
+    ids, first = plan.sorted_token_ids, tile.first
+    row_units, depth_units = operands.row_units, operands.depth_units
+    stride = operands.x_row_chunks * 16
+    units = (tile.expert.to(gl.int64) * row_units + tile.n * 4) * depth_units
+    return DenseSource(
+        rows=operands.x if GATHER else operands.x + first.to(gl.int64) * stride,
+        row_offset=_row_offsets(ids, first, plan.num_tokens, stride, variant.BLOCK_M, GATHER),
+        row_bytes=operands.num_k_blocks * 64,
+        weights=operands.w + units * 4096,
+        weight_offset=offsets_of_weights(tile.n * 4, row_units, depth_units, LAYOUT),
+        scales=operands.w_scale + units * 256,
+        scale_offset=offsets_of_unit_scales(tile.n * 4, row_units, depth_units),
+        num_blocks=operands.num_k_blocks,
+        STREAM=variant.STREAM,
     )
 
 
@@ -238,12 +271,25 @@ def _store(sums, terms, output, tile_m, tile_n, variant):
 
 
 @gluon.jit
+def _make_buffers(variant):
+    """LDS of a tile."""
+    if variant.FORMAT == "bf16":
+        return make_dense_buffers(variant.BLOCK_M)
+    else:
+        return make_buffers(variant)
+
+
+@gluon.jit
 def _compute(tile, operands, plan, epilogue, buffers, variant):
     """One tile: its sums and their epilogue."""
     ACTIVATION: gl.constexpr = epilogue.ACTIVATION
     GATHER: gl.constexpr = ACTIVATION != ""
     out_scale = epilogue.out_scale
-    sums = multiply_tile(_source(tile, operands, plan, variant, GATHER), buffers, variant)
+    if variant.FORMAT == "bf16":
+        source = _dense_source(tile, operands, plan, variant, GATHER)
+        sums = multiply_dense_tile(source, buffers, variant.BLOCK_M)
+    else:
+        sums = multiply_tile(_source(tile, operands, plan, variant, GATHER), buffers, variant)
     output = Output(
         out=epilogue.out,
         scale=out_scale if out_scale is not None else epilogue.out,
@@ -256,6 +302,7 @@ def _compute(tile, operands, plan, epilogue, buffers, variant):
         ATOMIC=epilogue.ATOMIC,
         EMAX=epilogue.EMAX,
         THRESHOLD=epilogue.THRESHOLD,
+        ARRANGED=epilogue.ARRANGED,
     )
     terms = _terms(
         plan.sorted_token_ids,
@@ -305,12 +352,12 @@ def _moe_gemm_prefill_cdna4_kernel(
     NUM_RUNS: gl.constexpr,
     STREAM: gl.constexpr,
     PERSISTENT: gl.constexpr,
+    ARRANGED: gl.constexpr = False,
 ):
     """One stage: ``x @ w[expert].T`` and its epilogue; see the module.
 
-    x: uint8 codes, rows 16 · x_row_chunks bytes apart: of tokens, or in stage 2 (ACTIVATION "")
-    sorted. x_scale: by `arrange_scales`. w, w_scale: CDNA4_FRAGMENT. partial: None. STREAM: w and
-    w_scale are read once.
+    x: bytes, rows 16 · x_row_chunks apart: of tokens, in stage 2 (ACTIVATION "") sorted. x_scale:
+    by `arrange_scales`; None with bf16. w, w_scale: CDNA4_FRAGMENT, STREAM: read once.
     """
     plan = Plan(
         sorted_token_ids_ptr,
@@ -338,12 +385,12 @@ def _moe_gemm_prefill_cdna4_kernel(
         ATOMIC=ATOMIC,
         EMAX=EMAX,
         THRESHOLD=THRESHOLD,
+        ARRANGED=ARRANGED,
     )
     variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT, STREAM=STREAM)
-    buffers = make_buffers(variant)
+    buffers = _make_buffers(variant)
     raster = Raster(gl.cdiv(row_units, 4), BLOCK_M, GROUP_M, NUM_RUNS)
     if PERSISTENT:
-        # Lane constants that leave the loop would need more registers than its MFMA leave.
         total = raster.tiles_m(plan) * raster.tiles_n
         for place in tl.range(gl.program_id(0), total, gl.num_programs(0), disable_licm=True):
             tile = _open_tile(place, raster, plan)

@@ -66,7 +66,8 @@ class Source:
     rows: uint8 codes. row_offset: of the tile's rows, [BLOCK_M]. row_bytes: bytes of a row.
     weights, weight_offset: of the fragments of a step, [16]. row_scales and weight_scales:
     units [64 rows][step][256 bytes]. row_scale_offset, weight_scale_offset: of each unit that is
-    copied. steps: of the contracted dimension.
+    copied. steps: of the contracted dimension. num_blocks: its MX blocks; the last step may have
+    fewer than four.
     """
 
     rows: gl.tensor
@@ -79,6 +80,7 @@ class Source:
     weight_scales: gl.tensor
     weight_scale_offset: gl.tensor
     steps: gl.tensor
+    num_blocks: gl.tensor
 
 
 @aggregate
@@ -151,9 +153,8 @@ def copied_rows(BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def offsets_of_weights(first_unit, num_units, steps):
-    """Offsets [16] of a step's fragments. Units past the last one repeat it."""
-    LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
+def offsets_of_weights(first_unit, num_units, steps, LAYOUT: gl.constexpr):
+    """Offsets [16] of a step's fragments, for copies in LAYOUT. Units past the last repeat it."""
     fragment = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
     unit = gl.minimum(first_unit + fragment // 4, num_units - 1) - first_unit
     return unit * (steps * 4096) + fragment % 4 * 1024
@@ -178,17 +179,26 @@ def offsets_of_scales(UNITS: gl.constexpr, first_unit, num_units, steps):
 
 
 @gluon.jit
-def _copy_rows(source, slots, slot, buffer):
-    """Copy buffer number `buffer` of the rows to LDS, swizzled as `rows_in_lds` says.
+def past_end(outside):
+    """What to add to byte offsets that are outside, so that direct copies write zeros for them.
 
-    Bytes past the end of a row repeat its last 16: their weights are zeros.
+    It makes an address that does not exist. A masked copy would write nothing.
+    """
+    return gl.where(outside, -(1 << 31), 0)
+
+
+@gluon.jit
+def copy_rows(source, slots, slot, first):
+    """Copy 128 bytes of each row to LDS, from byte `first` on, swizzled as `rows_in_lds` says.
+
+    Bytes past the end of a row are zeros.
     """
     LAYOUT: gl.constexpr = row_copy_layout(gl.num_warps())
     row = gl.arange(0, slots.shape[1], gl.SliceLayout(1, LAYOUT))
     byte = gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
-    chunk = (byte // 16)[None, :] ^ (row // 2 % 8)[:, None]
-    first = gl.minimum(chunk * 16 + buffer * 128, source.row_bytes - 16)
-    offsets = source.row_offset[:, None] + first + (byte % 16)[None, :]
+    place = byte[None, :] ^ (row // 2 % 8 * 16)[:, None]
+    outside = past_end(first >= source.row_bytes - place // 16 * 16)
+    offsets = (source.row_offset[:, None] + place) + first + outside
     # The compiler cannot see that each thread's 16 offsets follow each other.
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
     async_copy.buffer_load_to_shared(slots.index(slot), source.rows, offsets)
@@ -196,7 +206,10 @@ def _copy_rows(source, slots, slot, buffer):
 
 @gluon.jit
 def _copy_weights(source, buffers, variant, slot, step, ODD: gl.constexpr):
-    """Copy the weights of `step` to LDS; steps past the last one repeat it. ODD: its last bit."""
+    """Copy the weights of `step` to LDS; steps past the last one repeat it. ODD: its last bit.
+
+    Codes that pad the depth are read. They are finite, and their rows and scales are zeros.
+    """
     LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
     INDEX: gl.constexpr = ODD if steps_per_buffer(variant.FORMAT) == 2 else 0
     byte = gl.arange(0, 1024, gl.SliceLayout(0, LAYOUT))
@@ -204,39 +217,41 @@ def _copy_weights(source, buffers, variant, slot, step, ODD: gl.constexpr):
     offsets = source.weight_offset[:, None] + first + byte[None, :]
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
     slots = buffers.weights[INDEX]
-    _copy_streamed(slots.index(slot), source.weights, offsets, variant.STREAM)
+    copy_streamed(slots.index(slot), source.weights, offsets, variant.STREAM)
 
 
 @gluon.jit
-def _copy_streamed(target, memory, offsets, STREAM: gl.constexpr):
+def copy_streamed(target, memory, offsets, STREAM: gl.constexpr):
     """Start a direct copy; with STREAM its lines are the first to leave the caches."""
     CACHE: gl.constexpr = ".cg" if STREAM else ""
     async_copy.buffer_load_to_shared(target, memory, offsets, cache_modifier=CACHE)
 
 
 @gluon.jit
-def _copy_scales(scales, unit_offset, slots, pair, steps, STREAM: gl.constexpr):
-    """Start copies of the scales of steps 2 · pair and 2 · pair + 1; those past the end repeat."""
+def _copy_scales(scales, unit_offset, slots, step, outside, STREAM: gl.constexpr):
+    """Start copies of the scales of an even step and the next one. outside: of `past_end`."""
     LAYOUT: gl.constexpr = scale_copy_layout(gl.num_warps())
     byte = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT))
-    first = gl.minimum(byte // 4 * 4 + pair * 512, steps * 256 - 4)
-    offsets = unit_offset[:, None] + (first + byte % 4)[None, :]
+    offsets = (unit_offset[:, None] + byte[None, :]) + step * 256 + outside
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 4]), [1, 4])
-    _copy_streamed(slots.index(pair & 1), scales, offsets, STREAM)
+    copy_streamed(slots.index((step >> 1) & 1), scales, offsets, STREAM)
 
 
 @gluon.jit
-def _copy_all_scales(source, buffers, variant, pair):
-    """Copy the scales of a pair of steps."""
-    steps = source.steps
-    _copy_scales(source.row_scales, source.row_scale_offset, buffers.row_scales, pair, steps, False)
+def _copy_all_scales(source, buffers, variant, step):
+    """Copy the scales of an even step and the next one.
+
+    Those of the weights past the last block are zeros: they may be NaN. Those of the rows are read
+    past the last step; `arrange_scales` makes room for it.
+    """
+    LAYOUT: gl.constexpr = scale_copy_layout(gl.num_warps())
+    block = gl.arange(0, 512, gl.SliceLayout(0, LAYOUT)) // 64
+    outside = past_end(step * 64 >= (source.num_blocks - block) * 16)[None, :]
+    weights = source.weight_scales
+    rows, of_rows, of_weights = source.row_scales, buffers.row_scales, buffers.weight_scales
+    _copy_scales(rows, source.row_scale_offset, of_rows, step, 0, False)
     _copy_scales(
-        source.weight_scales,
-        source.weight_scale_offset,
-        buffers.weight_scales,
-        pair,
-        steps,
-        variant.STREAM,
+        weights, source.weight_scale_offset, of_weights, step, outside, STREAM=variant.STREAM
     )
 
 
@@ -252,15 +267,15 @@ def copy_ahead(source, buffers, variant, ring, ODD: gl.constexpr):
     AHEAD: gl.constexpr = steps_ahead(variant.FORMAT)
     later = ring.step + AHEAD
     if variant.FORMAT != "e2m1":
-        _copy_rows(source, buffers.rows, ring.slot, later)
+        copy_rows(source, buffers.rows, ring.slot, later * 128)
         _copy_weights(source, buffers, variant, ring.slot, later, 0)
     elif ODD == 0:
         _copy_weights(source, buffers, variant, 1 - ring.slot, later - 1, 1)
         _copy_weights(source, buffers, variant, ring.slot, later, 0)
     else:
-        _copy_rows(source, buffers.rows, ring.slot, later >> 1)
+        copy_rows(source, buffers.rows, ring.slot, (later - 1) * 64)
     if ODD == 1:
-        _copy_all_scales(source, buffers, variant, later >> 1)
+        _copy_all_scales(source, buffers, variant, later - (1 + AHEAD) % 2)
     async_copy.commit_group()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import triton
@@ -14,6 +15,8 @@ from ...formats.spec import E8M0_BIAS
 from ...routing.plan import TOKEN_MASK, RoutingPlan
 
 _NUM_WARPS = 4
+_READ_AHEAD = 2 * UNIT_SCALE_BYTES
+"""Bytes that the prefill kernel reads past the last unit: it copies steps in pairs, and ahead."""
 _UNITS = 8
 """Units of 128 elements that a program reads at a time."""
 
@@ -69,6 +72,13 @@ def _arrange_scales_cdna4_kernel(
         tl.store(arranged_ptr + unit * 256 + place, scales, mask=inside)
 
 
+def empty_arranged(like: torch.Tensor, row_blocks: int, depth: int) -> torch.Tensor:
+    """Uninitialised scales of sorted rows, uint8 [row_blocks, ceil(depth / 128), 256]."""
+    shape = (row_blocks, -(-depth // UNIT_CODES), UNIT_SCALE_BYTES)
+    size = math.prod(shape)
+    return like.new_empty(size + _READ_AHEAD, dtype=torch.uint8)[:size].view(shape)
+
+
 def arrange_scales(
     scale: torch.Tensor | None,
     plan: RoutingPlan,
@@ -85,9 +95,7 @@ def arrange_scales(
         wide: for MFMA of 32 rows, which multiply e2m1.
         row_blocks: blocks of 64 sorted rows. Those that the plan does not use are uninitialised.
     """
-    depth_units = -(-depth // UNIT_CODES)
-    shape = (row_blocks, depth_units, UNIT_SCALE_BYTES)
-    arranged = torch.empty(shape, dtype=torch.uint8, device=plan.device)
+    arranged = empty_arranged(plan.sorted_token_ids, row_blocks, depth)
     stride = 0 if scale is None else scale.stride(0)
     _launch(plan.num_tokens, depth, row_blocks, stride, gather, wide)(
         arranged_ptr=arranged,

@@ -15,10 +15,10 @@ from ...routing import plan as routing
 # A tile is BLOCK_M sorted rows × 256 weight rows, four units of 64. WARPS_M × WARPS_N waves share
 # it. A wave owns 64 or 32 consecutive sorted rows times one or two consecutive units:
 #
-#     BLOCK_M    e2m1: waves    each        e4m3, e5m2: waves    each
-#     256        4 × 2          64 × 128    4 × 2                64 × 128
-#     128        4 × 2          32 × 128    2 × 4                64 × 64
-#     64         2 × 2          32 × 128    1 × 4                64 × 64
+#     BLOCK_M    e2m1: waves    each        e4m3, e5m2, bf16: waves    each
+#     256        4 × 2          64 × 128    4 × 2                      64 × 128
+#     128        4 × 2          32 × 128    2 × 4                      64 × 64
+#     64         2 × 2          32 × 128    1 × 4 (not bf16)           64 × 64
 #
 # A fragment is 16 rows. An MFMA of e4m3 has one fragment of either side. An MFMA of e2m1 has two:
 # of sorted rows two neighbours, of weight rows fragment f of both units. The four bytes of a dword
@@ -55,12 +55,14 @@ def wave_units(BLOCK_M, FORMAT):
 
 @gluon.constexpr_function
 def mfma_rows(FORMAT):
-    """Rows of an MFMA: 32 × 32 × 64 for e2m1, else 16 × 16 × 128; both take 32 cycles.
+    """Rows of an MFMA: 32 × 32 × 64 for e2m1, 32 × 32 × 16 for bf16, else 16 × 16 × 128.
+
+    Each takes 32 cycles.
 
     While an MFMA reads its operands, no other wave of the SIMD can issue an LDS access. 16 × 16 ×
     128 of e2m1 takes 16 cycles, which leaves the other wave too little.
     """
-    return 32 if FORMAT == "e2m1" else 16
+    return 32 if FORMAT in ("e2m1", "bf16") else 16
 
 
 @gluon.constexpr_function
@@ -69,7 +71,7 @@ def mfma_layout(BLOCK_M, FORMAT):
     rows = mfma_rows(FORMAT)
     return gl.amd.AMDMFMALayout(
         version=4,
-        instr_shape=[rows, rows, 128 * 16 // rows],
+        instr_shape=[rows, rows, 16 if FORMAT == "bf16" else 128 * 16 // rows],
         transposed=True,
         warps_per_cta=[warps_m(BLOCK_M, FORMAT), warps_n(BLOCK_M, FORMAT)],
     )
@@ -91,15 +93,21 @@ def _along(axis, values):
 def rows_in_lds(BLOCK_M, FORMAT):
     """[BLOCK_M, 128] bytes of the sorted rows, those of a wave one after the other.
 
+    With bf16 [BLOCK_M, 64] elements: chunk 4 h + 2 q + j of a row has what lanes of half h multiply
+    in MFMA j of the phase q; see `prefill_bf16`.
+
     128 bytes are half of the 64 banks. Rows r and r + 2 share banks, so the 16-byte chunk c of row
     r is stored at chunk c ^ (r / 2 % 8): sixteen rows of one chunk fill the banks once.
     """
-    chunks = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
-    swizzled = [[1, 0], [2, 16], [4, 32], [8, 64]]
+    inside, chunks = ([1, 2, 4, 8], [16, 32, 64])
+    if FORMAT == "bf16":
+        inside, chunks = ([1, 2, 4], [16, 32, 8])
+    bytes_of_row = _along(1, inside + chunks)
+    swizzled = [[1, 0], *([2 << bit, chunk] for bit, chunk in enumerate(chunks))]
     rows, waves = mfma_rows(FORMAT), warps_m(BLOCK_M, FORMAT)
     tiles = [rows * waves * bit for bit in _bits(wave_rows(BLOCK_M, FORMAT) // rows)]
     order = [bit for bit in _bits(rows) if bit == 16] + tiles + [rows * bit for bit in _bits(waves)]
-    return gl.SharedLinearLayout(chunks + swizzled + _along(0, order))
+    return gl.SharedLinearLayout(bytes_of_row + swizzled + _along(0, order))
 
 
 @gluon.constexpr_function
@@ -210,6 +218,7 @@ cdna4 = gl.amd.cdna4
 TOKEN_MASK = gl.constexpr(routing.TOKEN_MASK)
 """Bits of a sorted_token_id that hold the token."""
 _NAN = gl.constexpr(255)
+_ONE = gl.constexpr(127)
 
 
 @aggregate
@@ -218,7 +227,8 @@ class Output:
 
     out: [P, columns]: bf16, or codes of an MX format (FORMAT, with scale [P, columns / 32]), or in
     stage 2 the options' type; float32 [T, columns] if ATOMIC. p0, p1, p2: of the ACTIVATION, which
-    is "" in stage 2. EMAX, THRESHOLD: of the scale rule.
+    is "" in stage 2. EMAX, THRESHOLD: of the scale rule. ARRANGED: scales are stored in the order
+    of `arrange_scales`, for stage 2.
     """
 
     out: gl.tensor
@@ -232,6 +242,7 @@ class Output:
     ATOMIC: gl.constexpr
     EMAX: gl.constexpr
     THRESHOLD: gl.constexpr
+    ARRANGED: gl.constexpr
 
 
 @aggregate
@@ -302,7 +313,10 @@ def sums_of(sums, quadrant):
     UNITS: gl.constexpr = wave_units(quadrant.BLOCK_M, FORMAT)
     ROWS: gl.constexpr = 32 * warps_m(quadrant.BLOCK_M, FORMAT)
     HALVES: gl.constexpr = quadrant.BLOCK_M // ROWS
-    if mfma_rows(FORMAT) == 32:  # half, row, fragment, wave, unit, row of the fragment
+    if mfma_rows(FORMAT) == 32 and UNITS == 1:  # half, row, fragment % 2, wave, fragment / 2, row
+        split = gl.reshape(sums, (HALVES, ROWS, 2, WAVES, 2, 16))
+        split = gl.permute(split, (1, 3, 4, 2, 5, 0))
+    elif mfma_rows(FORMAT) == 32:  # half, row, fragment, wave, unit, row of the fragment
         split = gl.reshape(sums, (HALVES, ROWS, 4, WAVES, UNITS, 16))
         split = gl.permute(split, (1, 3, 2, 5, 4, 0))
     else:  # half, row, unit, fragment, wave, row of the fragment
@@ -442,6 +456,34 @@ def _store_mx(values, terms, output, quadrant):
     FLAT: gl.constexpr = byte.type.layout  # [rows, WARPS_N]
     rows = quadrant.rows(terms, gl.SliceLayout(1, FLAT))
     block = quadrant.units(gl.SliceLayout(0, FLAT))
-    offsets = (rows.index - first)[:, None] * blocks + block[None, :]
-    mask = rows.real[:, None] & (block < blocks)[None, :]
-    cdna4.buffer_store(byte.to(gl.uint8), output.scale + start, offsets, mask=mask)
+    if output.ARRANGED:
+        _store_arranged(byte, rows, block, output, first)
+    else:
+        offsets = (rows.index - first)[:, None] * blocks + block[None, :]
+        mask = rows.real[:, None] & (block < blocks)[None, :]
+        cdna4.buffer_store(byte.to(gl.uint8), output.scale + start, offsets, mask=mask)
+
+
+@gluon.jit
+def _store_arranged(byte, rows, block, output, first_row):
+    """Store E8M0 bytes [rows, blocks] in the order of `arrange_scales`.
+
+    The last unit of depth is whole: blocks past the last one get scales of 1, because an MFMA makes
+    NaN of a NaN scale, though the codes are zeros there.
+    """
+    blocks = output.columns // 32
+    units = gl.cdiv(blocks, 4)
+    inside = block < blocks
+    row = rows.index % 64
+    if output.FORMAT == "e2m1":
+        place = row % 32 * 4 + row // 32 * 2
+        block_place = block % 2 * 128 + block % 4 // 2
+    else:
+        place = row % 16 * 4 + row // 16
+        block_place = block % 4 * 64
+    unit = (rows.index - first_row) // 64 * units
+    offsets = (unit * 256 + place)[:, None] + (block // 4 * 256 + block_place)[None, :]
+    start = output.scale + (first_row // 64).to(gl.int64) * units * 256
+    mask = rows.real[:, None] & (block < units * 4)[None, :]
+    byte = gl.where(inside[None, :], byte, _ONE)
+    cdna4.buffer_store(byte.to(gl.uint8), start, offsets, mask=mask)

@@ -26,6 +26,7 @@ from mxpert.testing.numerics import (
 )
 from support.executors import Executor
 from support.kernels import kernels_of
+from support.poison import poison_tensor
 from tests.grouped import oracle
 from tests.grouped.oracle import Groups
 
@@ -82,6 +83,7 @@ class GroupedCase:
     Args:
         exact: compare bits; otherwise normal values and a tolerance. tile: one of `TILES`; other
             backends choose theirs. last_offset: given in place of the last group's end.
+        poisoned: MX operands lie in larger storage that is NaN.
     """
 
     op: Op
@@ -96,6 +98,7 @@ class GroupedCase:
     accumulate: bool = False
     offsets_dtype: torch.dtype = torch.int32
     last_offset: int | None = None
+    poisoned: bool = False
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -192,10 +195,16 @@ class GroupedCase:
         if self.last_offset is not None:
             offsets[-1] = self.last_offset
         target = None if into is None else into.to(device)
+        first, second = (self._arrive(each.to(device)) for each in (left, right))
         with executor.serving(self.config(executor)):
-            actual = self.run(left.to(device), right.to(device), offsets, target)
+            actual = self.run(first, second, offsets, target)
         assert target is None or actual is target
         self.compare(actual.cpu(), expected)
+
+    def _arrive(self, operand: Operand) -> Operand:
+        if self.poisoned and isinstance(operand, MXTensor):
+            return poison_tensor(operand)
+        return operand
 
     def compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
         """Raise unless the result is right."""
@@ -322,6 +331,17 @@ OTHER_WGRADS: Cases = {
     "large_into": _wgrad("hybrid", LARGE["ragged"], n=288, k=320, accumulate=True, tile="long"),
     "large_empty": _wgrad("e4m3", LARGE["empty"], n=288, k=320),
 }
+POISONED: Cases = {
+    **{
+        f"{pair}-{tile}": _gemm(pair, LARGE["ragged"], n=304, k=416, tile=tile, poisoned=True)
+        for pair, tile in (("e4m3", "small"), ("hybrid", "large"))
+    },
+    **{
+        f"{pair}-wgrad": _wgrad(pair, GROUPS["ragged"], poisoned=True, tile=tile)
+        for pair, tile in (("e4m3", "small"), ("hybrid", "whole"))
+    },
+}
+"""The last step of 128 is a part of one."""
 ALL = (
     EXACT_GEMMS,
     ROUNDED_GEMMS,
@@ -330,4 +350,5 @@ ALL = (
     EXACT_WGRADS,
     ROUNDED_WGRADS,
     OTHER_WGRADS,
+    POISONED,
 )

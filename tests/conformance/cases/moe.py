@@ -99,6 +99,16 @@ HIGH_TILES: Cases = {
     "mxfp4-64-then-decode": MoECase(
         "mxfp4", SiLU(), combine=Combine.ATOMIC, sizes=HIGH, tile="high_64_then_decode"
     ),
+    "bf16-256-deep": MoECase("bf16", combine=Combine.ATOMIC, sizes=HIGH_DEEP, tile="high_256"),
+    "bf16-128": MoECase(
+        "bf16",
+        SiLU(),
+        GateUpOrder.CONCATENATED,
+        on_input=True,
+        sizes=replace(HIGH, tokens=150),
+        tile="high_128_in_units",
+    ),
+    "bf16-128-deep": MoECase("bf16", sizes=HIGH_DEEP, tile="high_128"),
     "mxfp8-one_expert": MoECase(
         "mxfp8",
         sizes=replace(HIGH, tokens=130, top_k=1),
@@ -139,7 +149,10 @@ ROUNDED: Cases = {
         ("mxfp4", torch.bfloat16),
         ("fp8_token", torch.bfloat16),
     )
-} | {"mxfp8-deep": MoECase("mxfp8", exact=False, sizes=replace(DEEP, tokens=40), tile="deep")}
+} | {
+    "bf16-high": MoECase("bf16", out_dtype=torch.float32, exact=False, sizes=HIGH, tile="high_128"),
+    "mxfp8-deep": MoECase("mxfp8", exact=False, sizes=replace(DEEP, tokens=40), tile="deep"),
+}
 MAP = (1, -1, 0, -1, -1)
 ROUTED: Cases = {
     **{
@@ -186,13 +199,26 @@ OPERANDS: Cases = {
         sizes=Sizes(experts=2),
     ),
     "gaps-fp8_token": MoECase("fp8_token", x="gaps", exact=False, sizes=Sizes(experts=5)),
-    "poisoned": MoECase("mxfp8", poisoned=True, tile="split"),
     "nan": MoECase("bf16", bad=torch.nan),
     "nan-mxfp8": MoECase("mxfp8", bad=torch.nan, sizes=HIGH, tile="high_64"),
     "infinity-mxfp4": MoECase("mxfp4", SiLU(), bad=-torch.inf),
     "infinity-fp8_token": MoECase("fp8_token", bad=torch.inf, exact=False, sizes=Sizes(experts=5)),
 }
 """Activations, router results and weights of other dtypes, strides and contents."""
+POISONED: Cases = {
+    **{a_format: MoECase(a_format, poisoned=True, x="gaps") for a_format in EXACT_FORMATS},
+    "fp8_token": MoECase("fp8_token", poisoned=True, exact=False, sizes=Sizes(experts=5)),
+    "mxfp8-split": MoECase("mxfp8", poisoned=True, tile="split"),
+    "mxfp4-sliced": MoECase("mxfp4", poisoned=True, tile="sliced_and_split"),
+    **{
+        f"{a_format}-{rows}": MoECase(a_format, poisoned=True, sizes=HIGH, tile=f"high_{rows}")
+        for a_format, rows in (
+            *product(("mxfp8", "mxfp4"), (64, 128, 256)),
+            *product(("bf16",), (128, 256)),
+        )
+    },
+}
+"""Depths of 160 and 96 elements: the last unit of 128 has padding in both stages."""
 NO_GATE: Cases = {
     "poisoned": MoECase(
         "mxfp8", ReLU2(), combine=Combine.ATOMIC, poisoned=True, exact=False, tile="split"
@@ -256,6 +282,7 @@ ALL = (
     ROUNDED,
     ROUTED,
     OPERANDS,
+    POISONED,
     NO_GATE,
     OUT,
     WEIGHTS,

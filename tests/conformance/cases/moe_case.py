@@ -38,7 +38,7 @@ from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_pro
 from support import hopper
 from support.exact import exact_moe_problem
 from support.executors import Executor
-from support.poison import poison_weights
+from support.poison import poison_prepared, poison_weights
 from support.weight_formats import in_format
 from tests.conformance.cases.moe_tiles import TILES
 from tests.moe.oracle import Rows, moe_layer
@@ -76,8 +76,8 @@ class MoECase:
         ids_dtype, weights_dtype: of the router's results.
         x: how activations arrive: bfloat16, quantised, or as a view at an odd address or with gaps.
         out: written by the op: a new tensor, or x itself. poisoned: weights lie in larger storage
-            that is NaN. bad: stands in one element of one token, which has no finite result then.
-        w_format: of the weights.
+            that is NaN, as is what pads prepared ones. bad: stands in one element of one token,
+            which has no finite result then. w_format: of the weights.
     """
 
     a_format: OwnFormat
@@ -209,7 +209,10 @@ class MoECase:
             return weights.prepare(device=executor.device, layout=layout)
         if layout is Layout.ROW_MAJOR:
             return poison_weights(weights.prepare(device=executor.device, layout=layout))
-        return poison_weights(weights).prepare(device=executor.device, layout=layout)
+        prepared = poison_weights(weights).prepare(device=executor.device, layout=layout)
+        for part in (prepared.gate_up_proj, prepared.down_proj):
+            poison_prepared(part)
+        return prepared
 
     def _arrive(self, x: torch.Tensor) -> Any:
         """Activations as `self.x` says: a tensor or an MXTensor."""

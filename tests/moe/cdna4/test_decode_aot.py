@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,8 +35,11 @@ def meta(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 
 @functools.cache
-def compiled(op: Op, a_format: str, rows: int) -> CompiledKernel:
-    """The binary that the heuristic's config runs, with biases."""
+def compiled(op: Op, a_format: str, rows: int, k_slices: int = 1) -> CompiledKernel:
+    """The binary that the heuristic's config runs, with biases.
+
+    Stage 2 reads rows of 90 scales as stage 1 stores them: they do not begin at words.
+    """
     problem = MoEProblem(
         op,
         MI355X,
@@ -49,21 +53,31 @@ def compiled(op: Op, a_format: str, rows: int) -> CompiledKernel:
         rows,
     )
     config = decode_config(problem, op, rows)
+    config = replace(config, k_slices=k_slices, block_n=config.block_n // k_slices)
     assert (config.block_m, config.k_splits) == (rows, 1)
     is_mx, is_first = a_format != "bf16", op is Op.MOE_GATE_UP
     row_units = 90 if is_first else 45
     gemm = Gemm(
-        op, 128, rows, CODES[a_format], ROW_BYTES[a_format] // 16, 23 if is_mx else 0, row_units, 23
+        op,
+        128,
+        rows,
+        CODES[a_format],
+        ROW_BYTES[a_format] // 16,
+        0 if not is_mx else 23 if is_first else 90,
+        row_units,
+        23,
+        aligned=is_first,
     )
     launch, _ = _decode_launches(problem, config, gemm)
     x = meta(1024, ROW_BYTES[a_format])
+    scales = meta(1024, 92) if is_first else meta(1024 * 90)
     code_dtype = torch.uint8 if is_mx else torch.uint32
     tensors = {
         "out_ptr": meta(1024, 2880, dtype=torch.uint8 if is_mx and is_first else torch.bfloat16),
         "out_scale_ptr": meta(1024, 90) if is_mx and is_first else None,
         "partial_ptr": None,
         "x_ptr": x if is_mx else x.view(torch.bfloat16),
-        "x_scale_ptr": meta(1024, 92).view(torch.uint32) if is_mx else None,
+        "x_scale_ptr": scales.view(torch.uint32) if is_mx else None,
         "x_row_scale_ptr": None,
         "w_ptr": meta(128, row_units, 23, 4096).view(code_dtype),
         "w_scale_ptr": meta(128, row_units, 23, 256).view(torch.uint32),
@@ -113,3 +127,35 @@ def test_the_hot_loop_does_what_it_has_to(op: Op, a_format: str, rows: int) -> N
     assert matching(loop, "ds_read_b128") == reads * tiles
     waits = [text for text in loop.instructions if re.match(r"s_waitcnt .*vmcnt\(0\)", text)]
     assert len(waits) <= (1 if matching(loop, "s_barrier") else 0), waits
+
+
+# --- latency ------------------------------------------------------------------------------------
+
+
+def instructions(kernel: CompiledKernel) -> list[str]:
+    lines = (line.split(";")[0].strip() for line in kernel.listing.splitlines())
+    return [line for line in lines if re.match(r"[a-z]+_\w+", line)]
+
+
+def places(listing: list[str], pattern: str) -> list[int]:
+    return [place for place, text in enumerate(listing) if re.match(pattern, text)]
+
+
+@pytest.mark.parametrize("a_format", CODES)
+def test_the_first_copy_of_sorted_rows_precedes_the_branches(a_format: str) -> None:
+    """Whether the tile exists and has an expert is found out while its rows are on their way."""
+    listing = instructions(compiled(Op.MOE_DOWN, a_format, 16))
+    copies = places(listing, r"buffer_load_dword(x4)? .* lds$")
+    assert copies[0] < places(listing, r"s_cbranch")[0]
+
+
+def test_the_epilogue_loads_its_terms_ahead_of_its_barriers() -> None:
+    """Ids, weights and biases are on their way while slices add their sums through LDS."""
+    listing = instructions(compiled(Op.MOE_DOWN, "mxfp4", 16, k_slices=4))
+    last_mfma = places(listing, "v_mfma")[-1]
+    end_of_loop, entry, *_ = (at for at in places(listing, "s_barrier") if at > last_mfma)
+    loads = [at for at in places(listing, r"(global|buffer)_load") if at > end_of_loop]
+    assert len(loads) >= 3
+    assert all(at < entry for at in loads), [listing[at] for at in loads if at > entry]
+    waits = places(listing, r"s_waitcnt .*vmcnt")
+    assert not [at for at in waits if loads[0] < at < entry]
