@@ -209,17 +209,19 @@ def _check_tensors(reader: CheckpointReader, module: ExpertModule, stored: Matri
     biased = {
         part for parts in module.stages for part in parts if module.biased.intersection(parts)
     }
-    first = next(iter(module.matrices.values()))
+    first = module.matrices[0, module.stages[0][0]]
     for (_, kind), name in module.matrices.items():
         for part in stored.parts:
             _check_part(reader, f"{name}.{part.suffix}", part, sizes[kind])
-            info, other = (reader.info(f"{each}.{part.suffix}") for each in (name, first))
-            where, need = f"{info.file}: {info.name}.dtype", f"{other.dtype}, as {first} has"
-            require(info.dtype == other.dtype, reader.op, where, need=need, got=info.dtype)
         if kind in biased:
             shape = sizes[kind][:1]
             remedy = "one bias per row of the matrix"
             reader.require(f"{name}.bias", dtypes=SOURCE_DTYPES, shape=shape, remedy=remedy)
+    for name in module.matrices.values():  # they are stacked: none is converted
+        for part in stored.parts:
+            info, other = (reader.info(f"{each}.{part.suffix}") for each in (name, first))
+            where, need = f"{info.file}: {info.name}.dtype", f"{other.dtype}, as {first} has"
+            require(info.dtype == other.dtype, reader.op, where, need=need, got=info.dtype)
 
 
 def _check_part(reader: CheckpointReader, name: str, part: Part, sizes: tuple[int, int]) -> None:
