@@ -35,7 +35,9 @@ def codes_of(bytes_: torch.Tensor) -> torch.Tensor:
 def words(codes: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
     """int32 [R, C/8] of codes [R, C]: nibble i of word j is column 8 j + order[i]."""
     eight = codes.to(torch.int64).unflatten(1, (-1, 8))
-    word = sum(eight[..., column] << 4 * nibble for nibble, column in enumerate(order))
+    word = torch.zeros(eight.shape[:2], dtype=torch.int64)
+    for nibble, column in enumerate(order):
+        word |= eight[..., column] << 4 * nibble
     return (word - (word >> 31 << 32)).to(torch.int32)  # two's complement
 
 

@@ -181,11 +181,11 @@ def gptq(group: int, *, sym: bool = False, v2: bool = False, **stated: Any) -> K
     """GPTQ, whose zero points are 1 to 15 in v1."""
     entry = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": sym, "desc_act": False}
     form = {"checkpoint_format": "gptq_v2"} if v2 else {}
-    drawn = dict(group=group, dtype=torch.float16, has_zeros=not sym, lowest=0 if v2 else 1)
+    drawn: dict[str, Any] = dict(group=group, dtype=torch.float16, has_zeros=not sym)
     return Kind(
         lambda matrix, factor: matrix.gptq(less=0 if v2 else 1),
         {"quantization_config": entry | form | stated},
-        draw=partial(Int4Matrix.random, **drawn),
+        draw=partial(Int4Matrix.random, lowest=0 if v2 else 1, **drawn),
         of=partial(Int4Matrix.of, has_zeros=not sym),
         format=f"int4_g{group}",
         group=group,
