@@ -124,7 +124,7 @@ def test_a_model_in_another_format_has_its_values(
     model.save_pretrained(tmp_path / "dense")
     wanted = logits(load(tmp_path / "dense", "eager")).double()
     error = (found - wanted).norm() / wanted.norm()
-    assert float(error) < 2.0**-5  # the model itself rounds to bf16 after every step
+    assert float(error) < 24 * 2.0**-9  # both round to bf16 after a dozen steps
 
 
 def test_a_planted_swap_of_gate_and_up_is_seen(stored: Any, dense: Any, tmp_path: Path) -> None:

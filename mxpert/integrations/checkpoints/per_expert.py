@@ -286,7 +286,7 @@ def read_stage(reader: CheckpointReader, module: ExpertModule, stage: int, exper
     exact: list[Exact] = []
     for part in module.stages[stage]:
         matrix = read_matrix(reader, module.matrices[expert, part], module.stored)
-        assert not isinstance(matrix, NotACast)  # `settle` has found the format
+        assert not isinstance(matrix, NotACast)  # for the type checker: of `settle`
         exact.append(matrix)
     joined: dict[str, Any] = {  # fields of any type that a matrix may have
         field: torch.cat([getattr(part, field) for part in exact]) for field in _tensors(exact[0])
@@ -324,9 +324,9 @@ def read_module(
         stored = stored.otherwise
     found = _read_projections(reader, module, stored, chosen, device)
     if found is None:
-        assert stored.otherwise is not None  # the last format decodes everything
+        assert stored.otherwise is not None  # for the type checker: the last format decodes all
         found = _read_projections(reader, module, stored.otherwise, chosen, device)
-    assert found is not None  # as above
+    assert found is not None  # for the type checker: as above
     first, second = (_read_bias(reader, module, parts, chosen, device) for parts in module.stages)
     return MoEWeights(*found, first, second, gate_up_order=module.order)
 
@@ -369,7 +369,7 @@ def _read_projection(
                 rows_of = getattr(stacked, field)[place, first : first + module.rows(part)]
                 rows_of.copy_(getattr(matrix, field))
             first += module.rows(part)
-    assert stacked is not None  # checked by check_module: there are experts
+    assert stacked is not None  # for the type checker: there are experts
     return stacked
 
 

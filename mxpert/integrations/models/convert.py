@@ -176,8 +176,8 @@ def _has_dense_experts(model: torch.nn.Module) -> bool:
 def restore(model: _Model) -> _Model:
     """Undo `convert`: put dense experts back, with the values they have now.
 
-    Dequantised values of MXFP4 are exact in bfloat16, others are rounded to the model's dtype. The restored model needs no mxpert: Transformers
-    runs, saves and loads it like any other.
+    Dequantised values of MXFP4 are exact in bfloat16, others are rounded to the model's dtype. The
+    restored model needs no mxpert: Transformers runs, saves and loads it like any other.
 
     Args:
         model: a model that `convert` returned.

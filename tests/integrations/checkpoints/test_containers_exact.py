@@ -19,7 +19,8 @@ import mxpert
 from mxpert.errors import UnsupportedError
 from mxpert.formats.weight_tensor import WeightTensor
 from mxpert.integrations.checkpoints.containers import container_of
-from mxpert.integrations.checkpoints.load import load_expert_weights
+from mxpert.integrations.checkpoints.load import load_expert_weights, save_gpt_oss_layer_tensors
+from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
 from support.exact_matrices import Int4Matrix, NvfpMatrix
 from support.expert_containers import (
@@ -171,6 +172,20 @@ def test_a_layer_computes_with_what_loads(name: str, tmp_path: Path) -> None:
             wanted[token] += down @ gated / 2
     error = (found.double() - wanted).norm() / wanted.norm()
     assert float(error) < 2.0**-7  # x·w in float32, h and y rounded to bf16: 2^-9 each
+
+
+@pytest.mark.parametrize("name", ["GPTQ", "MiniMax MXFP8", "exact ModelOpt NVFP4"])
+def test_what_writes_mxfp4_refuses_other_formats(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "stored", ALL[name], layers=[0], sizes=SIZES)
+    ((_, weights),) = load_expert_weights(tmp_path / "stored")
+    with pytest.raises(ValueError, match=r"^save_gpt_oss_layer_tensors: weights.weight_format — n"):
+        save_gpt_oss_layer_tensors(0, weights)
+    with pytest.raises(ValueError, match=r"quantization_config — need an unquantised .*dequantise"):
+        quantize_checkpoint(tmp_path / "stored", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    state = weights.state_dict()
+    again = mxpert.MoEWeights.from_state_dict(state)
+    assert again.weight_format == ALL[name].format
 
 
 # ---- what is refused ----------------------------------------------------------------------------
