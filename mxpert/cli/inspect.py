@@ -108,13 +108,15 @@ def _title(found: list[ProjectionStatistics]) -> str:
 def _cells(
     found: list[ProjectionStatistics], *, with_source: bool
 ) -> tuple[list[Column], list[list[str]]]:
-    """Columns and rows; "casts", "NaN" and "SQNR dB" only where there is something to say."""
+    """Columns and rows; some columns only where there is something to say."""
     has_nan = any(entry.nan_scales for entry in found)
     has_casts = any(entry.experts_cast is not None for entry in found)
+    has_formats = len({entry.weight_format for entry in found}) > 1
     columns = [
         Column("tensor"),
         Column("shape", 2),
         *([Column("casts")] if has_casts else []),
+        *([Column("loads as")] if has_formats else []),
         Column("MiB", 5),
         Column("scales"),
         Column("histogram", 4),
@@ -133,6 +135,7 @@ def _cells(
                 short_name(names[entry.module], entry.projection),
                 "×".join(str(size) for size in entry.shape),
                 *([f"{entry.experts_cast}/{entry.shape[0]}"] if has_casts else []),
+                *([_loads_as(entry)] if has_formats else []),
                 f"{entry.bytes / 2**20:.2f}",
                 "/".join("–" if value is None else f"{value:d}" for value in scales),
                 sparkline(entry.scale_histogram),
@@ -144,6 +147,10 @@ def _cells(
             ]
         )
     return columns, rows
+
+
+def _loads_as(entry: ProjectionStatistics) -> str:
+    return entry.weight_format if entry.blocks_outside is None else "MXFP4"
 
 
 def _folds(entry: ProjectionStatistics) -> str:

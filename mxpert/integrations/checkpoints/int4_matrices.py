@@ -49,8 +49,8 @@ def pack_quantized_matrix(statement: Statement, linear: str) -> MatrixFormat:
     stated = statement.weights_of(linear)
     for key, served in (
         ("num_bits", (4,)),
-        ("type", ("int",)),
-        ("strategy", ("group",)),
+        ("type", ("int", None)),
+        ("strategy", ("group", None)),  # which follows from group_size
         ("actorder", _IN_ORDER),
     ):
         _require_served(statement, f"weights.{key}", served, stated.get(key))
@@ -82,7 +82,7 @@ def awq_matrix(statement: Statement, linear: str) -> MatrixFormat:
     """
     entry = statement.entry
     _require_served(statement, "bits", (4,), entry.get("bits", entry.get("w_bit")))
-    _require_served(statement, "version", ("gemm",), str(entry.get("version", "gemm")).lower())
+    _require_served(statement, "version", ("gemm",), str(entry.get("version") or "gemm").lower())
     _require_served(statement, "zero_point", (True,), entry.get("zero_point", True))
     group = entry.get("group_size", entry.get("q_group_size"))
     format = _format(statement, "group_size", group)
@@ -110,7 +110,7 @@ def gptq_matrix(statement: Statement, linear: str) -> MatrixFormat:
         AutoGPTQ and GPTQModel, ``QuantLinear``; Transformers' ``GPTQConfig``.
     """
     entry = statement.entry
-    form = entry.get("checkpoint_format", "gptq")
+    form = entry.get("checkpoint_format") or entry.get("format") or "gptq"  # GPTQModel has both
     _require_served(statement, "bits", (4,), entry.get("bits"))
     _require_served(statement, "desc_act", (False,), entry.get("desc_act", False))
     _require_served(statement, "checkpoint_format", ("gptq", "gptq_v2"), form)

@@ -35,6 +35,7 @@ from support.expert_containers import (
     rewrite,
     write,
 )
+from support.memory import peak_bytes
 
 SIZES = (256, 128)
 """H and F that groups of 128 divide."""
@@ -50,6 +51,9 @@ VARIANTS: dict[str, Kind] = {
     **{f"GPTQ {group}": gptq(group) for group in (32, 64, 128)},
     "GPTQ, symmetric": gptq(128, sym=True),
     "GPTQ v2": gptq(64, v2=True),
+    "GPTQ v2 under another key": gptq(64, v2=True, checkpoint_format=None, format="gptq_v2"),
+    "GPTQ without a format": gptq(64, checkpoint_format=None),
+    "pack-quantized without a strategy": pack_quantized(64, strategy=None, type=None),
     "GPTQ v2, symmetric": gptq(64, v2=True, sym=True),
 }
 
@@ -148,6 +152,40 @@ def test_ranks_agree_on_a_format(tmp_path: Path) -> None:
             assert torch.equal(found, wanted[experts])
 
 
+@pytest.mark.parametrize("name", ["exact ModelOpt NVFP4", "AWQ 32", "GPTQ 32", "pack-quantized 32"])
+def test_one_layer_is_held_at_a_time(name: str, tmp_path: Path) -> None:
+    write(tmp_path, VARIANTS[name], layers=range(6), sizes=SIZES)
+    codes = SIZES[0] * SIZES[1] // 2  # bytes of one matrix
+    assert _most_bytes(tmp_path) < 12 * codes  # AWQ: its nibbles as bytes, three times
+
+
+def test_casts_are_freed_before_the_module_is_read_as_exact(tmp_path: Path) -> None:
+    """What was read until the last matrix is no cast."""
+    modules = write(tmp_path, "ModelOpt NVFP4", layers=[0], sizes=SIZES)
+    name = f"{modules[0].path}.{EXPERTS - 1}.down_proj.weight_scale"
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name].view(torch.uint8)[-1, -1] += 1
+
+    rewrite(tmp_path, change)
+    assert _most_bytes(tmp_path) < 8 * SIZES[0] * SIZES[1] // 2
+
+
+def _most_bytes(path: Path) -> int:
+    """Bytes above those of one layer's weights that loading takes at most."""
+    held = 0
+
+    def work(loaded: Any) -> None:
+        nonlocal held
+        for _, weights in loaded:
+            held = max(held, weights.nbytes)
+            del weights
+
+    peak = peak_bytes(lambda: load_expert_weights(path), work)
+    assert peak >= held
+    return peak - held
+
+
 ALL = KINDS | VARIANTS
 
 
@@ -200,8 +238,12 @@ def words(**stated: Any) -> dict[str, Any]:
 
 STATED: dict[str, tuple[str, dict[str, Any], str]] = {
     "8 bits": (CT, words(num_bits=8), "weights.num_bits — need 4, got 8; see docs/which-check"),
-    "floats": (CT, words(type="float"), "weights.type — need 'int', got 'float'"),
-    "channels": (CT, words(strategy="channel"), "weights.strategy — need 'group', got 'channel'"),
+    "floats": (CT, words(type="float"), "weights.type — need 'int' or none, got 'float'"),
+    "channels": (
+        CT,
+        words(strategy="channel"),
+        "weights.strategy — need 'group' or none, got 'channel'",
+    ),
     "groups of 16": (CT, words(group_size=16), "weights.group_size — need 32 or 64 or 128, got 16"),
     "no group": (CT, words(group_size=None), "weights.group_size — need 32 or 64 or 128, got None"),
     "actorder": (CT, words(actorder="group"), "weights.actorder — need none or .*, got 'group'"),

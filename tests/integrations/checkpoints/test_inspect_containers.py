@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,10 @@ def test_experts_that_are_no_casts_are_counted(tmp_path: Path) -> None:
     row = next(line for line in shown.stdout.splitlines() if "0 down" in line)
     assert "4/4" in row
     assert "no MXFP4" in row
+    assert re.search(r"\bNVFP4\b", row)
+    row = next(line for line in shown.stdout.splitlines() if "1 down" in line)
+    assert re.search(r"\bMXFP4\b", row)
+    assert "no MXFP4" not in row
 
 
 OTHER = {name: kind for name, kind in KINDS.items() if name not in MX_KINDS}
