@@ -76,6 +76,7 @@ class NvfpMatrix:
         cls, generator: torch.Generator, rows: int, columns: int, *, is_divisor: bool
     ) -> NvfpMatrix:
         codes = torch.randint(0, 16, (rows, columns), generator=generator)
+        codes[0, :16] = 8  # a block of zeros
         scale = torch.randint(0x20, 0x7E, (rows, columns // 16), generator=generator)
         factor = 1 / 300 + torch.rand((), generator=generator) / 9
         factor = 1 / factor if is_divisor else factor
@@ -132,6 +133,7 @@ class Mxfp8Matrix:
     def random(cls, generator: torch.Generator, rows: int, columns: int) -> Mxfp8Matrix:
         codes = torch.randint(0, 256, (rows, columns), generator=generator)
         codes[codes & 0x7F == 0x7F] = 0x7E  # no NaN
+        codes[0, :32] = 0x80  # a block of zeros
         exponents = torch.randint(-7, 0, (rows, columns // 32), generator=generator)
         return cls(codes.to(torch.uint8).view(torch.float8_e4m3fn), exponents)
 
@@ -192,6 +194,7 @@ class Int4Matrix:
         codes = torch.randint(0, 16, (rows, columns), generator=generator)
         scale = (torch.rand(blocks, generator=generator) + 0.01).to(dtype)
         zeros = torch.randint(lowest, 16, blocks, generator=generator) if has_zeros else None
+        codes[0, :group] = 8 if zeros is None else zeros[0, 0]  # a block of zeros
         return cls(codes, scale, zeros)
 
     @classmethod

@@ -75,11 +75,11 @@ def test_published_tensors_name_their_container(demo: Path) -> None:
     assert (entry.gate_up_order, entry.experts_cast) == ("interleaved", None)
 
 
-def make_exact(path: Path, module: str, expert: int) -> None:
-    """Give one scale of an expert's up projection another significand."""
+def make_exact(path: Path, module: str, expert: int, part: str = "up_proj") -> None:
+    """Give one scale of an expert's projection another significand."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[f"{module}.{expert}.up_proj.weight_scale"].view(torch.uint8)[3, 1] += 1
+        tensors[f"{module}.{expert}.{part}.weight_scale"].view(torch.uint8)[3, 1] += 1
 
     rewrite(path, change)
 
@@ -113,6 +113,17 @@ def test_experts_that_are_no_casts_are_counted(tmp_path: Path) -> None:
     assert "no MXFP4" not in row
 
 
+def test_a_down_projection_that_is_no_cast_makes_its_module_exact(tmp_path: Path) -> None:
+    modules = write(tmp_path, MODELOPT)
+    make_exact(tmp_path, modules[0].path, 1, "down_proj")
+    entries = inspect_checkpoint(tmp_path)
+    assert [entry.experts_cast for entry in entries] == [EXPERTS, EXPERTS - 1, EXPERTS, EXPERTS]
+    formats = [weights.weight_format for _, weights in load_expert_weights(tmp_path)]
+    assert formats == ["nvfp4", "mxfp4"]
+    cast = "NVFP4, cast from MXFP4"
+    assert [entry.weight_format for entry in entries] == ["NVFP4", "NVFP4", cast, cast]
+
+
 OTHER = {name: kind for name, kind in KINDS.items() if name not in MX_KINDS}
 OTHER |= {f"exact {name}": kind for name, kind in EXACT_NVFP4.items()}
 OTHER |= {"asymmetric": pack_quantized(32, has_zeros=True)}
@@ -140,6 +151,7 @@ def test_other_formats_are_inspected(name: str, tmp_path: Path) -> None:
                 zero += value == 0
                 counted[math.frexp(scale)[1] - 1] += int(value != 0)
         assert entry.scale_histogram == {key: count for key, count in counted.items() if count}
+        assert zero >= len(matrices)
         assert (entry.zero_blocks, entry.nan_scales) == (zero, 0)
         assert entry.weight_format == SHOWN[kind.format]
         assert entry.experts_cast == (0 if kind.format == "nvfp4" else None)
