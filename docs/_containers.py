@@ -34,6 +34,12 @@ WAYS: dict[str, Ways] = {
     "MiMo": Ways(_FP8, "no", "no"),
     "ModelOpt NVFP4": Ways(_BESIDE_DENSE, "no", "no"),
     "compressed-tensors nvfp4-pack-quantized": Ways(_BESIDE_DENSE, "no", "no"),
+    "MiniMax MXFP8": Ways(_BESIDE_DENSE, "no", "no"),
+    "ModelOpt MXFP8": Ways(_BESIDE_DENSE, "no", "no"),
+    "compressed-tensors mxfp8-quantized": Ways(_BESIDE_DENSE, "no", "no"),
+    "compressed-tensors pack-quantized": Ways(_BESIDE_DENSE, "no", "no"),
+    "AWQ": Ways(_BESIDE_DENSE, "no", "no"),
+    "GPTQ": Ways(_BESIDE_DENSE, "no", "no"),
 }
 
 

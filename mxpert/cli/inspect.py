@@ -44,10 +44,12 @@ def inspect(
 ) -> None:
     """Show container, scale histograms, exact-fold certificates and, with a source, the SQNR.
 
-    'folds' says "exactly" where the scales of each row lie within 15 binades: the codes then become
-    FP8 without rounding. Otherwise it counts the blocks that do not fold. 'span' is the widest row,
-    in binades. 'casts' counts the experts of an NVFP4 checkpoint that hold MXFP4 values; the other
-    columns count these alone. The table goes to standard output; a file is written for --json only.
+    'scales' are the smallest, median and largest exponent of the scales. 'folds' says "exactly"
+    where the scales of each row of MXFP4 lie within 15 binades: the codes then become FP8 without
+    rounding. Otherwise it counts the blocks that do not fold. 'span' is the widest row, in binades.
+    'casts' counts the experts of an NVFP4 checkpoint that hold MXFP4 values: a layer whose experts
+    all do loads as MXFP4, another one as NVFP4. The table goes to standard output; a file is
+    written for --json only.
 
     Examples:
         mxpert inspect ./gpt-oss-20b --layer 0
@@ -99,19 +101,22 @@ def _title(found: list[ProjectionStatistics]) -> str:
     order = f"gate and up {' or '.join(map(str, orders))}" if orders else "no gate/up order stated"
     if any(entry.projection == "up_proj" for entry in found):
         order = "no gate"
-    return f"{found[0].container}: {found[0].weight_format}, {order}"
+    formats = " and ".join(sorted({entry.weight_format for entry in found}))
+    return f"{found[0].container}: {formats}, {order}"
 
 
 def _cells(
     found: list[ProjectionStatistics], *, with_source: bool
 ) -> tuple[list[Column], list[list[str]]]:
-    """Columns and rows; "casts", "NaN" and "SQNR dB" only where there is something to say."""
+    """Columns and rows; some columns only where there is something to say."""
     has_nan = any(entry.nan_scales for entry in found)
     has_casts = any(entry.experts_cast is not None for entry in found)
+    has_formats = len({entry.weight_format for entry in found}) > 1
     columns = [
         Column("tensor"),
         Column("shape", 2),
         *([Column("casts")] if has_casts else []),
+        *([Column("loads as")] if has_formats else []),
         Column("MiB", 5),
         Column("scales"),
         Column("histogram", 4),
@@ -130,21 +135,26 @@ def _cells(
                 short_name(names[entry.module], entry.projection),
                 "×".join(str(size) for size in entry.shape),
                 *([f"{entry.experts_cast}/{entry.shape[0]}"] if has_casts else []),
+                *([_loads_as(entry)] if has_formats else []),
                 f"{entry.bytes / 2**20:.2f}",
                 "/".join("–" if value is None else f"{value:d}" for value in scales),
                 sparkline(entry.scale_histogram),
                 str(entry.zero_blocks),
                 *([str(entry.nan_scales)] if has_nan else []),
                 _folds(entry),
-                str(entry.widest_span),
+                "–" if entry.widest_span is None else str(entry.widest_span),
                 *([_sqnr(entry)] if with_source else []),
             ]
         )
     return columns, rows
 
 
+def _loads_as(entry: ProjectionStatistics) -> str:
+    return entry.weight_format if entry.blocks_outside is None else "MXFP4"
+
+
 def _folds(entry: ProjectionStatistics) -> str:
-    if not entry.is_mxfp4:
+    if entry.blocks_outside is None:
         return "no MXFP4"
     return "exactly" if entry.exact_fold else f"not {entry.blocks_outside}"
 

@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..core.problem import OwnFormat
 from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, message, require
+from ..formats.spec import MXFP4
 from ..moe.weights import GateUpOrder
 from .checkpoint_names import fitting, module_of
 from .checkpoints.container_kinds import Container
@@ -30,7 +31,7 @@ from .checkpoints.containers import container_of
 from .checkpoints.expert_sources import SOURCE_DTYPES
 from .checkpoints.per_expert import ExpertModule
 from .checkpoints.safetensors_files import CheckpointReader
-from .models.convert import check_ranks, forbid_saving
+from .models.convert import check_ranks, forbid_saving, mx_experts
 from .models.expert_modules import StoredExperts
 from .models.experts import FoundExperts, find_experts
 from .models.saved_config import mark_quantized
@@ -93,7 +94,7 @@ class ContainerQuantizer(HfQuantizer):
         self._request = quantization_config.request
 
     def is_serializable(self) -> bool:
-        """No: what is saved afterwards is a model in MXFP4, without this quantiser."""
+        """No: what is saved afterwards is in MXFP4 or dense, without this quantiser."""
         return False
 
     def _process_model_before_weight_loading(
@@ -149,9 +150,11 @@ class ContainerQuantizer(HfQuantizer):
             prepared = experts.prepared(self._request.activation_format, weights)
             del weights  # else two layers would be held
             found.replace_by(prepared.eval())
-        mark_quantized(model, [experts.source for experts in modules.values()], None)
-        if ranks is not None:
-            forbid_saving(model)
+        other = sorted({each.weights.weight_format for each in mx_experts(model)} - {MXFP4.name})
+        if ranks is not None or other:
+            forbid_saving(model, None if ranks is not None else " and ".join(other))
+        if not other:  # whose config says MXFP4
+            mark_quantized(model, [experts.source for experts in modules.values()], None)
         return model
 
 

@@ -298,9 +298,12 @@ def check_same(found: Any, wanted: Any) -> None:
 
 
 def containers_are_read_in_part() -> None:
-    """One quantised matrix per expert: those of the local experts alone are read."""
-    ep, experts = parallel(combine_dtype=torch.float32), set()
-    read = per_expert.read_matrix
+    """One quantised matrix per expert: those of the local experts alone are read.
+
+    Of NVFP4 the other experts' scales are, too: they decide on the format of the layer.
+    """
+    ep = parallel(combine_dtype=torch.float32)
+    read, experts = per_expert.read_matrix, set()
 
     def recorded(reader: CheckpointReader, name: str, stored: MatrixFormat) -> Decoded:
         experts.add(int(name.split(".")[-2]))
@@ -312,16 +315,18 @@ def containers_are_read_in_part() -> None:
         TemporaryDirectory() as own,
         pytest.MonkeyPatch.context() as patch,
     ):
-        path = store_experts(dense, Path(own, "stored"), "ModelOpt NVFP4")
         patch.setattr(per_expert, "read_matrix", recorded)
-        found = load(path, ep)
-        assert experts == set(ep.local_experts)
         wanted = converted(load(dense, None, experts_implementation="eager"), ep)
-    for name, value in wanted.state_dict().items():
-        assert is_exact(found.state_dict()[name], value), name
-    assert is_exact(logits(found), logits(wanted))
-    with pytest.raises(UnsupportedError, match="save_pretrained: experts — need a model with all"):
-        found.save_pretrained("/nowhere")
+        every = set(range(ep.placement.num_experts))
+        for name, needed in (("Quark OCP MX", set(ep.local_experts)), ("ModelOpt NVFP4", every)):
+            experts.clear()
+            found = load(store_experts(dense, Path(own, name), name), ep)
+            assert experts == needed, name
+            for key, value in wanted.state_dict().items():
+                assert is_exact(found.state_dict()[key], value), key
+            assert is_exact(logits(found), logits(wanted))
+            with pytest.raises(UnsupportedError, match="save_pretrained: experts — need a model"):
+                found.save_pretrained("/nowhere")
 
 
 def bf16_checkpoints_load_as_they_convert() -> None:

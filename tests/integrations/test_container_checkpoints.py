@@ -21,15 +21,18 @@ from mxpert.integrations.models import convert as convert_module
 from mxpert.integrations.models.convert import convert, mx_experts, restore
 from mxpert.integrations.models.expert_modules import StoredExperts
 from mxpert.testing.numerics import assert_exact
-from support.expert_containers import KINDS, edit, store_experts
+from support.expert_containers import EXACT_NVFP4, KINDS, MX_KINDS, edit, store_experts
 from support.memory import peak_bytes
 from tests.integrations.families import EXPERTS, build
 from tests.integrations.test_transformers_loading import dense_layer_bytes, load, logits, tensors_of
 
 Tensors = dict[str, torch.Tensor]
 CT, QUARK, MODELOPT = ("compressed-tensors mxfp4-pack-quantized", "Quark OCP MX", "ModelOpt NVFP4")
-BESIDE_DENSE = (CT, QUARK, MODELOPT, "compressed-tensors nvfp4-pack-quantized")
+BESIDE_DENSE = tuple(name for name in KINDS if name not in ("DeepSeek-V4", "MiMo"))
 """Containers whose other layers may be dense; DeepSeek-V4's and MiMo's are FP8."""
+MXFP4 = tuple(name for name in BESIDE_DENSE if name in MX_KINDS)
+OTHER = {name: KINDS[name] for name in BESIDE_DENSE if name not in MX_KINDS}
+OTHER |= {f"exact {name}": kind for name, kind in EXACT_NVFP4.items()}
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 
 
@@ -49,13 +52,13 @@ def stored(dense: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     def write(family: str, kind: str) -> Path:
         if (family, kind) not in made:
             out = root / f"{family}-{len(made)}"
-            made[family, kind] = store_experts(dense[family], out, kind)
+            made[family, kind] = store_experts(dense[family], out, OTHER.get(kind, kind))
         return made[family, kind]
 
     return write
 
 
-@pytest.mark.parametrize("kind", BESIDE_DENSE)
+@pytest.mark.parametrize("kind", MXFP4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_has_the_bits_of_its_container(
     family: str, kind: str, dense: dict[str, Path], stored: Any, monkeypatch: Any
@@ -83,6 +86,45 @@ def test_a_model_has_the_bits_of_its_container(
         assert_exact(plain.dequantize()[0], weights.dequantize()[0], "gate_up_proj")
         assert torch.equal(plain.down_proj.qdata, weights.down_proj.qdata)
         assert torch.equal(plain.down_proj.scale, weights.down_proj.scale)
+
+
+@pytest.mark.parametrize("kind", OTHER)
+@pytest.mark.parametrize("family", FAMILIES[:2])
+def test_a_model_in_another_format_has_its_values(
+    family: str, kind: str, stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a dense model in float32 with the values that the container holds."""
+    path = stored(family, kind)
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("dequantised on the way")
+
+    monkeypatch.setattr("mxpert.formats.weight_tensor.WeightTensor.dequantize", refuse)
+    monkeypatch.setattr("mxpert.formats.codec.dequantize_blocks", refuse)
+    model, info = load(path, output_loading_info=True)
+    monkeypatch.undo()
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    read = dict(mxpert.load_expert_weights(path))
+    for experts, weights in zip(mx_experts(model), read.values(), strict=True):
+        assert experts.weights.weight_format == weights.weight_format == OTHER[kind].format
+        states = [each.unprepare().state_dict() for each in (experts.weights, weights)]
+        assert states[0].keys() == states[1].keys()
+        for name in states[0].keys() - {"_extra_state"}:
+            assert torch.equal(states[0][name], states[1][name]), name
+    found = logits(model).double()
+    with pytest.raises(UnsupportedError, match=r"^save_pretrained: experts — need experts in MXF"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+    restore(model)
+    for layer, weights in zip(model.model.layers[-len(read) :], read.values(), strict=True):
+        gate_up, down = weights.dequantize(torch.bfloat16)
+        assert torch.equal(layer.mlp.experts.gate_up_proj, gate_up)
+        assert torch.equal(layer.mlp.experts.down_proj, down)
+    model.save_pretrained(tmp_path / "dense")
+    wanted = logits(load(tmp_path / "dense", "eager")).double()
+    error = (found - wanted).norm() / wanted.norm()
+    assert float(error) < 24 * 2.0**-9  # both round to bf16 after a dozen steps
 
 
 def test_a_planted_swap_of_gate_and_up_is_seen(stored: Any, dense: Any, tmp_path: Path) -> None:
@@ -229,9 +271,8 @@ def quantized_attention(tensors: Tensors) -> None:
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
 
 
-def exact_scale(tensors: Tensors) -> None:
-    name = "model.layers.1.mlp.experts.5.down_proj.weight_scale"
-    tensors[name].view(torch.uint8)[0, 0] += 1
+def no_global_scale(tensors: Tensors) -> None:
+    tensors["model.layers.1.mlp.experts.5.down_proj.weight_scale_2"].zero_()
 
 
 REFUSED: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
@@ -246,11 +287,15 @@ REFUSED: dict[str, tuple[str, Callable[[Tensors], object], str]] = {
         lambda tensors: tensors.pop("model.layers.1.mlp.experts.5.up_proj.weight_scale"),
         r"layers\.1\.mlp\.experts\.5\.up_proj\.weight_scale — need this tensor in the checkpoint",
     ),
-    "exact NVFP4": (
-        MODELOPT,
-        exact_scale,
-        r"layers\.1\.mlp\.experts\.5\.down_proj — need NVFP4 weights that were cast .*, "
-        r"got 99\.\d % of \d+ blocks; exact NVFP4 is not served yet",
+    "a global scale of zero": (
+        f"exact {MODELOPT}",
+        no_global_scale,
+        r"layers\.1\.mlp\.experts\.5\.down_proj\.weight_scale_2 — need a positive number, got 0",
+    ),
+    "words in another order": (
+        "GPTQ",
+        lambda tensors: tensors["model.layers.1.mlp.experts.5.down_proj.g_idx"].add_(1),
+        r"layers\.1\.mlp\.experts\.5\.down_proj\.g_idx — need k // 32, got another order",
     ),
 }
 
@@ -268,12 +313,11 @@ def test_what_cannot_be_read_is_named(case: str, stored: Any, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("stated", "expected"),
     [
-        ({"quant_method": "gptq"}, r"got GPTQ \(INT4\)"),
-        ({"quant_method": "awq"}, r"got AWQ \(INT4\)"),
-        ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, r"got ModelOpt MXFP8 \(MXFP8\)"),
+        ({"quant_method": "gptq", "bits": 8}, "bits — need 4, got 8"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, r"got ModelOpt FP8 \(FP8\)"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, r"got FP8 in blocks \(FP8\)"),
     ],
-    ids=["gptq", "awq", "mxfp8", "fp8"],
+    ids=["gptq", "modelopt", "fp8"],
 )
 def test_other_formats_are_refused_by_name(
     stated: dict[str, Any], expected: str, stored: Any, tmp_path: Path

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,7 @@ import mxpert
 from mxpert.integrations.checkpoints.load import load_expert_weights
 from mxpert.moe.weights import GateUpOrder, MoEWeights
 from mxpert.testing.numerics import assert_exact
-
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
-"""OCP MX 1.0, table of E2M1; codes 8 to 15 are the same with a sign."""
+from support.exact_matrices import Int4Matrix, Mxfp8Matrix, NvfpMatrix, codes_of, e2m1, packed
 
 HIDDEN, INTERMEDIATE, EXPERTS = 64, 96, 4
 MATRIX_SIZES = {
@@ -44,19 +43,26 @@ class Matrix:
     @property
     def values(self) -> torch.Tensor:
         """float64 [N, K], exact."""
-        sign = torch.where(self.codes > 7, -1.0, 1.0).to(torch.float64)
         scale = torch.exp2(self.exponents.to(torch.float64)).repeat_interleave(32, dim=1)
-        return E2M1[self.codes & 7] * sign * scale
+        return e2m1(self.codes) * scale
 
     @property
     def packed(self) -> torch.Tensor:
         """uint8 [N, K/2]: the low nibble is the even k."""
-        return (self.codes[:, ::2] | self.codes[:, 1::2] << 4).to(torch.uint8)
+        return packed(self.codes)
 
     @property
     def e8m0(self) -> torch.Tensor:
         """uint8 [N, K/32]."""
         return (self.exponents + 127).to(torch.uint8)
+
+    @property
+    def parts(self) -> Tensors:
+        """What a reader holds of it."""
+        return {"qdata": self.packed, "scale": self.e8m0}
+
+
+AnyMatrix = Matrix | NvfpMatrix | Mxfp8Matrix | Int4Matrix
 
 
 def random_matrix(generator: torch.Generator, rows: int, columns: int) -> Matrix:
@@ -108,8 +114,9 @@ def _nvfp4_packed(matrix: Matrix, factor: int) -> Tensors:
     }
 
 
-def _groups(format: str, bits: int, group: int) -> dict[str, Any]:
-    weights = {"num_bits": bits, "type": "float", "group_size": group}
+def groups(format: str, bits: int, group: int, **more: Any) -> dict[str, Any]:
+    """What compressed-tensors writes into a config."""
+    weights = {"num_bits": bits, "type": "float", "group_size": group, **more}
     return {
         "quant_method": "compressed-tensors",
         "format": format,
@@ -124,17 +131,81 @@ NUMBERED = ("w1", "w3", "w2")
 
 @dataclass(frozen=True)
 class Kind:
-    """One container. Args: store: tensors of a matrix; config: entries of config.json."""
+    """One container.
 
-    store: Callable[[Matrix, int], Tensors]
+    Args:
+        store: tensors of a matrix; config: entries of config.json.
+        draw: makes a random matrix [N, K]. of: quantises one. format: of the weights, and
+            group: of one scale.
+    """
+
+    store: Callable[[Any, int], Tensors]
     config: dict[str, Any]
     names: tuple[str, str, str] = PROJ
     layer: str = "model.layers.{}.mlp.experts"
+    draw: Callable[[torch.Generator, int, int], AnyMatrix] = random_matrix
+    of: Callable[[torch.Tensor], AnyMatrix] | None = None
+    format: str = "mxfp4"
+    group: int = 32
+
+
+def pack_quantized(
+    group: int, dtype: torch.dtype = torch.bfloat16, *, has_zeros: bool = False, **stated: Any
+) -> Kind:
+    """compressed-tensors ``pack-quantized``."""
+    more = {"type": "int", "strategy": "group", "symmetric": not has_zeros, "actorder": None}
+    return Kind(
+        lambda matrix, factor: matrix.pack_quantized,
+        {"quantization_config": groups("pack-quantized", 4, group, **more | stated)},
+        draw=partial(Int4Matrix.random, group=group, dtype=dtype, has_zeros=has_zeros),
+        of=Int4Matrix.of,
+        format=f"int4_g{group}",
+        group=group,
+    )
+
+
+def awq(group: int, **stated: Any) -> Kind:
+    """AWQ's ``gemm``."""
+    entry = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True}
+    return Kind(
+        lambda matrix, factor: matrix.awq,
+        {"quantization_config": entry | {"version": "gemm"} | stated},
+        draw=partial(Int4Matrix.random, group=group, dtype=torch.float16, has_zeros=True),
+        of=partial(Int4Matrix.of, has_zeros=True),
+        format=f"int4_g{group}",
+        group=group,
+    )
+
+
+def gptq(group: int, *, sym: bool = False, v2: bool = False, **stated: Any) -> Kind:
+    """GPTQ, whose zero points are 1 to 15 in v1."""
+    entry = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": sym, "desc_act": False}
+    form = {"checkpoint_format": "gptq_v2"} if v2 else {}
+    drawn: dict[str, Any] = dict(group=group, dtype=torch.float16, has_zeros=not sym)
+    return Kind(
+        lambda matrix, factor: matrix.gptq(less=0 if v2 else 1),
+        {"quantization_config": entry | form | stated},
+        draw=partial(Int4Matrix.random, lowest=0 if v2 else 1, **drawn),
+        of=partial(Int4Matrix.of, has_zeros=not sym),
+        format=f"int4_g{group}",
+        group=group,
+    )
+
+
+def mxfp8(scale: str, entry: dict[str, Any]) -> Kind:
+    """MXFP8 whose scales have this suffix."""
+    return Kind(
+        lambda matrix, factor: matrix.stored(scale),
+        {"quantization_config": entry},
+        draw=Mxfp8Matrix.random,
+        of=Mxfp8Matrix.of,
+        format="mxfp8_e4m3",
+    )
 
 
 KINDS: dict[str, Kind] = {
     "compressed-tensors mxfp4-pack-quantized": Kind(
-        _compressed_tensors, {"quantization_config": _groups("mxfp4-pack-quantized", 4, 32)}
+        _compressed_tensors, {"quantization_config": groups("mxfp4-pack-quantized", 4, 32)}
     ),
     "Quark OCP MX": Kind(
         _bytes,
@@ -197,18 +268,49 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "compressed-tensors nvfp4-pack-quantized": Kind(
-        _nvfp4_packed, {"quantization_config": _groups("nvfp4-pack-quantized", 4, 16)}
+        _nvfp4_packed, {"quantization_config": groups("nvfp4-pack-quantized", 4, 16)}
+    ),
+    "MiniMax MXFP8": mxfp8(
+        "weight_scale_inv", {"quant_method": "mxfp8", "ignored_layers": ["lm_head"]}
+    ),
+    "ModelOpt MXFP8": mxfp8("weight_scale", {"quant_method": "modelopt", "quant_algo": "MXFP8"}),
+    "compressed-tensors mxfp8-quantized": mxfp8("weight_scale", groups("mxfp8-quantized", 8, 32)),
+    "compressed-tensors pack-quantized": pack_quantized(32),
+    "AWQ": awq(32),
+    "GPTQ": gptq(32),
+}
+"""By the names of mxpert.integrations.checkpoints.containers; those of NVFP4 are casts."""
+
+MX_KINDS = [name for name, kind in KINDS.items() if kind.format == "mxfp4"]
+"""Containers whose experts load as MXFP4."""
+
+
+def _exact(name: str, *, is_divisor: bool) -> Kind:
+    return replace(
+        KINDS[name],
+        store=lambda matrix, factor: matrix.compressed if is_divisor else matrix.modelopt,
+        draw=partial(NvfpMatrix.random, is_divisor=is_divisor),
+        of=partial(NvfpMatrix.of, is_divisor=is_divisor),
+        format="nvfp4",
+        group=16,
+    )
+
+
+EXACT_NVFP4 = {
+    "ModelOpt NVFP4": _exact("ModelOpt NVFP4", is_divisor=False),
+    "compressed-tensors nvfp4-pack-quantized": _exact(
+        "compressed-tensors nvfp4-pack-quantized", is_divisor=True
     ),
 }
-"""By the names of mxpert.integrations.checkpoints.containers."""
+"""The same containers with weights that MXFP4 does not hold."""
 
 
 @dataclass
 class Experts:
-    """The experts of one module by meaning: a Matrix by (expert, "gate" | "up" | "down")."""
+    """The experts of one module by meaning: a matrix by (expert, "gate" | "up" | "down")."""
 
     path: str
-    matrices: dict[tuple[int, str], Matrix] = field(default_factory=dict)
+    matrices: dict[tuple[int, str], Any] = field(default_factory=dict)
 
     def stacked(self, part: str) -> torch.Tensor:
         """float64 [E, N, K]."""
@@ -217,14 +319,18 @@ class Experts:
 
 
 def random_experts(
-    path: str, seed: int, *, parts: Sequence[str] = ("gate", "up", "down")
+    path: str,
+    seed: int,
+    draw: Callable[[torch.Generator, int, int], AnyMatrix] = random_matrix,
+    sizes: tuple[int, int] = (HIDDEN, INTERMEDIATE),
 ) -> Experts:
-    """The experts of one module."""
+    """The experts of one module with these H and F."""
+    rows = {"gate": sizes[::-1], "up": sizes[::-1], "down": sizes}
     generator = torch.Generator().manual_seed(seed)
     experts = Experts(path)
     for expert in range(EXPERTS):
-        for part in parts:
-            experts.matrices[expert, part] = random_matrix(generator, *MATRIX_SIZES[part])
+        for part in rows:
+            experts.matrices[expert, part] = draw(generator, *rows[part])
     return experts
 
 
@@ -240,9 +346,10 @@ def tensors_of(kind: Kind, experts: Experts, names: Sequence[str] | None = None)
 
 def write(
     directory: Path,
-    name: str,
+    name: str | Kind,
     *,
     layers: Sequence[int] = (0, 1),
+    sizes: tuple[int, int] = (HIDDEN, INTERMEDIATE),
     names: Sequence[str] | None = None,
     more: Tensors | None = None,
     **config: Any,
@@ -250,16 +357,18 @@ def write(
     """Write a checkpoint with these layers, one shard a layer.
 
     Args:
-        directory: made by this. name: of a container.
+        directory: made by this. name: of a container, or one. sizes: H and F.
         names: of the gate, up and down matrices; None takes the container's own.
         more: tensors besides the experts. config: entries that are added or replaced.
 
     Returns:
         What the experts are.
     """
-    kind = KINDS[name]
+    kind = name if isinstance(name, Kind) else KINDS[name]
     directory.mkdir(parents=True, exist_ok=True)
-    modules = [random_experts(kind.layer.format(layer), layer) for layer in layers]
+    modules = [
+        random_experts(kind.layer.format(layer), layer, kind.draw, sizes) for layer in layers
+    ]
     weight_map: dict[str, str] = {}
     for module in modules:
         parts = [tensors_of(kind, module, names), more or {}]
@@ -269,7 +378,7 @@ def write(
         weight_map |= dict.fromkeys(tensors, file)
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    stated = {"model_type": "toy", "hidden_size": HIDDEN, "num_experts": EXPERTS}
+    stated = {"model_type": "toy", "hidden_size": sizes[0], "num_experts": EXPERTS}
     stated |= kind.config | config
     (directory / "config.json").write_text(json.dumps(stated), encoding="utf-8")
     return modules
@@ -296,9 +405,10 @@ def check_weights(weights: MoEWeights, experts: Experts) -> None:
     assert_exact(gate_up, wanted, "gate_up_proj")
     assert_exact(down, experts.stacked("down"), "down_proj")
     for expert in range(EXPERTS):
-        matrix = experts.matrices[expert, "down"]
-        assert torch.equal(weights.down_proj.qdata[expert], matrix.packed)
-        assert torch.equal(weights.down_proj.scale[expert], matrix.e8m0)
+        for name, part in experts.matrices[expert, "down"].parts.items():
+            found = getattr(weights.down_proj, name)[expert]
+            assert found.dtype == part.dtype, name
+            assert torch.equal(found, part), name
 
 
 def check_checkpoint(path: Path, modules: list[Experts]) -> None:
@@ -311,8 +421,7 @@ def check_checkpoint(path: Path, modules: list[Experts]) -> None:
 def matrix_of(weight: torch.Tensor) -> Matrix:
     """What `convert` makes of a matrix, by meaning."""
     quantized = mxpert.quantize(weight, "mxfp4", scale_rule="rceil")
-    codes = torch.stack((quantized.qdata & 15, quantized.qdata >> 4), dim=-1).flatten(-2)
-    return Matrix(codes.to(torch.int64), quantized.scale.to(torch.int64) - 127)
+    return Matrix(codes_of(quantized.qdata), quantized.scale.to(torch.int64) - 127)
 
 
 def is_expert(name: str) -> bool:
@@ -320,9 +429,10 @@ def is_expert(name: str) -> bool:
 
 
 def store_experts(
-    dense: Path, out: Path, kind: str, keep: Callable[[str], bool] = lambda name: False
+    dense: Path, out: Path, kind: str | Kind, keep: Callable[[str], bool] = lambda name: False
 ) -> Path:
     """Write a bf16 checkpoint with its experts in a container, except for those of `keep`."""
+    kind = kind if isinstance(kind, Kind) else KINDS[kind]
     shutil.copytree(dense, out)
     for file in out.glob("*.safetensors"):
         file.unlink()
@@ -336,12 +446,12 @@ def store_experts(
         if not is_expert(name) or keep(name):
             written[name] = tensor
             continue
-        parts = KINDS[kind].store(matrix_of(tensor), index % 3)
+        parts = kind.store((kind.of or matrix_of)(tensor), index % 3)
         prefix = name.removesuffix("weight")
         written |= {f"{prefix}{suffix}": part.contiguous() for suffix, part in parts.items()}
     save_file(written, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors.index.json").unlink(missing_ok=True)
-    edit(out, **KINDS[kind].config)
+    edit(out, **kind.config)
     return out
 
 

@@ -7,7 +7,7 @@ containers lists the containers themselves.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,14 +18,16 @@ from ...moe.published_tensors import published_projections
 from ...moe.weights import MoEWeights
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import module_order
-from .expert_matrices import Decoded, MatrixFormat
+from .expert_matrices import Exact, MatrixFormat
 from .per_expert import (
     ExpertModule,
     check_module,
     dense_tensor,
     expert_tails,
+    linear_of,
     read_module,
     read_stage,
+    settle,
 )
 from .published_experts import (
     check_experts,
@@ -123,14 +125,29 @@ class Container(ABC):
             mmap: let the tensors be the file's pages, where `check` allows it.
 
         Raises:
-            UnsupportedError: weights that no kernel serves.
+            ValueError, UnsupportedError: tensors whose content does not fit.
         """
+
+    def settle(
+        self, reader: CheckpointReader, module: ExpertModule
+    ) -> tuple[ExpertModule, tuple[int, int] | None]:
+        """The module that `matrix` takes: in the format that `read` gives its weights.
+
+        Returns:
+            The module; of NVFP4, how many experts of both projections are casts of MXFP4.
+        """
+        return module, None
 
     @abstractmethod
     def matrix(
         self, reader: CheckpointReader, module: ExpertModule, projection: str, expert: int
-    ) -> Decoded:
-        """One expert's projection [N, K] on the CPU, in the module's gate/up order."""
+    ) -> Exact:
+        """One expert's projection [N, K] on the CPU, in the module's gate/up order.
+
+        Args:
+            reader: the checkpoint. module: of `settle`. projection: its published name.
+            expert: its index.
+        """
 
 
 class PublishedContainer(Container):
@@ -201,13 +218,19 @@ class PublishedContainer(Container):
 
 @dataclass(frozen=True)
 class PerExpertContainer(Container):
-    """One matrix per expert and projection. Args: stored: how each matrix is stored."""
+    """One matrix per expert and projection.
 
-    stored: MatrixFormat
+    Args:
+        suffixes: of the tensors of a matrix, as an example.
+        stored: how each matrix is stored, by what the config says of its layer.
+    """
+
+    suffixes: tuple[str, ...]
+    stored: Callable[[Statement, str], MatrixFormat]
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        return tuple(f"0.gate_proj.{part.suffix}" for part in self.stored.parts)
+        return tuple(f"0.gate_proj.{suffix}" for suffix in self.suffixes)
 
     def paths(self, reader: CheckpointReader, statement: Statement) -> list[str]:
         found, dense = [], None
@@ -251,11 +274,13 @@ class PerExpertContainer(Container):
             got=True,
             remedy="its experts are stacked, which copies them",
         )
-        tails = expert_tails(reader.names)
-        return [
-            check_module(reader, statement.config, path, tails[path], self.stored, self.name)
-            for path in paths
-        ]
+        found = expert_tails(reader.names)
+        modules = []
+        for path in paths:
+            tails = found[path]
+            stored = self.stored(statement, linear_of(path, tails))
+            modules.append(check_module(reader, statement.config, path, tails, stored, self.name))
+        return modules
 
     def read(
         self,
@@ -266,10 +291,15 @@ class PerExpertContainer(Container):
         experts: Sequence[int] | None = None,
         mmap: bool = False,
     ) -> MoEWeights:
-        return read_module(reader, module, self.stored, device, experts)
+        return read_module(reader, module, device, experts)
+
+    def settle(
+        self, reader: CheckpointReader, module: ExpertModule
+    ) -> tuple[ExpertModule, tuple[int, int] | None]:
+        return settle(reader, module)
 
     def matrix(
         self, reader: CheckpointReader, module: ExpertModule, projection: str, expert: int
-    ) -> Decoded:
+    ) -> Exact:
         stage = published_projections(module.order is not None).index(projection)
-        return read_stage(reader, module, self.stored, stage, expert)
+        return read_stage(reader, module, stage, expert)

@@ -4,7 +4,8 @@ The config says which container is meant, the names of the tensors confirm it; n
 A container turns the tensors of an experts module into `MoEWeights`. Formats that are known and not
 served are listed too, so that an error names them.
 
-One more with a matrix per expert is an entry of `CONTAINERS` with a `MatrixFormat`.
+One more with a matrix per expert is an entry of `CONTAINERS` with a `MatrixFormat`, or with a
+function that makes one of what the config says.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from ...core.files import short
 from ...errors import UnsupportedError, message
 from .container_kinds import Container, PerExpertContainer, PublishedContainer, StatedAs
-from .expert_matrices import mxfp4_matrix, nvfp4_cast_matrix
+from .expert_matrices import MatrixFormat, mxfp4_matrix, mxfp8_matrix, nvfp4_matrix
+from .int4_matrices import awq_matrix, gptq_matrix, pack_quantized_matrix
 from .per_expert import expert_tails, linear_of
 from .safetensors_files import CONFIG_FILE, CheckpointReader, quantization_method
 from .stated_quantization import Statement
@@ -31,69 +33,6 @@ class UnservedFormat:
     name: str
     weight_format: str
     stated: StatedAs
-
-
-GPT_OSS = PublishedContainer(
-    "gpt-oss", "MXFP4", StatedAs("mxfp4", ("",), '"quant_method": "mxfp4"')
-)
-
-CONTAINERS: tuple[Container, ...] = (
-    GPT_OSS,
-    PerExpertContainer(
-        "compressed-tensors mxfp4-pack-quantized",
-        "MXFP4",
-        StatedAs(
-            "compressed-tensors",
-            ("mxfp4-pack-quantized",),
-            '"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"',
-        ),
-        mxfp4_matrix("weight_packed", "weight_scale"),
-    ),
-    PerExpertContainer(
-        "Quark OCP MX",
-        "MXFP4",
-        StatedAs(
-            "quark",
-            ("fp4",),
-            '"quant_method": "quark", weights `fp4` with `group_size` 32 and `scale_format` e8m0',
-        ),
-        mxfp4_matrix("weight", "weight_scale"),
-    ),
-    PerExpertContainer(
-        "DeepSeek-V4",
-        "MXFP4",
-        StatedAs("fp8", ("expert_dtype=fp4",), '"quant_method": "fp8", "expert_dtype": "fp4"'),
-        mxfp4_matrix("weight", "scale"),
-    ),
-    PerExpertContainer(
-        "MiMo",
-        "MXFP4",
-        StatedAs("fp8", ("store_dtype=mxfp4",), '"quant_method": "fp8", "store_dtype": "mxfp4"'),
-        mxfp4_matrix("weight", "weight_scale"),
-    ),
-    PerExpertContainer(
-        "ModelOpt NVFP4",
-        "NVFP4, cast from MXFP4",
-        StatedAs(
-            "modelopt",
-            ("NVFP4", "W4A16_NVFP4"),
-            '"quant_method": "modelopt", "quant_algo": "NVFP4" or "W4A16_NVFP4"; or '
-            "`hf_quant_config.json`",
-        ),
-        nvfp4_cast_matrix("weight", "weight_scale", "weight_scale_2", is_divisor=False),
-    ),
-    PerExpertContainer(
-        "compressed-tensors nvfp4-pack-quantized",
-        "NVFP4, cast from MXFP4",
-        StatedAs(
-            "compressed-tensors",
-            ("nvfp4-pack-quantized",),
-            '"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"',
-        ),
-        nvfp4_cast_matrix("weight_packed", "weight_scale", "weight_global_scale", is_divisor=True),
-    ),
-)
-"""Every container that loads."""
 
 
 def _compressed(format: str) -> StatedAs:
@@ -113,13 +52,87 @@ def _method(method: str) -> StatedAs:
     return StatedAs(method, ("",), f'"quant_method": "{method}"')
 
 
+def _fixed(name: str, weight_format: str, stated: StatedAs, stored: MatrixFormat) -> Container:
+    """A container whose matrices are all stored alike, whatever else its config says."""
+    suffixes = tuple(part.suffix for part in stored.parts)
+    return PerExpertContainer(name, weight_format, stated, suffixes, lambda *_: stored)
+
+
+GPT_OSS = PublishedContainer(
+    "gpt-oss", "MXFP4", StatedAs("mxfp4", ("",), '"quant_method": "mxfp4"')
+)
+
+CONTAINERS: tuple[Container, ...] = (
+    GPT_OSS,
+    _fixed(
+        "compressed-tensors mxfp4-pack-quantized",
+        "MXFP4",
+        _compressed("mxfp4-pack-quantized"),
+        mxfp4_matrix("weight_packed", "weight_scale"),
+    ),
+    _fixed(
+        "Quark OCP MX",
+        "MXFP4",
+        StatedAs(
+            "quark",
+            ("fp4",),
+            '"quant_method": "quark", weights `fp4` with `group_size` 32 and `scale_format` e8m0',
+        ),
+        mxfp4_matrix("weight", "weight_scale"),
+    ),
+    _fixed(
+        "DeepSeek-V4",
+        "MXFP4",
+        StatedAs("fp8", ("expert_dtype=fp4",), '"quant_method": "fp8", "expert_dtype": "fp4"'),
+        mxfp4_matrix("weight", "scale"),
+    ),
+    _fixed(
+        "MiMo",
+        "MXFP4",
+        StatedAs("fp8", ("store_dtype=mxfp4",), '"quant_method": "fp8", "store_dtype": "mxfp4"'),
+        mxfp4_matrix("weight", "weight_scale"),
+    ),
+    _fixed(
+        "ModelOpt NVFP4",
+        "NVFP4",
+        StatedAs(
+            "modelopt",
+            ("NVFP4", "W4A16_NVFP4"),
+            '"quant_method": "modelopt", "quant_algo": "NVFP4" or "W4A16_NVFP4"; or '
+            "`hf_quant_config.json`",
+        ),
+        nvfp4_matrix("weight", "weight_scale", "weight_scale_2", is_divisor=False),
+    ),
+    _fixed(
+        "compressed-tensors nvfp4-pack-quantized",
+        "NVFP4",
+        _compressed("nvfp4-pack-quantized"),
+        nvfp4_matrix("weight_packed", "weight_scale", "weight_global_scale", is_divisor=True),
+    ),
+    _fixed("MiniMax MXFP8", "MXFP8", _method("mxfp8"), mxfp8_matrix("weight", "weight_scale_inv")),
+    _fixed("ModelOpt MXFP8", "MXFP8", _modelopt("MXFP8"), mxfp8_matrix("weight", "weight_scale")),
+    _fixed(
+        "compressed-tensors mxfp8-quantized",
+        "MXFP8",
+        _compressed("mxfp8-quantized"),
+        mxfp8_matrix("weight", "weight_scale"),
+    ),
+    PerExpertContainer(
+        "compressed-tensors pack-quantized",
+        "INT4",
+        _compressed("pack-quantized"),
+        ("weight_packed", "weight_scale", "weight_shape"),
+        pack_quantized_matrix,
+    ),
+    PerExpertContainer("AWQ", "INT4", _method("awq"), ("qweight", "qzeros", "scales"), awq_matrix),
+    PerExpertContainer(
+        "GPTQ", "INT4", _method("gptq"), ("qweight", "qzeros", "scales", "g_idx"), gptq_matrix
+    ),
+)
+"""Every container that loads."""
+
+
 UNSERVED: tuple[UnservedFormat, ...] = (
-    UnservedFormat("MXFP8", "MXFP8", _method("mxfp8")),
-    UnservedFormat("ModelOpt MXFP8", "MXFP8", _modelopt("MXFP8")),
-    UnservedFormat("compressed-tensors mxfp8-quantized", "MXFP8", _compressed("mxfp8-quantized")),
-    UnservedFormat("compressed-tensors pack-quantized", "INT4", _compressed("pack-quantized")),
-    UnservedFormat("AWQ", "INT4", _method("awq")),
-    UnservedFormat("GPTQ", "INT4", _method("gptq")),
     UnservedFormat("FP8 in blocks", "FP8", _method("fp8")),
     UnservedFormat(
         "ModelOpt FP8", "FP8", _modelopt("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO")
@@ -128,7 +141,7 @@ UNSERVED: tuple[UnservedFormat, ...] = (
     UnservedFormat("ModelOpt NVFP4 with AWQ", "NVFP4", _modelopt("NVFP4_AWQ")),
     UnservedFormat("ModelOpt W4A8 MXFP4", "MXFP4", _modelopt("W4A8_MXFP4_FP8")),
 )
-"""Known formats that cannot run; exact NVFP4 is found when its scales are read."""
+"""Known formats that cannot run."""
 
 METHODS = frozenset(
     [each.stated.method for each in CONTAINERS] + [each.stated.method for each in UNSERVED]

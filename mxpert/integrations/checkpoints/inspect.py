@@ -1,12 +1,12 @@
-"""MX statistics of a quantised checkpoint: container, scales, empty blocks, exact folds, error."""
+"""Statistics of a quantised checkpoint: container, scales, empty blocks, exact folds, error."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,22 @@ from ...core.files import exists
 from ...errors import require
 from ...formats.codec import dequantize_blocks
 from ...formats.folding import fold_certificate
-from ...formats.spec import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE, MXFP4
+from ...formats.spec import MX_BLOCK_SIZE, MXFP4, MXFP8_E4M3
 from ...formats.tensor import MXTensor
+from ...formats.weight_tensor import NVFP4, AnyWeightFormat, WeightFormat
 from ...moe.published_tensors import BLOCK_BYTES, published_projections
 from ...moe.weights import GateUpOrder, interleaved_rows
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import choose_modules, layer_number, match_modules, module_order
 from .container_kinds import Container
 from .containers import GPT_OSS, container_of
-from .expert_matrices import Decoded
+from .expert_matrices import Exact
 from .expert_sources import ExpertSource, find_expert_sources
-from .nvfp4_casts import NotACast
+from .per_expert import ExpertModule
 from .plan import CHUNK_ELEMENTS
 from .published_experts import read_published_matrix, stored_gate_up_order
 from .safetensors_files import CONFIG_FILE, CheckpointReader
+from .scale_counts import exponent_of, scale_counts
 from .stated_quantization import Statement
 
 OP = "inspect_checkpoint"
@@ -40,21 +42,23 @@ ProgressCallback = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class ProjectionStatistics:
-    """MX statistics of one quantised tensor [E, N, K].
+    """Statistics of one quantised tensor [E, N, K].
 
     Args:
         module: full module path. projection: name of the tensor below it, without ``_blocks``.
         layer: number of the layer, -1 where the path has none; several modules may share it.
-        shape: [E, N, K]; bytes: codes and scales; blocks: number of blocks.
-        zero_blocks: blocks whose codes are all zero; nan_scales: scale bytes of 255.
-        scale_histogram: blocks by scale exponent (byte - 127), zero blocks and NaN left out.
+        shape: [E, N, K]; bytes: codes and scales; blocks: number of blocks, one scale each.
+        zero_blocks: blocks whose weights are all zero; nan_scales: scales that are no number.
+        scale_histogram: blocks by the exponent of their scale, ``floor(log2(scale))``, with the
+            global scale of NVFP4; zero blocks and NaN are left out.
         min_exponent, median_exponent, max_exponent: of that histogram; None if it is empty.
         blocks_outside: blocks outside the 15 binades of their row; widest_span: in binades.
-        rows_outside: rows with such a block, of E·N.
-        container: how the checkpoint stores its experts. weight_format: what that holds.
+        rows_outside: rows with such a block, of E·N. All three are None for other weights than
+            MXFP4.
+        container: how the checkpoint stores its experts. weight_format: what they load as.
         gate_up_order: of the rows, as loaded; None without a gate, or where no config states it.
-        experts_cast: experts whose NVFP4 weights are a cast of MXFP4; None for other formats. What
-            is counted above is counted in these experts alone.
+        experts_cast: experts whose NVFP4 weights are a cast of MXFP4; None for other formats. A
+            module loads as MXFP4 where all experts of both projections are casts.
         sqnr_db: to the source; None without a source, or if the error is zero.
         relative_l2: ``|w - dequantised| / |w|`` to the source; None without one.
     """
@@ -71,9 +75,9 @@ class ProjectionStatistics:
     min_exponent: int | None
     median_exponent: int | None
     max_exponent: int | None
-    blocks_outside: int
-    rows_outside: int
-    widest_span: int
+    blocks_outside: int | None
+    rows_outside: int | None
+    widest_span: int | None
     container: str
     weight_format: str
     gate_up_order: str | None
@@ -83,13 +87,8 @@ class ProjectionStatistics:
 
     @property
     def exact_fold(self) -> bool:
-        """Whether every block folds exactly into e4m3."""
-        return self.blocks_outside == 0 and self.is_mxfp4
-
-    @property
-    def is_mxfp4(self) -> bool:
-        """Whether all experts hold MXFP4 values."""
-        return self.experts_cast in (None, self.shape[0])
+        """Whether the weights are MXFP4 and every block folds exactly into e4m3."""
+        return self.blocks_outside == 0
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"exact_fold": self.exact_fold}
@@ -102,7 +101,7 @@ def inspect_checkpoint(
     layer: int | str | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> list[ProjectionStatistics]:
-    """Compute the MX statistics of every MXFP4 projection of a checkpoint.
+    """Compute the statistics of every quantised projection of a checkpoint.
 
     Args:
         path: checkpoint directory in any container that `load_expert_weights` reads, one
@@ -113,11 +112,10 @@ def inspect_checkpoint(
         on_progress: called with (bytes done, bytes in all, tensor name) after every expert.
 
     Returns:
-        One ProjectionStatistics per projection, in the order of the modules' paths. Experts in
-        exact NVFP4 are counted in `experts_cast`, and no error.
+        One ProjectionStatistics per projection, in the order of the modules' paths.
 
     Raises:
-        ValueError: no MXFP4 tensors, no such layer, bad shapes, or a source that does not fit.
+        ValueError: no quantised experts, no such layer, bad shapes, or a source that does not fit.
         UnsupportedError: another format.
 
     Example:
@@ -146,14 +144,20 @@ got no such file or directory
 
 @dataclass(frozen=True)
 class _Stored:
-    """One projection of a checkpoint. Args: read: gives an expert's matrix."""
+    """One projection of a checkpoint.
+
+    Args:
+        read: gives an expert's matrix. casts: counts the experts that are casts of MXFP4; None for
+            other formats than NVFP4.
+    """
 
     container: Container
     module: str
     projection: str
     shape: tuple[int, int, int]
     order: GateUpOrder | None
-    read: Callable[[int], Decoded]
+    read: Callable[[int], Exact]
+    casts: Callable[[], int | None] = lambda: None
 
 
 def _stored_projections(reader: CheckpointReader, layer: int | str | None) -> list[_Stored]:
@@ -164,6 +168,26 @@ def _stored_projections(reader: CheckpointReader, layer: int | str | None) -> li
         return _published(reader, statement, layer)
     container, statement = container_of(reader)
     paths = _choose(container.paths(reader, statement), layer)
+    modules = container.check(reader, statement, paths)
+    return [each for module in modules for each in _of_module(reader, container, module)]
+
+
+def _of_module(
+    reader: CheckpointReader, container: Container, module: ExpertModule
+) -> list[_Stored]:
+    """Both projections of a module, whose format is found when its first matrix is read."""
+
+    @cache
+    def settled() -> tuple[ExpertModule, tuple[int, int] | None]:
+        return container.settle(reader, module)
+
+    def read(projection: str, expert: int) -> Exact:
+        return container.matrix(reader, settled()[0], projection, expert)
+
+    def casts(stage: int) -> int | None:
+        found = settled()[1]
+        return None if found is None else found[stage]
+
     return [
         _Stored(
             container,
@@ -171,9 +195,9 @@ def _stored_projections(reader: CheckpointReader, layer: int | str | None) -> li
             projection,
             (module.num_experts, *module.sizes(stage)),
             module.order,
-            partial(container.matrix, reader, module, projection),
+            partial(read, projection),
+            partial(casts, stage),
         )
-        for module in container.check(reader, statement, paths)
         for stage, projection in enumerate(published_projections(module.order is not None))
     ]
 
@@ -227,12 +251,11 @@ def _choose(modules: list[str], layer: int | str | None) -> list[str]:
 
 
 def _collect(
-    collector: _Collector, matrix: Decoded, expert: int, comparison: _Comparison | None
+    collector: _Collector, matrix: Exact, expert: int, comparison: _Comparison | None
 ) -> None:
     """Count one expert's matrix, and compare it with the source."""
-    if isinstance(matrix, NotACast):
-        return
-    collector.casts += 1
+    collector.bytes += matrix.nbytes
+    collector.format = matrix.format
     stored, original = collector.stored, None
     if comparison is not None:
         original, matrix = comparison.pair(stored, expert, matrix)
@@ -242,32 +265,34 @@ def _collect(
         collector.add(part)
         if original is not None:
             rows = original[row : row + step].to(torch.float32)
-            collector.compare(rows, dequantize_blocks(part))
+            collector.compare(
+                rows, dequantize_blocks(part) if isinstance(part, MXTensor) else part.dequantize()
+            )
 
 
 class _Collector:
     """Running sums over the experts of one projection."""
 
     def __init__(self, stored: _Stored) -> None:
-        self.stored, self.casts = stored, 0
-        self.counts = torch.zeros(256, dtype=torch.int64)
-        self.zero_blocks = self.nan_scales = 0
+        self.stored, self.bytes = stored, 0
+        self.format: AnyWeightFormat = MXFP4
+        self.counts = torch.zeros(0, dtype=torch.int64)
+        self.zero_blocks = self.nan_scales = self.blocks = 0
         self.blocks_outside = self.rows_outside = self.widest_span = 0
         self.compared = False
         self.signal = self.noise = 0.0
 
-    def add(self, quantized: MXTensor) -> None:
-        scale = quantized.scale
-        codes = quantized.qdata.unflatten(-1, (scale.shape[-1], BLOCK_BYTES))
-        zero = ((codes & 0x77) == 0).all(-1)
-        nan = scale == E8M0_NAN
-        self.zero_blocks += int(zero.sum())
-        self.nan_scales += int(nan.sum())
-        self.counts += torch.bincount(scale[~zero & ~nan].to(torch.int64), minlength=256)
-        certificate = fold_certificate(quantized)
-        self.blocks_outside += certificate.total_outside
-        self.rows_outside += int(certificate.rows_outside.sum())
-        self.widest_span = max(self.widest_span, certificate.widest_span)
+    def add(self, quantized: Exact) -> None:
+        found = scale_counts(quantized)
+        self.zero_blocks += found.zero_blocks
+        self.nan_scales += found.nan_scales
+        self.counts = found.counts + self.counts if self.blocks else found.counts
+        self.blocks += found.blocks
+        if isinstance(quantized, MXTensor) and quantized.format == MXFP4:
+            certificate = fold_certificate(quantized)
+            self.blocks_outside += certificate.total_outside
+            self.rows_outside += int(certificate.rows_outside.sum())
+            self.widest_span = max(self.widest_span, certificate.widest_span)
 
     def compare(self, original: torch.Tensor, values: torch.Tensor) -> None:
         self.compared = True
@@ -282,37 +307,46 @@ class _Collector:
             (None, None, None)
             if total == 0
             else (
-                int(present[0]) - E8M0_BIAS,
-                int(torch.searchsorted(below, (total + 1) // 2)) - E8M0_BIAS,
-                int(present[-1]) - E8M0_BIAS,
+                exponent_of(present[0]),
+                exponent_of(torch.searchsorted(below, (total + 1) // 2)),
+                exponent_of(present[-1]),
             )
         )
         measurable = self.compared and math.isfinite(self.noise) and self.signal > 0
         ratio = self.noise / self.signal if measurable else None
-        stored, is_mxfp4 = self.stored, self.stored.container.weight_format == "MXFP4"
+        stored, casts, is_mxfp4 = self.stored, self.stored.casts(), self.format == MXFP4
         return ProjectionStatistics(
             module=stored.module,
             projection=stored.projection,
             layer=layer_number(stored.module),
             shape=stored.shape,
-            bytes=_nbytes(stored.shape),
-            blocks=math.prod(stored.shape) // MX_BLOCK_SIZE,
+            bytes=self.bytes,
+            blocks=self.blocks,
             zero_blocks=self.zero_blocks,
             nan_scales=self.nan_scales,
-            scale_histogram={int(byte) - E8M0_BIAS: int(self.counts[byte]) for byte in present},
+            scale_histogram={exponent_of(each): int(self.counts[each]) for each in present},
             min_exponent=low,
             median_exponent=middle,
             max_exponent=high,
-            blocks_outside=self.blocks_outside,
-            rows_outside=self.rows_outside,
-            widest_span=self.widest_span,
+            blocks_outside=self.blocks_outside if is_mxfp4 else None,
+            rows_outside=self.rows_outside if is_mxfp4 else None,
+            widest_span=self.widest_span if is_mxfp4 else None,
             container=stored.container.name,
-            weight_format=stored.container.weight_format,
+            weight_format=_shown(self.format, is_cast=casts is not None),
             gate_up_order=None if stored.order is None else stored.order.value,
-            experts_cast=None if is_mxfp4 else self.casts,
+            experts_cast=casts,
             sqnr_db=-10 * math.log10(ratio) if ratio else None,
             relative_l2=None if ratio is None else math.sqrt(ratio),
         )
+
+
+def _shown(format: AnyWeightFormat, *, is_cast: bool) -> str:
+    """What a format of weights is called; `is_cast`: MXFP4 is so of NVFP4 tensors."""
+    if format == MXFP4:
+        return "NVFP4, cast from MXFP4" if is_cast else "MXFP4"
+    names = {MXFP8_E4M3.name: "MXFP8", NVFP4.name: "NVFP4"}
+    default = f"INT4, groups of {format.group_size}" if isinstance(format, WeightFormat) else ""
+    return names.get(format.name, default)
 
 
 @dataclass(frozen=True)
@@ -356,14 +390,12 @@ class _Comparison:
             )
         return cls(reader, layers)
 
-    def pair(
-        self, stored: _Stored, expert: int, quantized: MXTensor
-    ) -> tuple[torch.Tensor, MXTensor]:
+    def pair(self, stored: _Stored, expert: int, quantized: Exact) -> tuple[torch.Tensor, Exact]:
         """Source and quantised matrix of one expert, the rows of both INTERLEAVED."""
         layer, order = self.layers[stored.module], stored.order
         if stored.projection == "gate_up_proj" and order not in (GateUpOrder.INTERLEAVED, None):
             rows = interleaved_rows(order, layer.intermediate_size)
-            quantized = replace(quantized, qdata=quantized.qdata[rows], scale=quantized.scale[rows])
+            quantized = quantized._mapped(lambda part: part[rows])
         return layer.read(self.reader, stored.projection, expert), quantized
 
 

@@ -19,7 +19,7 @@ import torch
 from ...core.files import short
 from ...core.problem import Activation, SwiGLU
 from ...errors import Checks, require, require_tensor
-from ...formats.spec import MX_BLOCK_SIZE
+from ...formats.spec import MX_BLOCK_SIZE, MXFP4
 from ...moe.published_tensors import published_expert_tensors
 from ...moe.weights import GateUpOrder, MoEWeights
 from ...moe.weights_state import PROJECTIONS
@@ -142,7 +142,7 @@ def load_expert_weights(
     *,
     mmap: bool = False,
 ) -> Iterator[tuple[str, MoEWeights]]:
-    """Read the expert weights of a checkpoint whose experts are MXFP4, in any known container.
+    """Read the expert weights of a checkpoint with quantised experts, in any known container.
 
     The config says which container it is, the names of the tensors confirm it:
 
@@ -151,11 +151,13 @@ def load_expert_weights(
     - compressed-tensors ``mxfp4-pack-quantized``; Quark OCP MX; DeepSeek-V4 (``expert_dtype``
       "fp4"); MiMo (``store_dtype`` "mxfp4"): one matrix per expert, ``gate_proj``, ``up_proj`` and
       ``down_proj`` or ``w1``, ``w3`` and ``w2``;
-    - NVFP4 of ModelOpt and of compressed-tensors (``nvfp4-pack-quantized``) that was cast from
-      MXFP4: it is converted back bit for bit. Exact NVFP4 is refused.
+    - NVFP4 of ModelOpt and of compressed-tensors (``nvfp4-pack-quantized``): MXFP4, bit for bit,
+      in layers that were cast from it; NVFP4 in the others;
+    - MXFP8 of MiniMax, ModelOpt and compressed-tensors (``mxfp8-quantized``);
+    - INT4 in groups of 32, 64 or 128: compressed-tensors ``pack-quantized``, AWQ and GPTQ.
 
-    The codes are the stored ones. Dense layers and shared experts are not read. One layer is held
-    at a time.
+    Codes and scales are the stored ones; a global scale that divides becomes its float32
+    reciprocal. Dense layers and shared experts are not read. One layer is held at a time.
 
     Args:
         directory: checkpoint directory, or the id of a model on the Hugging Face Hub.
@@ -168,15 +170,15 @@ def load_expert_weights(
 
     Returns:
         Iterator of (full module path, MoEWeights). Experts with one matrix each are CONCATENATED.
-        Names, dtypes and shapes are checked before this returns, scales of NVFP4 as a layer is
-        read.
+        Their format is `MoEWeights.weight_format`. Names, dtypes and shapes are checked before
+        this returns, content as a layer is read.
 
     Raises:
         ValueError: no such checkpoint or module, a layer number that fits several modules, no
             stated container or gate/up order, or missing, foreign or bad tensors; the message names
             them.
-        UnsupportedError: another format, or NVFP4 weights that are no cast; the message names the
-            expert and the share of its blocks that are casts.
+        UnsupportedError: another format, or a form of one of these that is not served; the
+            message names it.
         TypeError: neither a path nor a number.
 
     Example:
@@ -215,7 +217,8 @@ def save_gpt_oss_layer_tensors(
         Tensors for ``safetensors.torch.save_file``, contiguous, on the device of `weights`.
 
     Raises:
-        TypeError, ValueError: weights in a backend's layout, or a router that does not fit.
+        TypeError, ValueError: weights in a backend's layout or in another format than MXFP4, or a
+            router that does not fit.
 
     Example:
         >>> from mxpert.formats import quantize_blocks
@@ -227,6 +230,9 @@ def save_gpt_oss_layer_tensors(
         ('model.layers.3.mlp.experts.gate_up_proj_blocks', torch.Size([2, 64, 1, 16]))
     """
     op = "save_gpt_oss_layer_tensors"
+    need, got = MXFP4.name, weights.weight_format
+    remedy = "quantise dense weights with mxpert.quantize_weights"
+    require(got == need, op, "weights.weight_format", need=need, got=got, remedy=remedy)
     prefix = f"model.layers.{layer}.mlp"
     tensors = {
         f"{prefix}.experts.{name}": tensor

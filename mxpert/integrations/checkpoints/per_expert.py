@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError, message, require
-from ...formats.tensor import TENSOR_FIELDS, MXTensor
+from ...formats.tensor import TENSOR_FIELDS
 from ...moe.weights import GateUpOrder, MoEWeights
-from .expert_matrices import Decoded, MatrixFormat, Part
+from .expert_matrices import BadMatrixError, Decoded, Exact, MatrixFormat, Part
 from .expert_sources import (
     PARTS,
     SOURCE_DTYPES,
@@ -48,6 +48,7 @@ class ExpertModule:
         matrices: for one matrix per expert: its name by (expert, "gate" | "up" | "down"), without
             the suffixes of its tensors; empty for stacked experts.
         biased: parts that have a bias.
+        stored: how each matrix is stored; None for stacked experts.
     """
 
     path: str
@@ -57,6 +58,7 @@ class ExpertModule:
     order: GateUpOrder | None
     matrices: Mapping[tuple[int, str], str]
     biased: frozenset[str] = frozenset()
+    stored: MatrixFormat | None = None
 
     @property
     def stages(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -142,13 +144,15 @@ def check_module(
     where = f"{reader.path}: {path}"
     require(len(matrices) == count, op, where, need=need, got=len(matrices), remedy=remedy)
     first = reader.info(f"{matrices[0, kinds[0]]}.{stored.parts[0].suffix}")
-    need = f"[N, K/{stored.parts[0].columns}]"
-    shape = list(first.shape)
+    shape, need = list(first.shape), f"[{', '.join(stored.parts[0].shape)}]"
     where = f"{first.file}: {first.name}.shape"
     require(len(shape) == 2 and 0 not in shape, op, where, need=need, got=shape)
-    intermediate, hidden = shape[0], shape[1] * stored.parts[0].columns
+    intermediate, hidden = stored.parts[0].sizes(first.shape)
     check_blocks(op, first, hidden, intermediate)
     check_hidden(reader, config, hidden, first)
+    need, got = f"multiples of the group, {stored.group}", [intermediate, hidden]
+    fits = all(size % stored.group == 0 for size in got)
+    require(fits, op, f"{first.file}: {first.name}: N and K", need=need, got=got)
     module = ExpertModule(
         path,
         experts,
@@ -157,6 +161,7 @@ def check_module(
         GateUpOrder.CONCATENATED if has_gate else None,
         matrices,
         frozenset(biases),
+        stored,
     )
     _check_tensors(reader, module, stored)
     return module
@@ -204,6 +209,7 @@ def _check_tensors(reader: CheckpointReader, module: ExpertModule, stored: Matri
     biased = {
         part for parts in module.stages for part in parts if module.biased.intersection(parts)
     }
+    first = module.matrices[0, module.stages[0][0]]
     for (_, kind), name in module.matrices.items():
         for part in stored.parts:
             _check_part(reader, f"{name}.{part.suffix}", part, sizes[kind])
@@ -211,6 +217,11 @@ def _check_tensors(reader: CheckpointReader, module: ExpertModule, stored: Matri
             shape = sizes[kind][:1]
             remedy = "one bias per row of the matrix"
             reader.require(f"{name}.bias", dtypes=SOURCE_DTYPES, shape=shape, remedy=remedy)
+    for name in module.matrices.values():  # they are stacked: none is converted
+        for part in stored.parts:
+            info, other = (reader.info(f"{each}.{part.suffix}") for each in (name, first))
+            where, need = f"{info.file}: {info.name}.dtype", f"{other.dtype}, as {first} has"
+            require(info.dtype == other.dtype, reader.op, where, need=need, got=info.dtype)
 
 
 def _check_part(reader: CheckpointReader, name: str, part: Part, sizes: tuple[int, int]) -> None:
@@ -224,57 +235,116 @@ def _check_part(reader: CheckpointReader, name: str, part: Part, sizes: tuple[in
 
 
 def read_matrix(reader: CheckpointReader, name: str, stored: MatrixFormat) -> Decoded:
-    """One matrix of one expert, on the CPU."""
-    return stored.decode(*(reader.read(f"{name}.{part.suffix}") for part in stored.parts))
+    """One matrix of one expert, on the CPU.
+
+    Raises:
+        ValueError, UnsupportedError: tensors whose content does not fit; the message names one.
+    """
+    try:
+        return stored.decode(*(reader.read(f"{name}.{part.suffix}") for part in stored.parts))
+    except BadMatrixError as bad:
+        text = message(reader.op, f"{name}.{bad.suffix}", bad.need, bad.got, bad.remedy)
+        raise (UnsupportedError if bad.is_known else ValueError)(text) from None
 
 
-def read_stage(
-    reader: CheckpointReader, module: ExpertModule, stored: MatrixFormat, stage: int, expert: int
-) -> Decoded:
-    """One expert's projection of a stage [N, K], gate rows before up rows; on the CPU.
+def _is_cast(
+    reader: CheckpointReader, module: ExpertModule, stored: MatrixFormat, expert: int, stage: int
+) -> bool:
+    """Whether the NVFP4 tensors of one expert's projection are a cast of MXFP4."""
+    return not any(
+        isinstance(read_matrix(reader, module.matrices[expert, part], stored), NotACast)
+        for part in module.stages[stage]
+    )
+
+
+def settle(
+    reader: CheckpointReader, module: ExpertModule
+) -> tuple[ExpertModule, tuple[int, int] | None]:
+    """The module with the format that its weights load in, and its casts of MXFP4.
 
     Returns:
-        The matrix; NotACast, with the blocks of both parts, where a part is none.
+        The module; of NVFP4, how many experts of both projections are casts, otherwise None.
     """
-    parts = [
-        read_matrix(reader, module.matrices[expert, part], stored) for part in module.stages[stage]
-    ]
-    exact = [part for part in parts if not isinstance(part, NotACast)]
-    if len(exact) == len(parts):
-        joined: dict[str, Any] = {  # fields of any type that a matrix may have
-            field: torch.cat([getattr(part, field) for part in exact])
-            for field in _tensors(exact[0])
-        }
-        return replace(exact[0], **joined)
-    return NotACast(
-        sum(part.casts if isinstance(part, NotACast) else part.scale.numel() for part in parts),
-        sum(part.blocks if isinstance(part, NotACast) else part.scale.numel() for part in parts),
+    stored = module.stored
+    if stored is None or stored.otherwise is None:
+        return module, None
+    first, second = (
+        sum(_is_cast(reader, module, stored, each, stage) for each in range(module.num_experts))
+        for stage in (0, 1)
     )
+    are_casts = first == second == module.num_experts
+    return replace(module, stored=stored if are_casts else stored.otherwise), (first, second)
+
+
+def read_stage(reader: CheckpointReader, module: ExpertModule, stage: int, expert: int) -> Exact:
+    """One expert's projection of a stage [N, K], gate rows before up rows; on the CPU.
+
+    Args:
+        reader: the checkpoint. module: of `settle`. stage: 0 or 1. expert: its index.
+    """
+    assert module.stored is not None  # for the type checker: one matrix per expert
+    exact: list[Exact] = []
+    for part in module.stages[stage]:
+        matrix = read_matrix(reader, module.matrices[expert, part], module.stored)
+        assert not isinstance(matrix, NotACast)  # for the type checker: of `settle`
+        exact.append(matrix)
+    joined: dict[str, Any] = {  # fields of any type that a matrix may have
+        field: torch.cat([getattr(part, field) for part in exact]) for field in _tensors(exact[0])
+    }
+    return replace(exact[0], **joined)
 
 
 def read_module(
     reader: CheckpointReader,
     module: ExpertModule,
-    stored: MatrixFormat,
     device: torch.device | str,
     experts: Sequence[int] | None = None,
 ) -> MoEWeights:
     """The weights of a module, or of some of its experts, read matrix by matrix.
 
+    NVFP4 is MXFP4 where every matrix of the module is a cast of it, also those of experts that are
+    not asked for: all ranks of a layer have one format.
+
     Args:
-        reader: the checkpoint. module: of `check_module`. stored: how each matrix is stored.
+        reader: the checkpoint. module: of `check_module`.
         device: of the weights; besides them, one matrix is held at a time.
         experts: indices in the wanted order; None is all of them.
 
     Raises:
-        UnsupportedError: NVFP4 weights that are no cast of MXFP4; the message names the matrix.
+        ValueError, UnsupportedError: as `read_matrix`.
     """
-    chosen = range(module.num_experts) if experts is None else experts
-    gate_up, down = (
-        _read_projection(reader, module, stored, parts, chosen, device) for parts in module.stages
-    )
+    every = range(module.num_experts)
+    chosen = every if experts is None else experts
+    stored = module.stored
+    assert stored is not None  # for the type checker: one matrix per expert
+    others = [expert for expert in every if expert not in chosen]
+    if stored.otherwise is not None and not all(
+        _is_cast(reader, module, stored, expert, stage) for expert in others for stage in (0, 1)
+    ):
+        stored = stored.otherwise
+    found = _read_projections(reader, module, stored, chosen, device)
+    if found is None:
+        assert stored.otherwise is not None  # for the type checker: the last format decodes all
+        found = _read_projections(reader, module, stored.otherwise, chosen, device)
+    assert found is not None  # for the type checker: as above
     first, second = (_read_bias(reader, module, parts, chosen, device) for parts in module.stages)
-    return MoEWeights(gate_up, down, first, second, gate_up_order=module.order)
+    return MoEWeights(*found, first, second, gate_up_order=module.order)
+
+
+def _read_projections(
+    reader: CheckpointReader,
+    module: ExpertModule,
+    stored: MatrixFormat,
+    experts: Sequence[int],
+    device: torch.device | str,
+) -> tuple[Exact, Exact] | None:
+    """Both projections; None where a matrix is no cast of MXFP4."""
+    gate_up, down = module.stages
+    first = _read_projection(reader, module, stored, gate_up, experts, device)
+    if first is None:
+        return None
+    second = _read_projection(reader, module, stored, down, experts, device)
+    return None if second is None else (first, second)
 
 
 def _read_projection(
@@ -284,15 +354,14 @@ def _read_projection(
     parts: Sequence[str],
     experts: Sequence[int],
     device: torch.device | str,
-) -> MXTensor:
-    stacked: MXTensor | None = None
+) -> Exact | None:
+    stacked: Exact | None = None
     for place, expert in enumerate(experts):
         first = 0
         for part in parts:
-            name = module.matrices[expert, part]
-            matrix = read_matrix(reader, name, stored)
+            matrix = read_matrix(reader, module.matrices[expert, part], stored)
             if isinstance(matrix, NotACast):
-                raise not_served(reader.op, name, matrix)
+                return None
             if stacked is None:
                 rows = sum(module.rows(each) for each in parts)
                 stacked = _empty(matrix, len(experts), rows, device)
@@ -300,11 +369,11 @@ def _read_projection(
                 rows_of = getattr(stacked, field)[place, first : first + module.rows(part)]
                 rows_of.copy_(getattr(matrix, field))
             first += module.rows(part)
-    assert stacked is not None  # checked by check_module: there are experts
+    assert stacked is not None  # for the type checker: there are experts
     return stacked
 
 
-def _empty(matrix: MXTensor, experts: int, rows: int, device: torch.device | str) -> MXTensor:
+def _empty(matrix: Exact, experts: int, rows: int, device: torch.device | str) -> Exact:
     """Uninitialised tensors [experts, rows, …] of the kind that `matrix` [N, …] has."""
     fields: dict[str, Any] = {  # as above
         name: torch.empty(
@@ -317,18 +386,9 @@ def _empty(matrix: MXTensor, experts: int, rows: int, device: torch.device | str
     return replace(matrix, **fields)
 
 
-def _tensors(matrix: MXTensor) -> list[str]:
+def _tensors(matrix: Exact) -> list[str]:
     """Names of the tensors of a matrix; each has the matrix's rows first."""
     return [name for name in TENSOR_FIELDS[type(matrix)] if getattr(matrix, name) is not None]
-
-
-def not_served(op: str, name: str, found: NotACast) -> UnsupportedError:
-    """The error for NVFP4 weights that MXFP4 does not hold."""
-    share = f"{100 * found.casts / found.blocks:.1f} %"
-    need = "NVFP4 weights that were cast from MXFP4 (both scales of 32 codes one power of two)"
-    got = f"{share} of {found.blocks} blocks"
-    remedy = "exact NVFP4 is not served yet"
-    return UnsupportedError(message(op, name, need, got, remedy))
 
 
 def _read_bias(

@@ -119,7 +119,30 @@ class Statement:
         layers = self.entry.get("quantized_layers")
         return self.method == "modelopt" and bool(layers) and self._mixed(linear) is None
 
+    def weights_of(self, linear: str) -> dict[str, Any]:
+        """What compressed-tensors states of the weights of one linear layer.
+
+        Raises:
+            ValueError: entries that cannot be read, or none for this layer.
+        """
+        group = self._group(linear)
+        where = f"{self.where}.config_groups"
+        return _object(None if group is None else group.get("weights"), where, self.op)
+
+    def dynamic_of(self, linear: str) -> object:
+        """What GPTQModel states of one layer alone, ``dynamic``; None without."""
+        for pattern, settings in self._mapping("dynamic").items():
+            if self._names(f"re:{pattern.lstrip('+-:')}", linear):
+                return {pattern: settings}
+        return None
+
     def _compressed_tensors(self, linear: str) -> str:
+        group = self._group(linear)
+        stated = None if group is None else group.get("format")
+        return str(stated or self.entry.get("format") or "")
+
+    def _group(self, linear: str) -> dict[str, Any] | None:
+        """The group of compressed-tensors that a layer belongs to."""
         groups = [
             _object(group, f"{self.where}.config_groups", self.op)
             for group in self._mapping("config_groups").values()
@@ -130,8 +153,7 @@ class Statement:
             for group, names in targets
             if any(isinstance(name, str) and self._names(name, linear) for name in names)
         ] or [group for group, names in targets if "Linear" in names]
-        stated = fits[0].get("format") if fits else None
-        return str(stated or self.entry.get("format") or "")
+        return fits[0] if fits else None
 
     def _quark(self, linear: str) -> str:
         patterns = self._mapping("layer_quant_config")

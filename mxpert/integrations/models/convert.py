@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -175,8 +176,8 @@ def _has_dense_experts(model: torch.nn.Module) -> bool:
 def restore(model: _Model) -> _Model:
     """Undo `convert`: put dense experts back, with the values they have now.
 
-    Dequantised values are exact in bfloat16. The restored model needs no mxpert: Transformers
-    runs, saves and loads it like any other.
+    Dequantised values of MXFP4 are exact in bfloat16, others are rounded to the model's dtype. The
+    restored model needs no mxpert: Transformers runs, saves and loads it like any other.
 
     Args:
         model: a model that `convert` returned.
@@ -306,23 +307,30 @@ def check_ranks(
         )
 
 
-def forbid_saving(model: torch.nn.Module) -> None:
-    """Make ``save_pretrained`` raise: a checkpoint has all experts, and each rank has some."""
-    for holder in configured_models(model):
-        holder.save_pretrained = _refuse_to_save
+def forbid_saving(model: torch.nn.Module, other_format: str | None = None) -> None:
+    """Make ``save_pretrained`` raise, until `restore`.
 
-
-def _refuse_to_save(*arguments: object, **options: object) -> None:
-    raise UnsupportedError(
-        message(
-            "save_pretrained",
-            "experts",
-            "a model with all of them",
-            "the local experts of one rank",
-            "save the model before it is converted with expert_parallel, or "
-            "mxpert.training.full_state_dict",
-        )
+    A checkpoint has all experts, and each rank has some. With `other_format`, the name of a format
+    of weights: what is written has experts in MXFP4.
+    """
+    need, got = "a model with all of them", "the local experts of one rank"
+    remedy = (
+        "save the model before it is converted with expert_parallel, or "
+        "mxpert.training.full_state_dict"
     )
+    if other_format is not None:
+        need, got = "experts in MXFP4", other_format
+        remedy = (
+            "keep the checkpoint that they came from, or make them dense with "
+            "mxpert.integrations.models.convert.restore(model)"
+        )
+    text = message("save_pretrained", "experts", need, got, remedy)
+    for holder in configured_models(model):
+        holder.save_pretrained = partial(_refuse_to_save, text)
+
+
+def _refuse_to_save(text: str, *arguments: object, **options: object) -> None:
+    raise UnsupportedError(text)
 
 
 def _refuse_local_experts(modules: Sequence[MXExperts | TrainableExperts], op: str) -> None:

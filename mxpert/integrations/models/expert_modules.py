@@ -1,4 +1,4 @@
-"""The modules that take the place of a model's experts: MXFP4 for inference, MXFP8 for training."""
+"""The modules that take the place of a model's experts: quantised for inference, or in training."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 
 from ...core.problem import Activation, ActivationFormat, parse_activation_format
 from ...distributed import ExpertParallel
+from ...formats.tensor import MXTensor
+from ...formats.weight_tensor import WeightLike
 from ...modules import PreparedExperts
 from ...moe.published_tensors import expert_weights_from, published_shapes
 from ...moe.weights import GateUpOrder, MoEWeights, gate_up_rows
@@ -22,7 +24,7 @@ from .experts import FoundExperts
 
 
 class MXExperts(PreparedExperts):
-    """The experts of one layer of a Transformers model in MXFP4.
+    """The experts of one layer of a Transformers model in MXFP4, or as a checkpoint has them.
 
     Called as the module that it replaces: ``experts(hidden_states, topk_ids, topk_weights)``.
 
@@ -73,12 +75,11 @@ class MXExperts(PreparedExperts):
         weights, found = self.weights.unprepare(), self._source
         tensors: dict[str, torch.Tensor] = {}
         first, second = found.projections
-        gate_up, down = weights.mx_projections
         for name, projection, bias in (
-            (first, gate_up, weights.gate_up_bias),
-            (second, down, weights.down_bias),
+            (first, weights.gate_up_proj, weights.gate_up_bias),
+            (second, weights.down_proj, weights.down_bias),
         ):
-            dense = dequantize(projection, dtype=self.dtype)
+            dense = _dense(projection, self.dtype)
             if name == first and found.order is not None:
                 rows = _reordered_rows(weights, found.order)
                 dense = dense[:, rows]
@@ -96,6 +97,15 @@ class MXExperts(PreparedExperts):
     def source(self) -> FoundExperts:
         """The module that this one replaced, and its place."""
         return self._source
+
+
+def _dense(projection: WeightLike, dtype: torch.dtype) -> torch.Tensor:
+    """[E, N, K] in `dtype`; WeightTensor by expert, since it decodes in float64."""
+    if isinstance(projection, MXTensor):
+        return dequantize(projection, dtype=dtype)
+    return torch.stack(
+        [projection[each].dequantize(dtype) for each in range(len(projection.qdata))]
+    )
 
 
 class StoredExperts(torch.nn.Module):

@@ -150,6 +150,7 @@ def unmark_quantized(model: torch.nn.Module) -> None:
             (holder, "hf_quantizer"),
             (holder, "quantization_method"),
             (holder, "is_quantized"),
+            (holder, "save_pretrained"),  # of `forbid_saving`
         ):
             vars(owner).pop(name, None)
         if hasattr(holder, "_dense_weight_conversions"):

@@ -231,21 +231,14 @@ def test_a_config_that_says_no_container_is_refused(case: str, tmp_path: Path) -
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "MXFP8": ({"quant_method": "mxfp8"}, r"got MXFP8 \(MXFP8\)"),
-    "MXFP8 of modelopt": (
-        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
-        r"got ModelOpt MXFP8 \(MXFP8\)",
+    "NVFP4 with AWQ": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+        r"got ModelOpt NVFP4 with AWQ \(NVFP4\)",
     ),
-    "MXFP8 of compressed-tensors": (
-        {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"},
-        r"got compressed-tensors mxfp8-quantized \(MXFP8\)",
+    "FP8 of compressed-tensors": (
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        r"got compressed-tensors float-quantized \(FP8\)",
     ),
-    "INT4": (
-        {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-        r"got compressed-tensors pack-quantized \(INT4\)",
-    ),
-    "AWQ": ({"quant_method": "awq"}, r"got AWQ \(INT4\)"),
-    "GPTQ": ({"quant_method": "gptq"}, r"got GPTQ \(INT4\)"),
     "FP8": ({"quant_method": "fp8"}, r"got FP8 in blocks \(FP8\); FP8 experts in this container"),
     "unknown": ({"quant_method": "hqq"}, "got 'hqq'; see docs/which-checkpoints-run.md"),
     "fp6 of quark": (

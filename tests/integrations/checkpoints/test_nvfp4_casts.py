@@ -1,19 +1,16 @@
-"""NVFP4 matrices that hold MXFP4 values: found exactly, converted bit for bit, else refused."""
+"""NVFP4 matrices that hold MXFP4 values: found exactly, converted bit for bit."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
 
-from mxpert.errors import UnsupportedError
 from mxpert.formats.tensor import MXTensor
-from mxpert.integrations.checkpoints.load import load_expert_weights
 from mxpert.integrations.checkpoints.nvfp4_casts import NotACast, mxfp4_of_cast
-from support.expert_containers import KINDS, MATRIX_SIZES, random_matrix, rewrite, write
+from support.expert_containers import KINDS, MATRIX_SIZES, random_matrix
 
 ONE = torch.tensor(1.0)
 EVERY_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -118,29 +115,15 @@ def test_a_global_scale_that_is_none_makes_no_cast(number: float, is_divisor: bo
     assert scale_bytes(*arguments, is_divisor=is_divisor) is None
 
 
-@pytest.mark.parametrize("name", ["ModelOpt NVFP4", "compressed-tensors nvfp4-pack-quantized"])
-def test_exact_nvfp4_is_refused_with_expert_and_share(name: str, tmp_path: Path) -> None:
-    modules = write(tmp_path, name)
-    path = modules[0].path
-    suffix = "weight_scale"
-    rows, columns = MATRIX_SIZES["up"]
-
-    def change(tensors: dict[str, torch.Tensor]) -> None:
-        scale = tensors[f"{path}.2.up_proj.{suffix}"].view(torch.uint8)
-        scale[0, 0] += 1  # another significand: no power of two any more
-
-    rewrite(tmp_path, change)
-    blocks = rows * columns // 32
-    share = f"{100 * (blocks - 1) / blocks:.1f}"
-    expected = (
-        rf"^load_expert_weights: {path}\.2\.up_proj — need NVFP4 weights that were cast from MXFP4 "
-        rf".*, got {share} % of {blocks} blocks; exact NVFP4 is not served yet$"
-    )
-    loaded = load_expert_weights(tmp_path)
-    with pytest.raises(UnsupportedError, match=expected):
-        next(loaded)
-    ((only, _),) = load_expert_weights(tmp_path, layers=[1])  # the other layer is a cast
-    assert only == modules[1].path
+def test_one_scale_of_another_significand_is_no_cast() -> None:
+    matrix = random_matrix(torch.Generator().manual_seed(0), *MATRIX_SIZES["up"])
+    tensors = KINDS["ModelOpt NVFP4"].store(matrix, 1)
+    names = "weight", "weight_scale", "weight_scale_2"
+    assert scale_bytes(*(tensors[name] for name in names)) is not None
+    tensors["weight_scale"].view(torch.uint8)[0, 0] += 1
+    blocks = matrix.exponents.numel()
+    found = mxfp4_of_cast(*(tensors[name] for name in names), is_divisor=False)
+    assert found == NotACast(casts=blocks - 1, blocks=blocks)
 
 
 def test_gate_and_up_have_global_scales_of_their_own() -> None:

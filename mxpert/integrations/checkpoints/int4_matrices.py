@@ -1,0 +1,213 @@
+"""How checkpoints store a matrix of 4-bit integers: compressed-tensors, AWQ and GPTQ.
+
+All of them have codes 0 to 15, ``w = (code - zero) · scale``, in words of int32. They differ in the
+axis that a word runs along, in the order of its nibbles, and in how zero points are written. A
+config states the size of groups and more; what is not served is refused by its name.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from ...core.files import short
+from ...errors import UnsupportedError, message
+from ...formats.codec import pack_codes, unpack_codes
+from ...formats.weight_tensor import (
+    INT4_G32,
+    INT4_G64,
+    INT4_G128,
+    INT4_ZERO,
+    WeightFormat,
+    WeightTensor,
+)
+from .expert_matrices import BadMatrixError, MatrixFormat, Part
+from .stated_quantization import Statement
+
+_FORMATS = {each.group_size: each for each in (INT4_G32, INT4_G64, INT4_G128)}
+_SCALES = ("BF16", "F16", "F32")
+_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The nibble of a word that each of its 8 columns is in."""
+_INCONSISTENT = "config and tensors do not belong together"
+_IN_ORDER = (None, False, "weight", "static")
+"""Values of ``actorder`` that leave the weights of a group side by side."""
+
+
+def pack_quantized_matrix(statement: Statement, linear: str) -> MatrixFormat:
+    """compressed-tensors ``pack-quantized``: words along K, each with 8 codes ``q + 8`` in order.
+
+    ``weight_packed`` int32 [N, K/8], ``weight_scale`` [N, K/g], ``weight_shape`` int64 [2], and
+    without ``symmetric`` ``weight_zero_point`` int32 [N/8, K/g], words along N.
+
+    Raises:
+        UnsupportedError: other bits, groups or orders.
+
+    Source:
+        compressed-tensors 0.20, ``PackedQuantizationCompressor`` and ``pack_to_int32``.
+    """
+    stated = statement.weights_of(linear)
+    for key, served in (
+        ("num_bits", (4,)),
+        ("type", ("int", None)),
+        ("strategy", ("group", None)),  # which follows from group_size
+        ("actorder", _IN_ORDER),
+    ):
+        _require_served(statement, f"weights.{key}", served, stated.get(key))
+    format = _format(statement, "weights.group_size", stated.get("group_size"))
+    is_symmetric = stated.get("symmetric", True) is True
+    zeros = () if is_symmetric else (Part("weight_zero_point", ("I32",), ("N/8", _per(format))),)
+    return MatrixFormat(
+        (
+            Part("weight_packed", ("I32",), ("N", "K/8")),
+            Part("weight_scale", _SCALES, ("N", _per(format))),
+            Part("weight_shape", ("I64", "I32"), ("2",)),
+            *zeros,
+        ),
+        partial(_pack_quantized, format),
+        group=format.group_size,
+    )
+
+
+def awq_matrix(statement: Statement, linear: str) -> MatrixFormat:
+    """AWQ's ``gemm``: words along N whose columns 0 to 7 are nibbles 0, 4, 1, 5, 2, 6, 3, 7.
+
+    ``qweight`` int32 [K, N/8], ``qzeros`` int32 [K/g, N/8] alike, ``scales`` [K/g, N].
+
+    Raises:
+        UnsupportedError: other bits, groups or versions, or no zero points.
+
+    Source:
+        AutoAWQ, ``awq/utils/packing_utils.py`` (``AWQ_REVERSE_ORDER``).
+    """
+    entry = statement.entry
+    _require_served(statement, "bits", (4,), entry.get("bits", entry.get("w_bit")))
+    _require_served(statement, "version", ("gemm",), str(entry.get("version") or "gemm").lower())
+    _require_served(statement, "zero_point", (True,), entry.get("zero_point", True))
+    group = entry.get("group_size", entry.get("q_group_size"))
+    format = _format(statement, "group_size", group)
+    return MatrixFormat(
+        (
+            Part("qweight", ("I32",), ("K", "N/8")),
+            Part("qzeros", ("I32",), (_per(format), "N/8")),
+            Part("scales", _SCALES, (_per(format), "N")),
+        ),
+        partial(_awq, format),
+        group=format.group_size,
+    )
+
+
+def gptq_matrix(statement: Statement, linear: str) -> MatrixFormat:
+    """GPTQ: words along K; zero points are words along N, less 1 except in ``gptq_v2``.
+
+    ``qweight`` int32 [K/8, N], ``qzeros`` int32 [K/g, N/8], ``scales`` [K/g, N], ``g_idx`` int32
+    [K], which has to be ``k // g``. With ``sym`` all zero points are 8.
+
+    Raises:
+        UnsupportedError: other bits, groups or forms, ``desc_act``, or settings for single layers.
+
+    Source:
+        AutoGPTQ and GPTQModel, ``QuantLinear``; Transformers' ``GPTQConfig``.
+    """
+    entry = statement.entry
+    form = entry.get("checkpoint_format") or entry.get("format") or "gptq"  # GPTQModel has both
+    _require_served(statement, "bits", (4,), entry.get("bits"))
+    _require_served(statement, "desc_act", (False,), entry.get("desc_act", False))
+    _require_served(statement, "checkpoint_format", ("gptq", "gptq_v2"), form)
+    _require_served(statement, "dynamic", (None, {}), statement.dynamic_of(linear))
+    format = _format(statement, "group_size", entry.get("group_size"))
+    is_symmetric = entry.get("sym", True) is True
+    return MatrixFormat(
+        (
+            Part("qweight", ("I32",), ("K/8", "N")),
+            Part("qzeros", ("I32",), (_per(format), "N/8")),
+            Part("scales", _SCALES, (_per(format), "N")),
+            Part("g_idx", ("I32",), ("K",)),
+        ),
+        partial(_gptq, format, is_symmetric, form == "gptq"),
+        group=format.group_size,
+    )
+
+
+def _pack_quantized(
+    format: WeightFormat,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    shape: torch.Tensor,
+    zeros: torch.Tensor | None = None,
+) -> WeightTensor:
+    wanted, got = [packed.shape[0], 8 * packed.shape[1]], shape.tolist()
+    if got != wanted:
+        need = f"{wanted}, the shape of weight_packed"
+        raise BadMatrixError("weight_shape", need, got, _INCONSISTENT)
+    codes = packed.view(torch.uint8)  # int32 is stored little-endian: nibble i is code i
+    if zeros is None:
+        return WeightTensor(codes, scale, format)
+    zero_point = unpack_codes(zeros.t().contiguous().view(torch.uint8)).t().contiguous()
+    return WeightTensor(codes, scale, format, zero_point)
+
+
+def _awq(
+    format: WeightFormat, packed: torch.Tensor, zeros: torch.Tensor, scale: torch.Tensor
+) -> WeightTensor:
+    codes, zero_point = _awq_codes(packed), _awq_codes(zeros)
+    return WeightTensor(pack_codes(codes), scale.t().contiguous(), format, zero_point)
+
+
+def _awq_codes(words: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, R] of words int32 [R, N/8]."""
+    nibbles = unpack_codes(words.view(torch.uint8)).unflatten(-1, (-1, 8))
+    codes: torch.Tensor = nibbles[..., list(_AWQ_NIBBLES)].flatten(-2).t().contiguous()
+    return codes
+
+
+def _gptq(
+    format: WeightFormat,
+    is_symmetric: bool,
+    is_less_one: bool,
+    packed: torch.Tensor,
+    zeros: torch.Tensor,
+    scale: torch.Tensor,
+    groups: torch.Tensor,
+) -> WeightTensor:
+    columns = torch.arange(groups.numel(), dtype=groups.dtype)
+    if not torch.equal(groups, columns // format.group_size):
+        need, remedy = f"k // {format.group_size}", "columns in another order are not supported"
+        raise BadMatrixError("g_idx", need, "another order", remedy, is_known=True)
+    zero_point: torch.Tensor | None = unpack_codes(zeros.view(torch.uint8)).t().contiguous()
+    assert zero_point is not None  # for the type checker
+    if is_less_one:
+        if bool((zero_point == 15).any()):
+            need, remedy = "0 to 14, zero points less 1", "readers disagree on 15: save as gptq_v2"
+            raise BadMatrixError("qzeros", need, 15, remedy, is_known=True)
+        zero_point = zero_point + 1
+    if is_symmetric:
+        other = zero_point[zero_point != INT4_ZERO]
+        if other.numel():
+            need = f"{INT4_ZERO}, as sym states"
+            raise BadMatrixError("qzeros", need, int(other[0]), _INCONSISTENT)
+        zero_point = None
+    codes = packed.t().contiguous().view(torch.uint8)  # as in _pack_quantized
+    return WeightTensor(codes, scale.t().contiguous(), format, zero_point)
+
+
+def _per(format: WeightFormat) -> str:
+    return f"K/{format.group_size}"
+
+
+def _format(statement: Statement, key: str, size: object) -> WeightFormat:
+    _require_served(statement, key, tuple(_FORMATS), size)
+    assert isinstance(size, int)  # for the type checker
+    return _FORMATS[size]
+
+
+def _require_served(
+    statement: Statement, key: str, served: tuple[object, ...], got: object
+) -> None:
+    """Raise UnsupportedError for a value that has no decoder; ``4`` is not ``True``."""
+    if any(got == each and type(got) is type(each) for each in served):
+        return
+    need = " or ".join("none" if each is None else repr(each) for each in served)
+    remedy = "see docs/which-checkpoints-run.md"
+    where = f"{statement.where}: {key}"
+    raise UnsupportedError(message(statement.op, where, need, short(got), remedy))
