@@ -312,8 +312,8 @@ def test_a_constant_cache_policy_is_seen(unit: int, streams: bool) -> None:
     ("old", "new"),
     [
         ("offsets, variant.STREAM)", "offsets, False)"),
-        ("        variant.STREAM,\n    )", "        False,\n    )"),
-        ("pair, steps, False)", "pair, steps, True)"),
+        ("outside, STREAM=variant.STREAM", "outside, STREAM=False"),
+        ("of_rows, step, 0, False)", "of_rows, step, 0, True)"),
     ],
     ids=["codes", "scales of weights", "scales of rows"],
 )
