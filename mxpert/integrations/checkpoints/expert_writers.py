@@ -261,7 +261,7 @@ def _int4(weight: WeightTensor) -> tuple[torch.Tensor, ...]:
 
 def _nvfp4(op: str, name: str, weight: WeightTensor) -> tuple[torch.Tensor, ...]:
     """Codes [N, K/2], e4m3 scales [N, K/16], float32 [1]: the divisor of the whole matrix."""
-    assert weight.row_scale is not None  # quantize_weight gives every NVFP4 matrix one factor
+    assert weight.row_scale is not None  # for the type checker: quantize_weight makes one
     divisor = weight.row_scale[:1].reciprocal()
     require(
         bool(divisor.isfinite()),

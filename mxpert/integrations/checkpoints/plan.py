@@ -221,7 +221,7 @@ def _quantized_parts(
         if whole is not None:
             yield part, whole[rows]
         elif isinstance(format, MXFormat):
-            assert plan.rule is not None  # formats with E8M0 scales have one
+            assert plan.rule is not None  # for the type checker: E8M0 scales have one
             yield part, quantize_blocks(part, format, axis=-1, rule=plan.rule)
         else:
             yield part, quantize_weight(part, format)

@@ -56,15 +56,16 @@ def _verify_experts(
 ) -> list[str]:
     failures = []
     sample = sorted({0, layer.num_experts // 2, layer.num_experts - 1})
+    is_stacked = plan.writer.is_stacked
     for projection in layer.projections:
         for expert in sample:
             weights, _, _ = quantize_expert(plan, layer, projection, expert)
             fresh = plan.writer.tensors_of(OP, layer, projection, expert, weights)
             for name, tensor in fresh.items():
-                stacked = plan.writer.is_stacked
-                stored = written.read_row(name, expert) if stacked else written.read(name)
-                if not _same_bytes(tensor, stored):
-                    what = f"{name}[{expert}]" if stacked else name
+                if not _same_bytes(
+                    tensor, written.read_row(name, expert) if is_stacked else written.read(name)
+                ):
+                    what = f"{name}[{expert}]" if is_stacked else name
                     failures.append(
                         f"{written.info(name).file}: {what} differs from a "
                         "fresh quantisation; delete this file and run again"

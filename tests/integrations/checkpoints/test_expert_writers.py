@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from mxpert import quantize_weights
 from mxpert.formats.weight_tensor import WeightTensor
-from mxpert.integrations.checkpoints import expert_sources, expert_writers, safetensors_files
+from mxpert.integrations.checkpoints import expert_sources, expert_writers, plan, safetensors_files
 from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from support.written_experts import (
     FORMATS,
@@ -145,6 +145,20 @@ def test_compressed_tensors_reads_what_is_written(format: Any, tmp_path: Path) -
             assert bool((error <= ours.abs() * (2.0**-8 * (1 + 2.0**-9))).all())
         else:  # one product, rounded once
             assert torch.equal(data, ours.to(torch.bfloat16))
+
+
+@EVERY_FORMAT
+def test_how_many_rows_are_quantised_at_a_time_changes_no_bit(
+    format: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_dense(tmp_path / "dense")
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "whole", weight_format=format)
+    monkeypatch.setattr(plan, "CHUNK_ELEMENTS", 96)  # three rows; amax is in one of them
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "parts", weight_format=format)
+    whole, parts = state_of(tmp_path / "whole"), state_of(tmp_path / "parts")
+    assert whole.keys() == parts.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor.view(torch.uint8), parts[name].view(torch.uint8)), name
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
