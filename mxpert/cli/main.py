@@ -50,7 +50,7 @@ COMMANDS = {
     "doctor": _Lazy(
         "doctor.command", "doctor", "Say what works on this machine, what does not, and why."
     ),
-    "quantize": _Lazy("quantize", "quantize", "Convert a bf16 MoE checkpoint to MXFP4."),
+    "quantize": _Lazy("quantize", "quantize", "Quantise the experts of a bf16 MoE checkpoint."),
     "inspect": _Lazy("inspect", "inspect", "Show MX statistics of a checkpoint or a tensor."),
     "eval": _Lazy(
         "eval",

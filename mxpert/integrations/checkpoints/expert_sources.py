@@ -374,7 +374,7 @@ def check_blocks(op: str, info: TensorInfo, hidden: int, intermediate: int) -> N
             f"{info.file}: {info.name}.shape",
             need=f"{what} a multiple of {MX_BLOCK_SIZE} (one scale per block)",
             got=list(info.shape),
-            remedy="MXFP4 has no partial blocks; pad the model first",
+            remedy="there are no partial blocks; pad the model first",
         )
 
 

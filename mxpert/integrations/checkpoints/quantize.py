@@ -1,4 +1,4 @@
-"""Quantise the experts of a bf16 MoE checkpoint to MXFP4, in the format that gpt-oss publishes.
+"""Quantise the experts of a bf16 MoE checkpoint, in a container that inference engines read.
 
 One output shard per experts module holds its quantised weights; further shards hold all other
 tensors unchanged. A manifest in the destination records the checksum of each finished shard, so an
@@ -8,28 +8,20 @@ interrupted run continues where it stopped.
 from __future__ import annotations
 
 import math
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from ... import __version__
 from ...core.files import JSONReader, partial_name, write_atomically
 from ...errors import Checks
-from ...formats.spec import MX_BLOCK_SIZE, ScaleRule, ScaleRuleLike
-from ...moe.published_tensors import BLOCK_BYTES
-from ...moe.weights import GateUpOrder
-from ..models.saved_config import (
-    GPT_OSS,
-    GPT_OSS_UNCONVERTED,
-    implementation_entry,
-    quantization_config,
-)
+from ...formats.spec import ScaleRuleLike
+from ...formats.weight_tensor import WeightFormatName
 from .expert_sources import ExpertSource, source_directory_files
 from .plan import OP, OutputShard, QuantizePlan, plan_quantization, quantize_expert
 from .safetensors_files import (
@@ -74,6 +66,15 @@ class ProjectionReport:
         return asdict(self) | {"sqnr_db": self.sqnr_db}
 
 
+class _Settings(TypedDict):
+    """Fields of a report and of a manifest."""
+
+    weight_format: str
+    container: str
+    scale_rule: str | None
+    gate_up_order: str | None
+
+
 @dataclass(frozen=True)
 class _FinishedShard:
     """The manifest's entry of a shard that is complete."""
@@ -85,12 +86,24 @@ class _FinishedShard:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """Outcome of `quantize_checkpoint`."""
+    """Outcome of `quantize_checkpoint`.
+
+    Args:
+        source, destination: directories.
+        weight_format: name of the experts' format. container: how they are stored.
+        scale_rule: of E8M0 scales; None for other formats.
+        gate_up_order: of stacked gate and up rows; None where they are tensors of their own.
+        projections: sizes and errors. shards_written, shards_resumed: numbers of files.
+        source_bytes, bytes: of all tensors, before and after.
+        failures: what verification found.
+    """
 
     source: str
     destination: str
-    scale_rule: str
-    gate_up_order: str
+    weight_format: str
+    container: str
+    scale_rule: str | None
+    gate_up_order: str | None
     projections: list[ProjectionReport]
     shards_written: int
     shards_resumed: int
@@ -112,16 +125,20 @@ def quantize_checkpoint(
     source: Path | str,
     destination: Path | str,
     *,
-    scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
+    weight_format: WeightFormatName = "mxfp4",
+    scale_rule: ScaleRuleLike | None = None,
     device: torch.device | str = "cpu",
     on_progress: ProgressCallback | None = None,
 ) -> QuantizeReport:
-    """Quantise the experts of a bf16 MoE checkpoint to MXFP4 and verify what was written.
+    """Quantise the experts of a bf16 MoE checkpoint and verify what was written.
 
-    Every expert matrix becomes ``quantize_blocks(w, "mxfp4", axis=-1, rule=scale_rule)``; gate and
-    up rows alternate in the output, as in gpt-oss. All other tensors and side files (tokenizer,
-    templates) are copied bit for bit. Memory holds one quantised layer and one expert of the source
-    at a time.
+    Experts get the bits of `mxpert.quantize_weights`. MXFP4 is written as gpt-oss publishes it,
+    stacked, with alternating gate and up rows. MXFP8, NVFP4 and INT4 are written as
+    compressed-tensors stores them (``mxfp8-quantized``, ``nvfp4-pack-quantized``,
+    ``pack-quantized``), one matrix per expert and projection; gate and up of an expert share
+    NVFP4's global scale, which is stored as its reciprocal, rounded once to float32. All other
+    tensors and side files (tokenizer, templates) are copied bit for bit. Memory holds one quantised
+    layer and one expert of the source at a time.
 
     An interrupted run continues when it is called again with the same arguments. A file under its
     final name is complete. ``config.json`` is written last, so an unfinished destination does not
@@ -132,7 +149,9 @@ def quantize_checkpoint(
             or GraniteMoe's naming, or stacked as transformers 5 and gpt-oss do; or the id of such a
             model on the Hugging Face Hub.
         destination: directory to write; absent, empty, or left by an interrupted run.
-        scale_rule: how a block's scale follows from its maximum; a ScaleRule or its name.
+        weight_format: "mxfp4", "mxfp8", "nvfp4", "int4_g32", "int4_g64" or "int4_g128".
+        scale_rule: how a block's scale follows from its maximum, in MXFP4 and MXFP8; a ScaleRule or
+            its name. None is RCEIL, and the only choice in NVFP4 and INT4.
         device: device that quantises.
         on_progress: called after every expert and every copied shard.
 
@@ -140,8 +159,8 @@ def quantize_checkpoint(
         QuantizeReport; `failures` lists what verification found.
 
     Raises:
-        ValueError: bad source, a destination that would be overwritten, or NaN or infinity among
-            the weights. TypeError: wrong types.
+        ValueError: bad source, a destination that would be overwritten, sizes that are no whole
+            groups, or NaN or infinity among the weights. TypeError: wrong types.
         UnsupportedError: a naming that is not known, or a model that `mxpert.convert` refuses, so
             that nothing could load the result; nothing is written then.
 
@@ -151,7 +170,9 @@ def quantize_checkpoint(
         ValueError: quantize_checkpoint: /nowhere — need an existing checkpoint, \
 got no such file or directory
     """
-    plan = plan_quantization(source, destination, scale_rule=scale_rule, device=device)
+    plan = plan_quantization(
+        source, destination, weight_format=weight_format, scale_rule=scale_rule, device=device
+    )
     manifest = _prepare_destination(plan)
     progress = on_progress or (lambda done, total, what: None)
     done = resumed = 0
@@ -173,8 +194,7 @@ got no such file or directory
     return QuantizeReport(
         source=str(plan.reader.path),
         destination=str(plan.destination),
-        scale_rule=plan.rule.value,
-        gate_up_order=GateUpOrder.INTERLEAVED.value,
+        **_settings(plan),
         projections=projections,
         shards_written=len(plan.shards) - resumed,
         shards_resumed=resumed,
@@ -198,31 +218,35 @@ def _quantize_layer(
     steps = len(layer.projections) * layer.num_experts
     for index, projection in enumerate(layer.projections):
         experts, rows, columns = layer.shape(projection)
-        scales = torch.empty(experts, rows, columns // MX_BLOCK_SIZE, dtype=torch.uint8)
-        blocks = torch.empty(*scales.shape, BLOCK_BYTES, dtype=torch.uint8)
         signal = noise = 0.0
+        num_bytes = 0
         for expert in range(experts):
-            blocks[expert], scales[expert], s, n = quantize_expert(plan, layer, projection, expert)
+            weights, s, n = quantize_expert(plan, layer, projection, expert)
             signal, noise = signal + s, noise + n
+            parts = plan.writer.tensors_of(OP, layer, projection, expert, weights)
+            num_bytes += sum(part.nbytes for part in parts.values())
+            if plan.writer.is_stacked:
+                _put(tensors, parts, expert, experts)
+            else:
+                tensors |= parts
             step = index * experts + expert + 1
             advance(layer.source_bytes * step // steps, f"{layer.prefix}.{projection}")
-        tensors[f"{layer.prefix}.{projection}_blocks"] = blocks
-        tensors[f"{layer.prefix}.{projection}_scales"] = scales
         share = layer.source_bytes * experts * rows * columns // layer.numel
+        shape = experts, rows, columns
         reports.append(
-            ProjectionReport(
-                layer.prefix,
-                projection,
-                (experts, rows, columns),
-                share,
-                blocks.numel() + scales.numel(),
-                signal,
-                noise,
-            )
+            ProjectionReport(layer.prefix, projection, shape, share, num_bytes, signal, noise)
         )
-    for name in layer.biases:
-        tensors[name] = layer.read_bias(plan.reader, name)
-    return tensors, reports
+    return tensors | plan.writer.biases(plan.reader, layer), reports
+
+
+def _put(
+    stacked: dict[str, torch.Tensor], parts: dict[str, torch.Tensor], place: int, count: int
+) -> None:
+    """Copy tensors into `place` of stacked ones with `count` places, which are made when needed."""
+    for name, part in parts.items():
+        if name not in stacked:
+            stacked[name] = torch.empty(count, *part.shape, dtype=part.dtype)
+        stacked[name][place] = part
 
 
 def _write_shard(
@@ -255,8 +279,7 @@ def _identity(plan: QuantizePlan) -> dict[str, Any]:
     files = [plan.reader.directory / CONFIG_FILE, *plan.reader.files]
     return {
         "version": __version__,
-        "scale_rule": plan.rule.value,
-        "gate_up_order": GateUpOrder.INTERLEAVED.value,
+        **_settings(plan),
         "source": {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files},
     }
 
@@ -322,21 +345,22 @@ def _write_side_files(plan: QuantizePlan, manifest: dict[str, Any]) -> None:
         if file.name != MANIFEST_FILE:
             write_atomically(plan.destination / file.name, partial(shutil.copyfile, file))
     total = sum(manifest["shards"][shard.name]["bytes"] for shard in plan.shards)
-    weight_map = {name: shard.name for shard in plan.shards for name in shard.tensor_names()}
+    weight_map = {name: shard.name for shard in plan.shards for name in plan.tensor_names(shard)}
     write_json(
         plan.destination / INDEX_FILE,
         {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
     )
-    stated: dict[str, Any] = {
-        "quantization_config": quantization_config(_unconverted(plan), plan.rule)
-    }
-    stated |= implementation_entry(plan.config.get("model_type"))
+    copied = [plan.reader.info(name) for shard in plan.shards for name in shard.copied]
+    stated = plan.writer.config_entries(plan.config, copied, plan.rule)
     write_json(plan.destination / CONFIG_FILE, plan.config | stated)
 
 
-def _unconverted(plan: QuantizePlan) -> list[str]:
-    """Modules that keep their dtype, layer numbers as ``*``."""
-    if plan.config.get("model_type") == GPT_OSS:
-        return GPT_OSS_UNCONVERTED
-    names = [name for shard in plan.shards for name in shard.copied]
-    return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", name.rpartition(".")[0]) for name in names})
+def _settings(plan: QuantizePlan) -> _Settings:
+    """What was asked for, and what follows from it."""
+    order = plan.writer.gate_up_order
+    return {
+        "weight_format": plan.format.name,
+        "container": plan.writer.container,
+        "scale_rule": None if plan.rule is None else plan.rule.value,
+        "gate_up_order": None if order is None else order.value,
+    }

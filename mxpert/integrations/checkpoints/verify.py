@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .expert_sources import ExpertSource
-from .plan import OutputShard, QuantizePlan, quantize_expert
+from .plan import OP, OutputShard, QuantizePlan, quantize_expert
 from .safetensors_files import CheckpointReader, sha256_of
 
 
@@ -56,18 +56,22 @@ def _verify_experts(
 ) -> list[str]:
     failures = []
     sample = sorted({0, layer.num_experts // 2, layer.num_experts - 1})
+    is_stacked = plan.writer.is_stacked
     for projection in layer.projections:
-        names = [f"{layer.prefix}.{projection}_{kind}" for kind in ("blocks", "scales")]
         for expert in sample:
-            fresh = quantize_expert(plan, layer, projection, expert)[:2]
-            for name, tensor in zip(names, fresh, strict=True):
-                if not _same_bytes(tensor, written.read_row(name, expert)):
+            weights, _, _ = quantize_expert(plan, layer, projection, expert)
+            fresh = plan.writer.tensors_of(OP, layer, projection, expert, weights)
+            for name, tensor in fresh.items():
+                if not _same_bytes(
+                    tensor, written.read_row(name, expert) if is_stacked else written.read(name)
+                ):
+                    what = f"{name}[{expert}]" if is_stacked else name
                     failures.append(
-                        f"{written.info(name).file}: {name}[{expert}] differs from a "
+                        f"{written.info(name).file}: {what} differs from a "
                         "fresh quantisation; delete this file and run again"
                     )
-    for name in layer.biases:
-        if not _same_bytes(layer.read_bias(plan.reader, name), written.read(name)):
+    for name, bias in plan.writer.biases(plan.reader, layer).items():
+        if not _same_bytes(bias, written.read(name)):
             failures.append(f"{written.info(name).file}: {name} differs from the source")
     return failures
 

@@ -392,8 +392,9 @@ def test_other_bad_sources_are_refused(tmp_path: Path, sources: dict[str, Path])
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("weight_format", ["mxfp4", "mxfp8", "int4_g32", "nvfp4"])
 def test_memory_stays_at_one_expert_of_the_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weight_format: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, H, F, E = tmp_path / "source", 128, 96, 16
     source.mkdir()
@@ -418,7 +419,7 @@ def test_memory_stays_at_one_expert_of_the_source(
         return tensor
 
     monkeypatch.setattr(CheckpointReader, "read", tracked)
-    assert quantize_checkpoint(source, tmp_path / "out").verified
+    assert quantize_checkpoint(source, tmp_path / "out", weight_format=weight_format).verified
     assert 0 < peak["expert"] <= 2 * (2 * H * F)  # gate and up of one expert, two bytes each
     # A shard of copies has at most as many bytes as the larger projection has elements.
     assert 0 < peak["copy"] <= E * 2 * F * H

@@ -52,6 +52,62 @@ def test_quantize_then_inspect(sources: dict[str, Path], tmp_path: Path) -> None
     assert json.loads(again.stdout)["shards_written"] == 0  # nothing but JSON on standard output
 
 
+@pytest.mark.parametrize(
+    ("options", "format", "container", "weights"),
+    [
+        (("--to", "mxfp4"), "mxfp4", "gpt-oss", None),
+        (("--to", "mxfp8"), "mxfp8_e4m3", "compressed-tensors mxfp8-quantized", (8, 32)),
+        (("--to", "nvfp4"), "nvfp4", "compressed-tensors nvfp4-pack-quantized", (4, 16)),
+        (("--to", "int4"), "int4_g32", "compressed-tensors pack-quantized", (4, 32)),
+        (
+            ("--to", "int4", "--group-size", 32),
+            "int4_g32",
+            "compressed-tensors pack-quantized",
+            (4, 32),
+        ),
+    ],
+)
+def test_to_chooses_the_format(
+    options: tuple[object, ...],
+    format: str,
+    container: str,
+    weights: tuple[int, int] | None,
+    sources: dict[str, Path],
+    tmp_path: Path,
+) -> None:
+    out, report = tmp_path / "out", tmp_path / "report.json"
+    done = run("quantize", sources["qwen3_moe"], out, *options, "--json", report)
+    assert done.exit_code == 0, done.output
+    assert f"Quantised to {format} ({container})" in " ".join(done.stdout.split())
+    assert "verified." in done.stdout
+    stated = json.loads(report.read_text("utf-8"))
+    assert (stated["weight_format"], stated["container"]) == (format, container)
+    config = json.loads((out / "config.json").read_text("utf-8"))["quantization_config"]
+    if weights is not None:
+        arguments = config["config_groups"]["group_0"]["weights"]
+        assert (arguments["num_bits"], arguments["group_size"]) == weights
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--to", "mxfp8", "--group-size", 32), "--group-size — need none with --to mxfp8, got 32"),
+        (("--group-size", 64), "--group-size — need none with --to mxfp4, got 64"),
+        (("--to", "nvfp4", "--scale-rule", "even"), "scale_rule — need none for nvfp4, got even"),
+        (("--to", "int4", "--group-size", 128), "hidden_size — need a multiple of 128"),
+        (("--to", "int4", "--group-size", 16), "'16' is not one of '32', '64', '128'"),
+        (("--to", "int8"), "'int8' is not one of 'mxfp4', 'mxfp8', 'nvfp4', 'int4'"),
+    ],
+)
+def test_options_that_do_not_fit_the_format_are_exit_code_2(
+    options: tuple[object, ...], message: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    failed = run("quantize", sources["qwen3_moe"], tmp_path / "out", *options)
+    assert failed.exit_code == 2
+    assert message in " ".join(failed.stderr.replace("│", " ").split())
+    assert not (tmp_path / "out").exists()
+
+
 def test_inspect_writes_json_to_standard_output(demo: Path) -> None:
     shown = run("inspect", demo, "--json", "-")
     assert shown.exit_code == 0
