@@ -25,7 +25,7 @@ from mxpert import GateUpOrder, Layout, MoEWeights, UnsupportedError, modules
 from mxpert.core import files
 from mxpert.distributed import all_to_all, calls, gather, transport, workspace
 from mxpert.distributed.placement import Placement
-from mxpert.integrations.checkpoints import load as checkpoints
+from mxpert.integrations.checkpoints import published_experts
 from mxpert.integrations.serving import layer_weights, loads, reload
 from mxpert.modules import quantize_weights, requantize_
 from mxpert.moe import requantize
@@ -138,7 +138,9 @@ def loaded_weights_do_not_follow_the_file() -> None:
 def a_checkpoint_is_copied() -> None:
     pages = torch.zeros(4)
     reader: Any = SimpleNamespace(read=lambda name: pages)
-    assert checkpoints._read(reader, "name", "cpu", False).data_ptr() != pages.data_ptr()
+    assert (
+        published_experts.read_tensor(reader, "name", "cpu", False).data_ptr() != pages.data_ptr()
+    )
 
 
 def two_threads_save_one_file() -> None:
@@ -314,7 +316,9 @@ FAULTS = (
     ),
     Fault(
         "a checkpoint's tensors are its pages",
-        setting(checkpoints, "_read", lambda reader, name, device, mmap: reader.read(name)),
+        setting(
+            published_experts, "read_tensor", lambda reader, name, device, mmap: reader.read(name)
+        ),
         a_checkpoint_is_copied,
     ),
     Fault(
