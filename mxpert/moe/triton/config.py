@@ -101,6 +101,8 @@ def shared_memory(
     scales = weight_rows * depth // 32
     if of_groups is not None:  # INT4: a float32 scale and a zero point for each step
         scales = weight_rows * (5 if of_groups.is_integer else depth // of_groups.group_size)
+    if target.kind == "hip" and weight_format == MXFP8_E4M3.name:
+        scales += weight_rows * depth // 64  # Triton 3.9 pads the rows of the weights
     stage = (
         int(rows * depth * VALUE_BYTES[activation_format])
         + int(weight_rows * depth * weight_bytes)
