@@ -161,6 +161,15 @@ def _check_weights(weights: MoEWeights, need: Checks) -> None:
                 part.stride(-1),
                 "call weights.prepare(device=...)",
             )
+    for name, projection in (("gate_up_proj", gate_up), ("down_proj", down)):
+        zero_point = getattr(projection, "zero_point", None)
+        if zero_point is not None and zero_point.stride() != projection.scale.stride():
+            raise need.value_error(
+                f"weights.{name}.zero_point.stride()",
+                f"{projection.scale.stride()}, as scale has",
+                zero_point.stride(),
+                "call weights.prepare(device=...)",
+            )
 
 
 def check_gate(activation: Activation, has_gate: bool, need: Checks) -> None:

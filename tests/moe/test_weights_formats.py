@@ -146,3 +146,15 @@ def test_what_other_formats_cannot_do_is_refused() -> None:
         requantize_(weights, GATE_UP, DOWN, **BIASES)
     with pytest.raises(ValueError, match="weight_format — need one of"):
         weights_in("int8")
+
+
+def test_zero_points_lie_as_the_scales() -> None:
+    """Kernels read both with the strides of the scales; `prepare` brings them there."""
+    weights = weights_in("int4_g32")
+    down = weights.down_proj
+    assert isinstance(down, WeightTensor)
+    wide = torch.full((4, 128, 6), 8, dtype=torch.uint8)
+    strided = replace(weights, down_proj=replace(down, zero_point=wide[..., :2]))
+    with pytest.raises(ValueError, match=r"down_proj\.zero_point\.stride\(\) — need \(256, 2, 1\)"):
+        run(strided)
+    assert torch.equal(run(strided.prepare(device="cpu")), run(weights))
