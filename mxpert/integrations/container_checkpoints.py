@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +35,7 @@ from .models.expert_modules import StoredExperts
 from .models.experts import FoundExperts, find_experts
 from .models.saved_config import mark_quantized
 from .mxfp4_checkpoints import run_as_transformers
+from .quantizer_steps import reader_of, skip_on_load, stored_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,7 +104,7 @@ class ContainerQuantizer(HfQuantizer):
         **kwargs: object,
     ) -> PreTrainedModel:
         ranks = self._request.expert_parallel
-        self._reader = _reader_of(checkpoint_files)
+        self._reader = reader_of(checkpoint_files, _OP)
         self._container, statement = container_of(self._reader)
         paths = self._container.paths(self._reader, statement)
         _refuse_quantized_rest(self._reader, paths, self._container)
@@ -119,9 +119,7 @@ class ContainerQuantizer(HfQuantizer):
             require(not dense, _OP, "expert_parallel", need=need, got=f"dense {got}")
         for found in dense:
             run_as_transformers(model, found.module)
-        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
-        ignored = [] if ignored is None else ignored  # a set in newer releases
-        model._keys_to_ignore_on_load_unexpected = type(ignored)([*ignored, _EXPERTS])
+        skip_on_load(model, _EXPERTS)
         self._stored = stored
         for found in layers:
             if found.name in stored:
@@ -135,10 +133,8 @@ class ContainerQuantizer(HfQuantizer):
     ) -> PreTrainedModel:
         self.remove_quantization_config(model)
         ranks = self._request.expert_parallel
-        modules = {
-            id(module): module for module in model.modules() if isinstance(module, StoredExperts)
-        }
-        for experts in modules.values():
+        stored = stored_experts(model)
+        for experts in stored:
             found = experts.source
             device = _device_of(found) if ranks is None else ranks.device
             weights = self._container.read(
@@ -154,7 +150,7 @@ class ContainerQuantizer(HfQuantizer):
         if ranks is not None or other:
             forbid_saving(model, None if ranks is not None else " and ".join(other))
         if not other:  # whose config says MXFP4
-            mark_quantized(model, [experts.source for experts in modules.values()], None)
+            mark_quantized(model, [experts.source for experts in stored], None)
         return model
 
 
@@ -182,13 +178,6 @@ def unquantized_config(
         if part is not None:
             vars(part).pop("quantization_config", None)
     return config
-
-
-def _reader_of(checkpoint_files: Sequence[str] | None) -> CheckpointReader:
-    files = [Path(file) for file in checkpoint_files or ()]
-    kinds = sorted({file.suffix for file in files})
-    require(kinds == [".safetensors"], _OP, "checkpoint", need="safetensors files", got=kinds)
-    return CheckpointReader(files[0].parent, _OP)
 
 
 def _refuse_quantized_rest(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +31,7 @@ from .models.expert_modules import StoredExperts
 from .models.experts import FoundExperts, find_experts, require_finite
 from .models.implementations import IMPLEMENTATIONS
 from .models.saved_config import mark_quantized
+from .quantizer_steps import reader_of, skip_on_load, stored_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,15 +92,13 @@ class LocalExpertsQuantizer(HfQuantizer):
         layers = find_experts(model, _OP)
         check_ranks(_OP, layers, self._ranks, self._format, None)
         try:
-            self._reader = _reader_of(checkpoint_files)
+            self._reader = reader_of(checkpoint_files, _OP)
             self._sources = _sources_of(model, layers, self._reader)
         except (ValueError, UnsupportedError) as error:
             text = "mxpert: all experts are loaded, and foreign ones dropped afterwards: %s"
             _logger.warning(text, error)
             return model
-        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
-        ignored = [] if ignored is None else ignored  # a set in newer releases
-        model._keys_to_ignore_on_load_unexpected = type(ignored)([*ignored, _DENSE_EXPERTS])
+        skip_on_load(model, _DENSE_EXPERTS)
         for found in layers:
             dtype = next(found.module.parameters()).dtype
             found.replace_by(StoredExperts(found, GateUpOrder.INTERLEAVED, dtype, self._ranks))
@@ -112,13 +110,11 @@ class LocalExpertsQuantizer(HfQuantizer):
         self.remove_quantization_config(model)
         if self._format is None or not self._sources:
             return model
-        stored = {
-            id(module): module for module in model.modules() if isinstance(module, StoredExperts)
-        }
-        for experts in with_progress(list(stored.values()), progress=True):
+        stored = stored_experts(model)
+        for experts in with_progress(stored, progress=True):
             weights = expert_weights_from(self._local_tensors(experts), experts.order)
             experts.source.replace_by(experts.prepared(self._format, weights).eval())
-        mark_quantized(model, [experts.source for experts in stored.values()], _SCALE_RULE)
+        mark_quantized(model, [experts.source for experts in stored], _SCALE_RULE)
         forbid_saving(model)
         return model
 
@@ -149,18 +145,6 @@ class LocalExpertsQuantizer(HfQuantizer):
             require_finite(_OP, name, bias)
             tensors[name.rpartition(".")[2]] = bias
         return tensors
-
-
-def _reader_of(checkpoint_files: Sequence[str] | None) -> CheckpointReader:
-    """The reader of the checkpoint that Transformers loads.
-
-    Raises:
-        ValueError: files of another kind, or names that are not a checkpoint's usual ones.
-    """
-    files = [Path(file) for file in checkpoint_files or ()]
-    kinds = sorted({file.suffix for file in files})
-    require(kinds == [".safetensors"], _OP, "checkpoint", need="safetensors files", got=kinds)
-    return CheckpointReader(files[0].parent, _OP)
 
 
 def _sources_of(

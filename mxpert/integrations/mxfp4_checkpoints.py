@@ -35,6 +35,7 @@ from .models.expert_modules import StoredExperts
 from .models.experts import find_experts
 from .models.mxfp4_config import Mxfp4Config
 from .models.saved_config import mark_quantized, without_expert_conversions
+from .quantizer_steps import skip_on_load
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -112,9 +113,7 @@ class MXQuantizer(HfQuantizer):
                 need="a checkpoint with all experts in MXFP4",
                 got=f"dense {dense}",
             )
-            ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None)
-            ignored = [] if ignored is None else ignored  # a set in newer releases
-            model._keys_to_ignore_on_load_unexpected = type(ignored)([*ignored, _STORED_EXPERTS])
+            skip_on_load(model, _STORED_EXPERTS)
         for found in layers:
             dtype = next(found.module.parameters()).dtype
             if found.name in dense:

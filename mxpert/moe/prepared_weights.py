@@ -16,6 +16,7 @@ from ..formats.gate_up import GateUpOrder, interleaved_rows
 from ..formats.layouts import WeightLayout
 from ..formats.spec import MXFP4
 from ..formats.tensor import Layout, LayoutLike
+from .weights_state import PROJECTIONS
 
 if TYPE_CHECKING:
     from .weights import MoEWeights
@@ -30,10 +31,7 @@ def prepare(weights: MoEWeights, device: torch.device, layout: LayoutLike | None
     plain, remedy = Layout.ROW_MAJOR, "call unprepare() first"
     held = weights.layout
     require(held is plain, op, "weights.layout", need=plain, got=held, remedy=remedy)
-    dense = {
-        name: getattr(weights, name)._mapped(torch.Tensor.contiguous)
-        for name in ("gate_up_proj", "down_proj")
-    }
+    dense = {name: getattr(weights, name)._mapped(torch.Tensor.contiguous) for name in PROJECTIONS}
     moved = replace(weights, **dense).to(device)
     if weights.weight_format != MXFP4.name:
         need = f"ROW_MAJOR for {weights.weight_format}"

@@ -380,7 +380,7 @@ def other_checkpoints_are_loaded_as_a_whole() -> None:
         warned: list[str] = []
         logger = dense_checkpoints._logger
         patch.setattr(logger, "warning", lambda text, *rest: warned.append(text % rest))
-        for name, error in (("find_expert_sources", refused), ("_reader_of", ValueError("files"))):
+        for name, error in (("find_expert_sources", refused), ("reader_of", ValueError("files"))):
 
             def fail(*_: object, error: Exception = error) -> None:
                 raise error

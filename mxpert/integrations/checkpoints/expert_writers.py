@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...errors import require
 from ...formats.spec import MXFP4, MXFormat, ScaleRule
-from ...formats.tensor import TENSOR_FIELDS, MXTensor
+from ...formats.tensor import MXTensor
 from ...formats.weight_tensor import AnyWeightFormat, WeightLike, WeightTensor
 from ...moe.published_tensors import BLOCK_BYTES
 from ...moe.weights import GateUpOrder
@@ -221,12 +220,7 @@ def writer_of(format: AnyWeightFormat) -> ExpertWriter:
 
 def every_row(weights: WeightLike, first: int, step: int) -> WeightLike:
     """Every `step`-th row of a matrix [N, K] from `first` on, in memory of its own."""
-    fields: dict[str, Any] = {  # tensors that a matrix may have
-        name: tensor[first::step].contiguous()
-        for name in TENSOR_FIELDS[type(weights)]
-        if (tensor := getattr(weights, name)) is not None
-    }
-    return replace(weights, **fields)
+    return weights._mapped(lambda tensor: tensor[first::step].contiguous())
 
 
 def _stored_as(format: AnyWeightFormat) -> tuple[str, tuple[str, ...], dict[str, Any]]:
