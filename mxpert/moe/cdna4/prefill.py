@@ -38,6 +38,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.compat import aggregate
+from .decode import Plan
 from .prefill_bf16 import (
     DenseSource,
     half_fragment_copy_layout,
@@ -82,18 +83,6 @@ RUN_TIME_VALUES = (
     "p2",
 )
 """Numbers that Triton must not specialise on: that would compile one binary a model."""
-
-
-@aggregate
-class Plan:
-    """The routing plan; see `mxpert.routing.plan.RoutingPlan`. num_experts: local experts."""
-
-    sorted_token_ids: gl.tensor
-    block_expert_ids: gl.tensor
-    num_valid: gl.tensor
-    num_tokens: gl.tensor
-    num_experts: gl.tensor
-    routing_block_m: gl.tensor
 
 
 @aggregate

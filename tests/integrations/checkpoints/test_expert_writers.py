@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mxpert import quantize_weights
+from mxpert import GateUpOrder, MoEWeights, quantize_weights
 from mxpert.formats.weight_tensor import WeightTensor
 from mxpert.integrations.checkpoints import expert_sources, expert_writers, plan, safetensors_files
+from mxpert.integrations.checkpoints.load import load_expert_weights
 from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from support.written_experts import (
     FORMATS,
@@ -49,6 +50,13 @@ def check_dense_layer(state: dict[str, Any], source: dict[str, Any], format: str
             check_near(state, name.removesuffix(".weight"), format, tensor)
 
 
+def quantized(truth: dict[str, torch.Tensor], format: Any) -> MoEWeights:
+    """`quantize_weights` of the last layer's dense experts, in the checkpoints' dtype."""
+    gate_up = torch.cat((truth["gate"], truth["up"]), dim=1).to(torch.bfloat16)
+    down = truth["down"].to(torch.bfloat16)
+    return quantize_weights(gate_up, down, gate_up_order="concatenated", weight_format=format)
+
+
 @EVERY_FORMAT
 @pytest.mark.parametrize("naming", ["", "_stacked"], ids=["published", "stacked"])
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,12 +73,10 @@ def test_every_naming_becomes_matrices_with_the_bits_of_quantize_weights(
     assert report.verified, report.failures
     before, state, truth = state_of(source), state_of(out), expert_truth(family)
     named = MIXTRAL if family == "mixtral" and not naming else {}
-    gate_up = torch.cat((truth["gate"], truth["up"]), dim=1).to(torch.bfloat16)
-    down = truth["down"].to(torch.bfloat16)
-    weights = quantize_weights(gate_up, down, gate_up_order="concatenated", weight_format=format)
+    weights = quantized(truth, format)
     module = report.projections[-1].module
     rows = truth["gate"].shape[1]
-    for expert in range(len(down)):
+    for expert in range(weights.num_experts):
         for part, whole in (
             ("gate", "gate_up_proj"),
             ("up", "gate_up_proj"),
@@ -90,6 +96,33 @@ def test_every_naming_becomes_matrices_with_the_bits_of_quantize_weights(
     assert set(state) == copied | {
         f"{path}.{part}.{suffix}" for path in modules for part in parts for suffix in added
     }
+
+
+@EVERY_FORMAT
+@pytest.mark.parametrize("naming", ["", "_stacked"], ids=["published", "stacked"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_written_loads_with_the_same_bits(
+    family: str,
+    naming: str,
+    format: Any,
+    sources: dict[str, Path],
+    expert_truth: Any,
+    tmp_path: Path,
+) -> None:
+    quantize_checkpoint(sources[family + naming], tmp_path / "out", weight_format=format)
+    *_, (_, loaded) = load_expert_weights(tmp_path / "out")
+    wanted = quantized(expert_truth(family), format)
+    assert loaded.gate_up_order is GateUpOrder.CONCATENATED
+    for projection in ("gate_up_proj", "down_proj"):
+        found, made = getattr(loaded, projection), getattr(wanted, projection)
+        assert found.format == made.format
+        assert torch.equal(found.qdata, made.qdata)
+        assert torch.equal(found.scale, made.scale)
+        if format == "nvfp4":  # 1 / (1 / g): two roundings to float32
+            error = (found.row_scale.double() / made.row_scale.double() - 1).abs()
+            assert float(error.max()) <= 2.0**-23 * (1 + 2.0**-24)
+    biased = family == "gpt_oss"
+    assert (loaded.gate_up_bias is not None, loaded.down_bias is not None) == (biased, biased)
 
 
 def check_bits(state: dict[str, Any], name: str, format: str, wanted: Any) -> None:
