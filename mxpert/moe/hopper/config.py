@@ -25,7 +25,8 @@ class HopperKernel(enum.StrEnum):
         from.
     PREFILL: GEMM of a stage with many rows an expert; limited by the tensor cores.
     FEW_TOKENS: the whole layer in one launch, for up to four tokens with bfloat16 activations and
-        up to eight with MX activations. Both stages have it.
+        up to eight with MX activations. Both stages have it. Experimental: it runs only where it
+        is pinned, since repeats beside other work have not all given the same bits.
 
     Source:
         The kernels of the hopper backend.
@@ -86,9 +87,9 @@ class HopperGemmConfig(StageConfig):
         require_positive(self, "block_m")
 
 
-_FEW_TOKENS_STAGES, _FEW_TOKENS_CHOICES = 3, (2, 3, 4, 5)
-"""Stages of its ring: the heuristic's, and those that the tuner tries. More stages fill the queues
-of the memory, and CTAs end further apart."""
+_FEW_TOKENS_STAGES = 3
+"""Stages of its ring in messages. More stages fill the queues of the memory, and CTAs end further
+apart."""
 
 STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
 """Both stages of a layer."""
@@ -293,23 +294,9 @@ def _few_tokens(problem: MoEProblem, num_stages: int) -> MoEConfig:
     return MoEConfig.of(tile, tile)
 
 
-def two_stages(problem: MoEProblem) -> MoEConfig:
-    """Config of a layer with a GEMM for each stage: the preferred tiles."""
-    return _layer(problem, *_preferred_tiles(problem))
-
-
 def layer_heuristic(problem: MoEProblem) -> MoEConfig:
-    """Config of a layer: one launch if it is faster, or the preferred tile for each stage.
-
-    On an H100 one launch took 0.70 (kimi-k2 TP4), 0.84 (gpt-oss-120b), 0.90 (qwen3-235b) and 0.98
-    (deepseek-v3 EP8) of the time of two stages at T = 1. At T = 2 and 4 it took 0.81 and 0.92 in
-    kimi-k2 TP4, where no depth units of stage 2 need to be grouped; in the others 0.97 to 1.12.
-    """
-    if few_tokens.unsupported(problem) is None and (
-        problem.num_tokens == 1 or few_tokens.split_of(problem).depth == 1
-    ):
-        return _few_tokens(problem, _FEW_TOKENS_STAGES)
-    return two_stages(problem)
+    """Config of a layer: the preferred tile for each stage."""
+    return _layer(problem, *_preferred_tiles(problem))
 
 
 def require_few_tokens(config: MoEConfig, problem: MoEProblem) -> int:
@@ -330,7 +317,7 @@ def require_few_tokens(config: MoEConfig, problem: MoEProblem) -> int:
         need=f"a kernel of two stages: FEW_TOKENS {reason}"
         if reason
         else f"{_few_tokens(problem, _FEW_TOKENS_STAGES)}, or other num_stages from 2 to {most}",
-        remedy="take one from the kernel's configs()",
+        remedy="pin that one, or none",
     )
     assert isinstance(tile, HopperGemmConfig)  # for the type checker: checked above
     return tile.num_stages
@@ -342,20 +329,16 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     A pair has the preferred tile in one stage and any other in the other.
     """
     preferred = _preferred_tiles(problem)
-    first = layer_heuristic(problem)
-    others = [two_stages(problem)]
-    others += [_layer(problem, tile, tile) for tile in tiles(uses_hi_lo(problem)).values()]
+    first = _layer(problem, *preferred)
+    others = [_layer(problem, tile, tile) for tile in tiles(uses_hi_lo(problem)).values()]
     if preferred[0].kernel is HopperKernel.DECODE:
         others += [
             MoEConfig(
-                others[0].routing_block_m,
+                first.routing_block_m,
                 *(replace(t, k_splits=n) for t, n in zip(preferred, splits, strict=True)),
             )
             for splits in _k_split_choices(problem)
         ]
-    if few_tokens.unsupported(problem) is None:
-        most = few_tokens.most_stages(problem)
-        others += [_few_tokens(problem, n) for n in _FEW_TOKENS_CHOICES if n <= most]
     own = tiles(uses_hi_lo(problem)).values()
     others += [_layer(problem, preferred[0], tile) for tile in own]
     others += [_layer(problem, tile, preferred[1]) for tile in own]

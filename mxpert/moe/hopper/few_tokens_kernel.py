@@ -16,7 +16,7 @@ Roles: 8 warps, 64 registers per thread at launch (maxnreg), so that four CTAs f
 Barriers: two mbarriers a stage.
     ready: 1 arrival, by the producer with the number of bytes of an item. It completes when the TMA
         loads have written them.
-    free: 1 arrival, by the consumer when it has read the item.
+    free: 1 arrival, by the consumer when its wgmma have read the item.
 
 Pipeline: STAGES stages of an item: 64 × 64 bytes of codes and 256 of shifts. Stage 2 follows
     stage 1 in the same ring. Operands of wgmma stay in shared memory: 1,024 bytes a depth unit, of
@@ -305,7 +305,6 @@ def _multiply_item(ring, state, operand, tables):
         LAYOUT,
         STEPS=1,
     )
-    mbarrier.arrive(ring.free.index(state.stage), count=1)
     sums = warpgroup_mma(
         weights,
         operand.permute((1, 0)),
@@ -313,7 +312,9 @@ def _multiply_item(ring, state, operand, tables):
         use_acc=False,
         is_async=True,
     )
-    return warpgroup_mma_wait(0, deps=(sums,)), state.advance()
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    mbarrier.arrive(ring.free.index(state.stage), count=1)
+    return sums, state.advance()
 
 
 @gluon.jit
@@ -420,7 +421,7 @@ def _consume(args):
     launch_dependents()
     grid_dependency_wait()
     counted = args.launches + gl.program_id(0)
-    launch = gl.load(counted) + 1  # the same number in all CTAs
+    launch = gl.load(counted, volatile=True) + 1  # the same number in all CTAs
     own = first_share(sizes, 0)  # for its range
     steps = _load_tokens(tokens, own.first_unit, own.units, args.routing.num_tokens, TOKENS)
     hit = fill_tables(args.tables, args.routing)

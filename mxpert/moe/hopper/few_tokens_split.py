@@ -97,18 +97,23 @@ def _ranges(depth: int, items: int) -> int:
     return ranges
 
 
+def _items(problem: MoEProblem) -> int:
+    """Items of stage 1 of a CTA, rounded down."""
+    units = units_of(problem)
+    return problem.hit_experts * units["rows1"] * units["depth1"] // num_ctas(problem)
+
+
 @functools.lru_cache(1024)
 def split_of(problem: MoEProblem) -> Split:
     """How CTAs share the layer."""
     units, workers = units_of(problem), num_ctas(problem)
-    items = problem.hit_experts * units["rows1"] * units["depth1"] // workers
     depth = 1
     while depth < _MOST_DEPTH and problem.top_k * -(-units["depth2"] // depth) > _MOST_PIECES:
         depth *= 2
     return Split(
         tokens=_power(problem.num_tokens),
         slots=_power(problem.top_k),
-        ranges=_ranges(units["depth1"], items),
+        ranges=_ranges(units["depth1"], _items(problem)),
         depth=depth,
         groups=_power(-(-units["depth2"] // depth)),
         width=max(4, _power(-(-problem.num_tokens * problem.hidden_size // workers))),

@@ -399,7 +399,7 @@ class _FusedMoE(TwoStageLayer):
                 out = few_tokens_layer(problem, stages, inputs)
                 if out is not None:
                     return out
-            config = heuristics.two_stages(problem)
+            config = heuristics.layer_heuristic(problem)
         return super().launch(problem, config, inputs)
 
     def stages(

@@ -17,12 +17,16 @@ from mxpert.formats import MXFP4, MXFP8_E4M3
 from mxpert.moe.hopper import few_tokens, few_tokens_split
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
-from support.layers import explain_layer
+from support.races import hunt, redraw
 from tests.moe.hopper.problems import Case, first_tokens, require_hopper, run
 
 heuristics = pytest.importorskip("mxpert.moe.hopper.config", reason="needs Gluon")
 
 pytestmark = pytest.mark.gpu
+
+_DIFFERS = (
+    "one H100, 15 processes: about 40 tokens of 20,000 layers differed; the kernel is not chosen"
+)
 
 FORMATS = ("bf16", "mxfp8", "mxfp4")
 """Activation formats that the kernel serves."""
@@ -129,7 +133,8 @@ def test_expert_map(device: torch.device) -> None:
 def test_quantised_tokens(format: mxpert.MXFormat, device: torch.device) -> None:
     a_format = "mxfp8" if format is MXFP8_E4M3 else "mxfp4"
     inputs = random_moe_problem(SMALL, 3, device=device)
-    inputs = replace(inputs, x=mxpert.quantize(inputs.x, format))
+    with mxpert.override():  # a pinned backend is that of the layer
+        inputs = replace(inputs, x=mxpert.quantize(inputs.x, format))
     with mxpert.override(config=few(a_format), backend="hopper"):
         Case(inputs, a_format).check(3, "quantised")
 
@@ -143,12 +148,7 @@ def test_a_bad_token_is_its_own_matter(bad: float, device: torch.device) -> None
         inputs.x[1, 100] = bad
         y = run(inputs, "bf16")
     assert y[1].isnan().all()
-    assert_exact(y[[0, 2]], good[[0, 2]])
-
-
-def test_the_choice_for_one_token(device: torch.device) -> None:
-    inputs = first_tokens(layer("wide", "bf16", device).prepared, 1)
-    assert "few_tokens" in str(explain_layer(inputs, activation_format="bf16"))
+    assert_exact(y[[0, 2]], good[[0, 2]], "other tokens")
 
 
 # ---- What calls leave to the next ones.
@@ -199,7 +199,7 @@ def test_graphs_with_changing_routing(device: torch.device) -> None:
             graph.replay()
             expected = run(inputs, "bf16")
             for result in results:
-                assert_exact(result, expected)
+                assert_exact(result, expected, "graph")
 
 
 def test_several_streams(device: torch.device) -> None:
@@ -223,6 +223,36 @@ def test_several_streams(device: torch.device) -> None:
                 results.append((place, run(inputs, a_format)))
     torch.cuda.synchronize(device)
     assert all(torch.equal(result, expected[place]) for place, result in results)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "name, a_format, num_tokens",
+    [
+        ("gpt_oss", "bf16", 1),
+        ("gpt_oss", "mxfp8", 4),
+        pytest.param("wide", "bf16", 2, marks=pytest.mark.xfail(reason=_DIFFERS, strict=False)),
+        pytest.param("wide", "bf16", 1, marks=pytest.mark.xfail(reason=_DIFFERS, strict=False)),
+    ],
+)
+def test_repeats_beside_other_work(
+    name: str, a_format: str, num_tokens: int, device: torch.device, pytestconfig: pytest.Config
+) -> None:
+    """Graphs of 50 layers give the same bits while other kernels compete for the SMs."""
+    repeats = pytestconfig.getoption("--race-repeats")
+    inputs = first_tokens(
+        random_moe_problem(LAYERS[name][0], num_tokens, device=device), num_tokens
+    )
+    inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
+    generator = torch.Generator(device).manual_seed(1)
+
+    def layer_bits() -> tuple[torch.Tensor, ...]:
+        return (run(inputs, a_format, out_dtype=torch.float32).view(torch.int32),)
+
+    with mxpert.override(config=few(a_format), backend="hopper"):
+        assert layer_bits()[0].any()
+        found = hunt(layer_bits, lambda: redraw(inputs, generator), repeats, device, per_graph=50)
+    assert found.mismatches == 0, f"{found.mismatches} values differed in {repeats} repeats"
 
 
 # ---- What it refuses.
