@@ -39,6 +39,9 @@ from .support import remedy_of, support_of
 
 _CACHED_RESOLUTIONS = 8192
 
+NO_PERSISTENT_GRID = "has no persistent grid to keep to num_sms; drop num_sms"
+"""Why a kernel refuses `num_sms`, as a phrase after its backend's name."""
+
 
 @dataclass(frozen=True)
 class Override:
@@ -145,6 +148,8 @@ class Explanation:
         mode = getattr(chosen.kernel, "mode", None)
         if mode is not None and (text := mode(self.problem)):
             lines.append(f"  mode:    {text}")
+        if (num_sms := getattr(self.problem, "num_sms", None)) is not None:
+            lines.append(f"  SMs:     GEMMs occupy at most {num_sms} of {target.num_sms}")
         if target.kind != "cpu":
             lines.append(f"  status:  {self.status}")
         if chosen.slower:
@@ -252,6 +257,23 @@ def config_exists(problem: MoEProblem, row: tables.TunedRow) -> bool:
     )
 
 
+def _within_sms(kernel: AnyKernel, problem: Problem, config: object, source: str) -> object | str:
+    """The config of a grid that keeps to `num_sms`, or the reason there is none.
+
+    Raises:
+        UnsupportedError: `override()` pins a config without such a grid.
+    """
+    if getattr(problem, "num_sms", None) is None:
+        return config
+    limit: Callable[..., object] = getattr(kernel, "persistent", lambda *_: NO_PERSISTENT_GRID)
+    limited = limit(problem, config)
+    if source == "override" and limited != config:
+        got = limited if isinstance(limited, str) else repr(config)
+        need, remedy = "a config with a persistent grid", "pin one, or drop num_sms"
+        raise UnsupportedError(message(problem.op.value, "num_sms", need, got, remedy))
+    return limited
+
+
 def _block_fits(problem: Problem, config: object) -> bool:
     return (
         not isinstance(config, StageConfig)
@@ -348,6 +370,10 @@ def _resolve(
             rejected.append((backend, found))
             continue
         config, source, detail = _choose_config(found, problem, pins.config)
+        config = _within_sms(found, problem, config, source)
+        if isinstance(config, str):
+            rejected.append((backend, config))
+            continue
         if pinned and source == "heuristic":
             detail += ", pinned by override()"
         slower = "" if pinned else _slower(problem, found, rejected)
