@@ -89,6 +89,10 @@ AnyKernel = KernelSpec[Any, Any, Any, Any]
 """A kernel of the registry, which holds those of all ops. The op that asks knows the types."""
 
 
+NO_PERSISTENT_GRID = "has no persistent grid to keep to num_sms; drop num_sms"
+"""Why a kernel refuses `num_sms`, as a phrase after its backend's name."""
+
+
 def refuse(problem: Problem, reasons: Iterable[str]) -> UnsupportedError:
     """The error for a problem that no kernel can serve."""
     return UnsupportedError(

@@ -22,7 +22,7 @@ from ..errors import PerformanceWarning, UnsupportedError, message, require
 from . import tables
 from .backend import BACKENDS, Backend, Status, add_backend, made_for
 from .geometry import CachedCall
-from .kernel import AnyKernel, refuse
+from .kernel import NO_PERSISTENT_GRID, AnyKernel, refuse
 from .problem import (
     Config,
     GemmConfig,
@@ -38,9 +38,6 @@ from .stage_configs import name_kinds
 from .support import remedy_of, support_of
 
 _CACHED_RESOLUTIONS = 8192
-
-NO_PERSISTENT_GRID = "has no persistent grid to keep to num_sms; drop num_sms"
-"""Why a kernel refuses `num_sms`, as a phrase after its backend's name."""
 
 
 @dataclass(frozen=True)

@@ -303,8 +303,10 @@ def test_quantize_dual_opcheck(x, offsets):
 def test_gemm_opcheck(a, b, grad, columns):
     ops = torch.ops.mxpert
     flat = kind_of(Operand).flatten
-    torch.library.opcheck(ops.grouped_gemm, (torch.float16, True, *flat(a), *flat(b), OFFSETS))
-    operands = (torch.bfloat16, *flat(grad), *flat(columns), OFFSETS)
+    torch.library.opcheck(
+        ops.grouped_gemm, (torch.float16, True, None, *flat(a), *flat(b), OFFSETS)
+    )
+    operands = (torch.bfloat16, None, *flat(grad), *flat(columns), OFFSETS)
     torch.library.opcheck(ops.grouped_wgrad, (*operands, None))
     torch.library.opcheck(ops.grouped_wgrad_accumulate, (*operands, torch.ones(G, N, K)))
 
