@@ -220,11 +220,17 @@ def grids(launches: list[RecordedLaunch]) -> dict[str, set[tuple[int, ...]]]:
     return found
 
 
-@pytest.mark.parametrize("enabled", [True, False], ids=["mxfp8", "bf16"])
+RECIPES = {
+    "mxfp8": MXFP8Recipe(),
+    "bf16": MXFP8Recipe(enabled=False),
+    "high_precision": MXFP8Recipe(high_precision_wgrad=True),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("num_sms", [1, 74, 148])
-def test_the_gemms_of_a_training_step(num_sms: int, enabled: bool) -> None:
+def test_the_gemms_of_a_training_step(num_sms: int, recipe: MXFP8Recipe) -> None:
     """Forward, dgrad and wgrad, of the function and of the modules."""
-    recipe = MXFP8Recipe(enabled=enabled)
     options: dict[str, Any] = dict(recipe=recipe, dtype=torch.bfloat16, num_sms=num_sms)
     linear, moe = MXGroupedLinear(2, 1024, 8192, **options), MXMoE(1024, 4096, 2, 2, **options)
     x = torch.zeros(1024, 1024, dtype=torch.bfloat16, requires_grad=True)

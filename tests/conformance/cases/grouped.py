@@ -404,6 +404,7 @@ LIMITED: Cases = {
         )
         for pair in ("bf16", "hybrid")
     },
+    "single-rows": _gemm("bf16", Groups((1, 1, 1)), n=32, k=32, exact=False, limited=True),
     "high-wgrad": _wgrad("e4m3", GROUPS["ragged"], exact=False, limited=True),
 }
 """Normal values, whose sums depend on their order."""
