@@ -228,17 +228,15 @@ class GroupedCase:
         if backend == "hopper":
             return num_sms
         rows, groups = self.problem(detect_target("cpu")).num_rows, len(self.groups.sizes)
-        tile, ragged = TILES[self.tile], groups
+        tile = TILES[self.tile]
         if backend == "cdna4":
             tile = GemmConfig(256 if self.tile in ("large", "whole") else 128, 256, 128)
-            ragged = groups + 2
-        row_tiles = (
-            rows // tile.block_m + ragged
-            if backend == "cdna4"
-            else (-(-rows // tile.block_m) + ragged)
-        )
         if self.is_wgrad:
             row_tiles = groups * -(-self.n // tile.block_m)
+        elif backend == "cdna4":
+            row_tiles = rows // tile.block_m + groups + 2
+        else:
+            row_tiles = min(-(-rows // tile.block_m) + groups, rows)
         tiles = row_tiles * -(-(self.k if self.is_wgrad else self.n) // tile.block_n)
         if backend == "triton":
             return min(num_sms, tiles)
