@@ -14,16 +14,12 @@ import mxpert
 from benchmarks.grouped.cells import MODES, Operands, Part, Rows, expected, pick, plain_operands
 from mxpert.cli.measure import GateError
 from mxpert.formats import MXTensor, dequantize_blocks
-from mxpert.testing.numerics import relative_l2, sqnr_db
+from mxpert.testing.numerics import UNPROMOTED_ERROR, relative_l2, sqnr_db
 from mxpert.training import MXFP8Recipe, grouped_linear
 
 OURS = "mxpert"
 GATE = 3e-3
 """Relative L2 to float64 on the dequantised operands; rounding to bfloat16 alone is 1.7e-3."""
-
-UNPROMOTED_ERROR = 2.0**-13 / math.sqrt(6)
-"""Times the root of the depth: what Hopper's tensor core may add where it sums fp8 products by
-itself; each addition of 32 drops bits below 2^-13 of the sum. wgrad sums a group's rows."""
 
 GATE_DB = {OURS: 25.0}
 PEER_GATE_DB = 20.0

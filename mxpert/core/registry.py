@@ -225,16 +225,26 @@ def _choose_config(kernel: AnyKernel, problem: Problem, config: Config) -> tuple
     if pinned is not None and for_reference == (kernel.backend == "reference"):
         _check_pinned(kernel, problem, pinned)
         return pinned, "override", "config pinned by override()"
-    if isinstance(problem, MoEProblem) and kernel.backend != "reference":
+    if isinstance(problem, GroupedProblem) and kernel.backend != "reference":
+        found = tables.tuned_grouped_row(problem, kernel.backend)
+        if found is not None and found.config in kernel.configs(problem):
+            return found.config, "table", _place(found)
+        if found is not None:
+            _warn_outdated(found.place)
+    elif isinstance(problem, MoEProblem) and kernel.backend != "reference":
         row = tables.tuned_row(problem, kernel.backend)
         if row is not None and config_exists(problem, row):
             tuned = _stage_config(problem, row.config)
             if _block_fits(problem, tuned):
-                doubt = "; modelled, not measured" if row.modelled else ""
-                return tuned, "table", row.place + doubt
+                return tuned, "table", _place(row)
         elif row is not None:
             _warn_outdated(row.place)
     return kernel.heuristic(problem), "heuristic", f"{kernel.backend} backend"
+
+
+def _place(row: tables.AnyRow) -> str:
+    """Where a row is, and whether nobody has measured it."""
+    return row.place + ("; modelled, not measured" if row.modelled else "")
 
 
 def config_exists(problem: MoEProblem, row: tables.TunedRow) -> bool:
