@@ -142,7 +142,10 @@ class Op(enum.Enum):
 
 @dataclass(frozen=True)
 class QuantizeProblem:
-    """Quantise or dequantise one tensor: logical shape, axis, format, scale rule and span."""
+    """Quantise or dequantise one tensor: logical shape, axis, format, scale rule and span.
+
+    stochastic: whether codes are rounded stochastically, by a seed among the inputs.
+    """
 
     op: Op
     target: Target
@@ -152,6 +155,7 @@ class QuantizeProblem:
     format: MXFormat
     scale_rule: ScaleRule = ScaleRule.RCEIL
     scale_span: ScaleSpan = ScaleSpan.BLOCK
+    stochastic: bool = False
 
 
 class Scoring(ValueEnum):
@@ -345,6 +349,7 @@ class DualProblem:
             because each group of the columnwise copy is padded by itself.
         row_span: how many blocks share a scale in the rowwise copy.
         column_span: the same in the columnwise copy.
+        stochastic: as in `QuantizeProblem`.
     """
 
     op: Op
@@ -357,6 +362,7 @@ class DualProblem:
     grouped_rows: bool
     row_span: ScaleSpan = ScaleSpan.BLOCK
     column_span: ScaleSpan = ScaleSpan.BLOCK
+    stochastic: bool = False
 
 
 @dataclass(frozen=True)

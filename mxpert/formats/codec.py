@@ -27,6 +27,7 @@ from .spec import (
     ScaleSpanLike,
     get_format,
 )
+from .stochastic import encode_stochastic
 from .tensor import Layout, MXTensor
 
 """Dtypes that the codecs read and write."""
@@ -291,6 +292,7 @@ def quantize_blocks(
     rule: ScaleRuleLike = ScaleRule.RCEIL,
     *,
     span: ScaleSpanLike = ScaleSpan.BLOCK,
+    random: torch.Tensor | None = None,
 ) -> MXTensor:
     """Quantise blocks of 32 consecutive elements along `axis`.
 
@@ -309,6 +311,7 @@ def quantize_blocks(
         axis: quantised axis; its length must be a multiple of 32 (0 is one).
         rule: how the scale follows from the block's maximum.
         span: BLOCK or SQUARE, which needs axis -1 or -2 of a tensor with two dimensions or more.
+        random: `stochastic.random_bits` of the shape of x, to round stochastically; not float64.
 
     Returns:
         MXTensor with contiguous `qdata` (MXFP4 packed along `axis`) and `scale`, in the dimension
@@ -354,7 +357,12 @@ def quantize_blocks(
     inverse = _scale_power(scale, sign=-1, dtype=blocks.dtype).unsqueeze(axis)
     # One exact product. Float32 results below 2^-126 round, but far below half of the smallest
     # code, so that the code is the same; float64 overflow is saturation anyway.
-    codes = encode(blocks * inverse, fmt.element).flatten(axis - 1, axis)
+    if random is None:
+        codes = encode(blocks * inverse, fmt.element)
+    else:
+        own = random.unflatten(axis, (size // block, block))
+        codes = encode_stochastic(blocks * inverse, fmt.element, own)
+    codes = codes.flatten(axis - 1, axis)
     qdata = pack_codes(codes, axis) if fmt.codes_per_byte == 2 else codes.contiguous()
     return MXTensor(qdata, scale.contiguous(), fmt, axis, scale_span=span)
 

@@ -290,8 +290,9 @@ def test_a_pinned_tile_reaches_a_grouped_gemm_alone():
     [(X, OFFSETS), (X[:0], OFFSETS), (X[:64], None), (W, None)],
     ids=["groups", "groups-of-no-rows", "matrix", "weights"],
 )
-def test_quantize_dual_opcheck(x, offsets):
-    arguments = ("rceil", "mxfp8_e4m3", ["auto", "span128"], x, offsets)
+@pytest.mark.parametrize("seed", [None, torch.tensor([3])], ids=["nearest", "stochastic"])
+def test_quantize_dual_opcheck(x, offsets, seed):
+    arguments = ("rceil", "mxfp8_e4m3", ["auto", "span128"], x, offsets, seed)
     torch.library.opcheck(torch.ops.mxpert.quantize_dual, arguments)
 
 
