@@ -11,7 +11,16 @@ from typing import Any
 import torch
 
 import mxpert
-from benchmarks.grouped.cells import MODES, Operands, Part, Rows, expected, pick, plain_operands
+from benchmarks.grouped.cells import (
+    MODES,
+    PARTS,
+    Operands,
+    Part,
+    Rows,
+    expected,
+    pick,
+    plain_operands,
+)
 from mxpert.cli.measure import GateError
 from mxpert.formats import MXTensor, dequantize_blocks
 from mxpert.testing.numerics import UNPROMOTED_ERROR, relative_l2, sqnr_db
@@ -100,6 +109,9 @@ class Ours:
         def backward(*leaves: torch.Tensor) -> torch.Tensor:
             return torch.autograd.grad(y, leaves, grad, retain_graph=True)[0]
 
+        def gradients() -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(y, (x, weight), grad, retain_graph=True)
+
         def both() -> tuple[torch.Tensor, ...]:
             out = forward()
             return (out, *torch.autograd.grad(out, (x, weight), grad))
@@ -108,6 +120,7 @@ class Ours:
             "forward": forward,
             "dgrad": functools.partial(backward, x),
             "wgrad": functools.partial(backward, weight),
+            "backward": gradients,
             "forward+backward": both,
         }
         exact = {op: self.exact(op) for op in ("forward", "dgrad", "wgrad")}
@@ -183,8 +196,8 @@ def check(variant: Variant, data: Operands, parts: Sequence[Part]) -> tuple[floa
     if variant.accumulator is not None:
         variant.accumulator.zero_()
     result = variant.call()
-    ops = ("forward", "dgrad", "wgrad") if variant.op == "forward+backward" else (variant.op,)
-    results = result if variant.op == "forward+backward" else (result,)
+    ops = PARTS.get(variant.op, (variant.op,))
+    results = result if variant.op in PARTS else (result,)
     snr = float("inf")
     for op, each in zip(ops, results, strict=True):
         found = variant.pick(parts, op, each).double()
