@@ -30,8 +30,6 @@ from .spec import (
 from .stochastic import encode_stochastic
 from .tensor import Layout, MXTensor
 
-"""Dtypes that the codecs read and write."""
-
 ZERO_BLOCK_SCALE = E8M0_BIAS
 """Scale byte of a block of zeros: 2^0."""
 
@@ -357,11 +355,8 @@ def quantize_blocks(
     inverse = _scale_power(scale, sign=-1, dtype=blocks.dtype).unsqueeze(axis)
     # One exact product. Float32 results below 2^-126 round, but far below half of the smallest
     # code, so that the code is the same; float64 overflow is saturation anyway.
-    if random is None:
-        codes = encode(blocks * inverse, fmt.element)
-    else:
-        own = random.unflatten(axis, (size // block, block))
-        codes = encode_stochastic(blocks * inverse, fmt.element, own)
+    scaled, kind = blocks * inverse, fmt.element
+    codes = encode(scaled, kind) if random is None else encode_stochastic(scaled, kind, random)
     codes = codes.flatten(axis - 1, axis)
     qdata = pack_codes(codes, axis) if fmt.codes_per_byte == 2 else codes.contiguous()
     return MXTensor(qdata, scale.contiguous(), fmt, axis, scale_span=span)

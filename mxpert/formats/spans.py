@@ -126,7 +126,7 @@ def quantize_spans(
     if random is None:
         codes = encode(scaled, fmt.element).flatten(-2)
     else:
-        codes = encode_stochastic(scaled, fmt.element, random.view(scaled.shape)).flatten(-2)
+        codes = encode_stochastic(scaled, fmt.element, random).flatten(-2)
     return MXTensor(codes.contiguous(), scale.contiguous(), fmt, scale_span=span, wide_blocks=count)
 
 

@@ -64,13 +64,13 @@ def encode_stochastic(
 
     Args:
         values: float32, bfloat16 or float16, any shape. element: format of the codes.
-        random: `random_bits` of this shape.
+        random: `random_bits` of these elements, in the order of the values.
 
     Returns:
         uint8 codes, one per byte, shape of `values`.
 
     Raises:
-        TypeError: another dtype. ValueError: `random` of another shape.
+        TypeError: another dtype. ValueError: another number of random numbers.
 
     Example:
         >>> from mxpert.formats import E2M1
@@ -81,8 +81,9 @@ def encode_stochastic(
     """
     op = "encode_stochastic"
     require_dtype(values.dtype, FLOAT_DTYPES, op, "values.dtype")
-    shapes = list(values.shape), list(random.shape)
-    require(shapes[0] == shapes[1], op, "random.shape", need=shapes[0], got=shapes[1])
+    count = values.numel()
+    require(random.numel() == count, op, "random.numel()", need=count, got=random.numel())
+    random = random.reshape(values.shape)
     values = values.detach().float().resolve_neg()
     mantissa, smallest = element.mantissa_bits, 1 - element.bias
     size = values.abs().clamp(max=element.max_value)
