@@ -97,9 +97,10 @@ def fused_moe(
             read before the first row is written. None allocates.
         expert_parallel: an ExpertParallel; its ranks call together with their experts and tokens.
         num_sms: most SMs that each GEMM occupies, to leave the others to communication beside it; 1
-            to those of the device. None is all of them. The bits of the result are the same. The
-            short kernels around the GEMMs are not limited. Kernels without a persistent grid refuse
-            it; docs/training.md lists them.
+            to those of the device. None is all of them. Every number gives the same bits, those
+            of None too unless that is one launch for few tokens. The short kernels around the GEMMs
+            are not limited. Kernels without a persistent grid refuse it; docs/training.md lists
+            them.
 
     Returns:
         [T, H] in `out_dtype`, or `out`; zero where no local expert was chosen.

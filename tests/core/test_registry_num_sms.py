@@ -12,12 +12,13 @@ import torch
 
 import mxpert
 from mxpert import UnsupportedError
-from mxpert.configs import Cdna4GemmConfig, HopperGemmConfig, MoEConfig
+from mxpert.configs import Cdna4GemmConfig, HopperGemmConfig, HopperKernel, MoEConfig
 from mxpert.core.problem import GroupedProblem, MoEProblem, Op, leaves_sms, resident_programs
 from mxpert.core.registry import explain_problem
 from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
 from mxpert.moe.cdna4.config import prefill_config
+from mxpert.moe.hopper.config import two_stages
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape, random_moe_problem
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE, grouped_linear, grouped_mm
 from support.devices import DEVICES
@@ -57,10 +58,22 @@ def test_grouped_gemms_keep_to_it_everywhere(arch: str, backend: str, op: Op) ->
 
 
 def test_layers_of_hopper_keep_their_config() -> None:
-    for num_tokens in (1, 8192):
+    for num_tokens in (64, 8192):
         found, free = (explain_problem(layer("sm_90", num_tokens, num_sms=n)) for n in (8, None))
         assert found.resolution == free.resolution
         assert "SMs:     GEMMs occupy at most 8 of 132" in str(found)
+
+
+def test_one_launch_for_few_tokens_becomes_two_stages() -> None:
+    free = explain_problem(layer("sm_90", 1, num_sms=None)).resolution.config
+    assert free.gate_up.kernel is HopperKernel.FEW_TOKENS
+    found = explain_problem(layer("sm_90", 1)).resolution.config
+    assert found == two_stages(layer("sm_90", 1))
+    with (
+        mxpert.override(config=free),
+        pytest.raises(UnsupportedError, match="num_sms — need a config with a persistent grid"),
+    ):
+        explain_problem(layer("sm_90", 1))
 
 
 def test_a_prefill_layer_of_gfx950_gets_a_persistent_grid() -> None:
@@ -273,3 +286,5 @@ def test_hopper_config_of_another_kernel_is_not_taken_for_persistent() -> None:
     problem = layer("sm_90")
     config = HopperGemmConfig("decode", block_m=8, num_stages=5)
     assert GATE_UP.persistent(problem, config) is config
+    few = replace(config, kernel=HopperKernel.FEW_TOKENS)
+    assert "no persistent grid" in str(GATE_UP.persistent(problem, few))

@@ -397,6 +397,13 @@ class _FusedMoE(TwoStageLayer):
         """Memory that launches keep between calls."""
         return memory.tensors
 
+    def persistent(self, problem: MoEProblem, config: MoEConfig) -> MoEConfig | str:
+        """As `TwoStageLayer.persistent`; one launch, whose CTAs all wait for each other, is two."""
+        first = config.gate_up
+        if isinstance(first, HopperGemmConfig) and first.kernel is HopperKernel.FEW_TOKENS:
+            config = heuristics.two_stages(problem)
+        return super().persistent(problem, config)
+
     def launch(
         self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs
     ) -> torch.Tensor:
