@@ -51,6 +51,7 @@ class PreparedExperts(torch.nn.Module):
         expert_parallel: mxpert.distributed.ExpertParallel, where `weights` are the local experts of
             this rank. All ranks then call the module at the same time. ``state_dict`` has the local
             experts; ``load_state_dict`` takes these, or all experts, of which it takes its part.
+        num_sms: most SMs that each GEMM occupies, as for `fused_moe`; may be assigned later.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type or value; `weights` that are not the
@@ -76,6 +77,7 @@ class PreparedExperts(torch.nn.Module):
         dtype: torch.dtype = torch.float32,
         apply_router_weight_on_input: bool = False,
         expert_parallel: ExpertParallel | None = None,
+        num_sms: int | None = None,
     ) -> None:
         super().__init__()
         op = type(self).__name__
@@ -83,7 +85,7 @@ class PreparedExperts(torch.nn.Module):
         self.apply_router_weight_on_input = apply_router_weight_on_input
         self.activation, self.dtype = parse_activation(activation, op), dtype
         check_gate(self.activation, weights.has_gate, Checks(op))
-        self.expert_parallel = expert_parallel
+        self.expert_parallel, self.num_sms = expert_parallel, num_sms
         self.activation_format = parse_activation_format(activation_format, op)
         self._ranks: ExpertParallel | None = None
         if expert_parallel is not None:
@@ -145,6 +147,7 @@ class PreparedExperts(torch.nn.Module):
             apply_router_weight_on_input=on_input,
             out_dtype=x.dtype,
             expert_parallel=self._ranks,
+            num_sms=self.num_sms,
         )
         if x.dim() != 2:
             out = out.view(x.shape)
@@ -285,6 +288,7 @@ class MoE(torch.nn.Module):
             result; with ``top_k=1`` alone. Llama 4 does, and scores by an unnormalised sigmoid.
         expert_parallel: a mxpert.distributed.ExpertParallel with the layer's sizes, on the device
             of `weights`; None for all experts in this process.
+        num_sms: most SMs that each GEMM of the experts occupies, as for `fused_moe`.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a call with
@@ -325,6 +329,7 @@ class MoE(torch.nn.Module):
         routing: TopKOptions = TopKOptions(),
         apply_router_weight_on_input: bool = False,
         expert_parallel: ExpertParallel | None = None,
+        num_sms: int | None = None,
     ) -> None:
         super().__init__()
         op = "MoE"
@@ -362,6 +367,7 @@ class MoE(torch.nn.Module):
             activation_format=activation_format,
             apply_router_weight_on_input=apply_router_weight_on_input,
             expert_parallel=ranks,
+            num_sms=num_sms,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

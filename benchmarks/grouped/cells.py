@@ -11,10 +11,13 @@ import torch
 import mxpert
 from mxpert.errors import message
 
-OPS = ("forward", "dgrad", "wgrad", "wgrad_accumulate", "forward+backward")
-"""wgrad_accumulate adds to a float32 gradient; forward+backward is all three GEMMs of a layer."""
+OPS = ("forward", "dgrad", "wgrad", "wgrad_accumulate", "backward", "forward+backward")
+"""wgrad_accumulate adds to a float32 gradient; backward is dgrad and wgrad of a layer with one
+quantisation of the gradient; forward+backward is all three GEMMs."""
+PARTS = {"backward": ("dgrad", "wgrad"), "forward+backward": ("forward", "dgrad", "wgrad")}
+"""GEMMs of an op that has several."""
 
-BALANCES = ("balanced", "skewed")
+BALANCES = ("balanced", "random", "skewed")
 MODES = {
     "auto": mxpert.ScaleSpan.AUTO,
     "row": mxpert.ScaleSpan.ROW,
@@ -44,19 +47,20 @@ class Shape:
         >>> Shape(1, 1, 2, 3).flops("forward+backward")
         36
         """
-        return 2 * self.G * self.rows * self.N * self.K * (3 if op == "forward+backward" else 1)
+        return 2 * self.G * self.rows * self.N * self.K * len(PARTS.get(op, (op,)))
 
 
-SHAPES = (
-    Shape(16, 2048, 4096, 7168),
-    Shape(32, 2048, 4096, 7168),
-    Shape(16, 4096, 7168, 2048),
-    Shape(32, 4096, 7168, 2048),
-    Shape(4, 4096, 5760, 2880),
-    Shape(32, 2048, 5760, 2880),
-    Shape(32, 4096, 2880, 2880),
+SHAPES = tuple(
+    Shape(groups, rows, n, k)
+    for counts, layers in (
+        ((16, 32), ((4096, 7168), (7168, 2048))),
+        ((4, 32), ((5760, 2880), (2880, 2880))),
+    )
+    for n, k in layers
+    for groups in counts
+    for rows in (2048, 4096)
 )
-"""Gate/up and down of DeepSeek-V3, then of gpt-oss-20b."""
+"""Gate/up and down of DeepSeek-V3, then of gpt-oss-20b: the shapes of Primus-Turbo's table."""
 
 
 def tiny(shape: Shape) -> Shape:
@@ -70,7 +74,8 @@ def tiny(shape: Shape) -> Shape:
 
 
 def group_sizes(shape: Shape, balance: str) -> list[int]:
-    """Rows of each group; "skewed" is Zipf in a shuffled order with one empty group.
+    """Rows of each group; "random" splits them at random, every share between 0 and 1 equally
+    likely before they are scaled; "skewed" is Zipf in a shuffled order with one empty group.
 
     >>> sizes = group_sizes(SHAPES[0], "skewed")
     >>> sum(sizes) == 16 * 2048, sizes.count(0), sum(size % 8 > 0 for size in sizes) > 8
@@ -81,6 +86,10 @@ def group_sizes(shape: Shape, balance: str) -> list[int]:
     if balance == "balanced":
         return [shape.rows] * shape.G
     total, filled = shape.G * shape.rows, shape.G - 1
+    if balance == "random":
+        shares = torch.rand(shape.G, generator=torch.Generator().manual_seed(shape.G)).double()
+        ends = (shares.cumsum(0) / shares.sum() * total).round().long()
+        return torch.diff(ends, prepend=torch.zeros(1, dtype=torch.long)).tolist()
     weights = [1 / (rank + 1) for rank in range(filled)]
     sizes = [int(total * weight / sum(weights)) for weight in weights]
     sizes[0] += total - sum(sizes)
@@ -178,7 +187,7 @@ def pick(parts: Sequence[Part], op: str, result: Any) -> torch.Tensor:
 def parse_shapes(text: str) -> list[Shape]:
     """Numbers of shapes, from 1, comma-separated.
 
-    >>> [str(shape) for shape in parse_shapes("7,1")]
+    >>> [str(shape) for shape in parse_shapes("16,1")]
     ['32x4096-2880-2880', '16x2048-4096-7168']
     """
     chosen = [part.strip() for part in text.split(",") if part.strip()]

@@ -11,19 +11,24 @@ from typing import Any
 import torch
 
 import mxpert
-from benchmarks.grouped.cells import MODES, Operands, Part, Rows, expected, pick, plain_operands
+from benchmarks.grouped.cells import (
+    MODES,
+    PARTS,
+    Operands,
+    Part,
+    Rows,
+    expected,
+    pick,
+    plain_operands,
+)
 from mxpert.cli.measure import GateError
 from mxpert.formats import MXTensor, dequantize_blocks
-from mxpert.testing.numerics import relative_l2, sqnr_db
+from mxpert.testing.numerics import UNPROMOTED_ERROR, relative_l2, sqnr_db
 from mxpert.training import MXFP8Recipe, grouped_linear
 
 OURS = "mxpert"
 GATE = 3e-3
 """Relative L2 to float64 on the dequantised operands; rounding to bfloat16 alone is 1.7e-3."""
-
-UNPROMOTED_ERROR = 2.0**-13 / math.sqrt(6)
-"""Times the root of the depth: what Hopper's tensor core may add where it sums fp8 products by
-itself; each addition of 32 drops bits below 2^-13 of the sum. wgrad sums a group's rows."""
 
 GATE_DB = {OURS: 25.0}
 PEER_GATE_DB = 20.0
@@ -104,6 +109,9 @@ class Ours:
         def backward(*leaves: torch.Tensor) -> torch.Tensor:
             return torch.autograd.grad(y, leaves, grad, retain_graph=True)[0]
 
+        def gradients() -> tuple[torch.Tensor, ...]:
+            return torch.autograd.grad(y, (x, weight), grad, retain_graph=True)
+
         def both() -> tuple[torch.Tensor, ...]:
             out = forward()
             return (out, *torch.autograd.grad(out, (x, weight), grad))
@@ -112,6 +120,7 @@ class Ours:
             "forward": forward,
             "dgrad": functools.partial(backward, x),
             "wgrad": functools.partial(backward, weight),
+            "backward": gradients,
             "forward+backward": both,
         }
         exact = {op: self.exact(op) for op in ("forward", "dgrad", "wgrad")}
@@ -187,8 +196,8 @@ def check(variant: Variant, data: Operands, parts: Sequence[Part]) -> tuple[floa
     if variant.accumulator is not None:
         variant.accumulator.zero_()
     result = variant.call()
-    ops = ("forward", "dgrad", "wgrad") if variant.op == "forward+backward" else (variant.op,)
-    results = result if variant.op == "forward+backward" else (result,)
+    ops = PARTS.get(variant.op, (variant.op,))
+    results = result if variant.op in PARTS else (result,)
     snr = float("inf")
     for op, each in zip(ops, results, strict=True):
         found = variant.pick(parts, op, each).double()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.grouped.run --peers DIR [--output FILE]
 
-Forward, dgrad and wgrad of seven shapes with balanced and skewed groups, as kernels and as a whole
-layer with its quantisation; then the quantisers. Nothing is timed before it was compared with
-float64. The JSON is whole after every cell; grouped/render.py makes tables and a plot of it.
+Forward, dgrad and wgrad of sixteen shapes with balanced, random and skewed groups, as kernels and
+as a whole layer with its quantisation; then the quantisers. Nothing is timed before it was compared
+with float64. The JSON is whole after every cell; grouped/render.py makes tables and a plot of it.
 """
 
 from __future__ import annotations
@@ -202,11 +202,12 @@ def summary(jobs: Jobs) -> str:
 PROTOCOL = {
     "timing": f"eager calls in turns between events, host time hidden by a spinning "
     f"kernel; median of {REPEATS}; operands larger than L2",
-    "data": "normal values; skewed: Zipf sizes in shuffled order, one group empty",
+    "data": "normal values; random: shares drawn evenly; skewed: Zipf sizes in shuffled order, one "
+    "group empty",
     "work": "TFLOP/s of real rows; DeepGEMM's groups are padded to 128 rows before the "
     "clock runs, those of torch's wgrad to 16",
     "with_quant": "mxpert: grouped_linear and its autograd, bfloat16 to bfloat16, both "
-    "copies made; forward+backward: everything, torch: its three GEMMs",
+    "copies made; backward: dgrad and wgrad; forward+backward: everything, torch: its three GEMMs",
     "wgrad": "wgrad: bfloat16 result; wgrad_accumulate: added to float32",
     "snr_db": "sampled rows, to float64 on unquantised operands; rel_l2: to float64 on "
     "the dequantised operands, ours alone",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -17,16 +18,22 @@ from rich.markup import escape
 from .. import __version__
 from ..core.backend import BACKENDS, layouts_for
 from ..core.files import is_file, kind_of_file
-from ..core.problem import Target
-from ..core.tables import TunedRow, add_rows, read_rows, user_table
+from ..core.problem import GroupedProblem, Op, Target
+from ..core.tables import (
+    AnyRow,
+    GroupedRow,
+    TunedRow,
+    add_rows,
+    every_row,
+    grouped_spans,
+    user_table,
+)
 from ..core.target import detect_target
 from ..core.toolchain import toolchain
 from ..errors import UnsupportedError, message, require
 from ..testing.timing import read_bandwidth
-from .measure import RunWeights
 from .options import (
     DEFAULT_FORMATS,
-    FORMAT_NAMES,
     Formats,
     JsonFile,
     ListModels,
@@ -49,20 +56,34 @@ from .report import (
     write_report,
 )
 from .tune_cells import (
-    BATCH_SIZE,
-    LARGE_BATCH_TOKENS,
     TARGETS,
     Candidate,
     Cell,
     Choice,
     Outcome,
-    Trial,
     choose,
     invalid_row,
     make_cells,
     search,
 )
+from .tune_grouped import RECIPES, GroupedCell, invalid_grouped_row, make_grouped_cells
 
+AnyCell = Cell | GroupedCell
+DEFAULT_ROWS = "8192,32768,131072"
+Grouped = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="G,N,K",
+        help="Grouped GEMMs of a training layer with weights [G, N, K]: forward, dgrad and wgrad; "
+        "repeat for several. Layers of models are then tuned only if they are named.",
+    ),
+]
+RowCounts = Annotated[
+    str, typer.Option(help="With --grouped: rows of all groups together, comma-separated.")
+]
+OperandNames = Annotated[
+    str, typer.Option(help=f"With --grouped: operands, comma-separated: {', '.join(RECIPES)}.")
+]
 DEFAULT_TOKENS = ",".join(str(2**power) for power in range(14))
 EXIT_NO_WINNER, EXIT_INTERRUPTED = 1, 130
 
@@ -71,7 +92,7 @@ EXIT_NO_WINNER, EXIT_INTERRUPTED = 1, 130
 class Request:
     """The checked options. backend: pinned, or None. seconds: time budget of all cells."""
 
-    cells: list[Cell]
+    cells: list[AnyCell]
     backend: str | None
     output: Path
     seconds: float
@@ -107,22 +128,16 @@ def provenance(facts: Row, read_tbs: float, commit: str | None) -> Row:
         "cuda": versions["cuda"] or versions["hip"],
         "gpu": facts.get("gpu", {}),
         "read_tbs": round(read_tbs, 3),
-        "protocol": "fused_moe, cold L2, CUDA-graph replays, configs interleaved, medians",
+        "protocol": "whole ops, cold L2, CUDA-graph replays, configs interleaved, medians",
     }
 
 
-def make_row(choice: Choice, outcome: Outcome, winner: Candidate, head: Row) -> TunedRow:
+def make_row(choice: Choice[Any], outcome: Outcome, winner: Candidate, head: Row) -> AnyRow:
     """The table row of a cell with a winner."""
     problem, before = choice.problem, winner.heuristic_us
-    return TunedRow(
-        problem.formats,
-        problem.num_experts,
-        problem.top_k,
-        problem.hidden_size,
-        problem.intermediate_size,
-        problem.num_tokens,
-        choice.kernel.backend,
-        winner.config,
+    measured: dict[str, Any] = dict(
+        backend=choice.kernel.backend,
+        config=winner.config,
         us=round(winner.us or 0.0, 3),
         heuristic_us=None if before is None else round(before, 3),
         spread=round(winner.spread, 4),
@@ -134,11 +149,41 @@ def make_row(choice: Choice, outcome: Outcome, winner: Candidate, head: Row) -> 
         commit=head["commit"],
         date=head["date"],
     )
+    if isinstance(problem, GroupedProblem):
+        return GroupedRow(
+            "grouped_wgrad" if problem.op is Op.GROUPED_WGRAD else "grouped_gemm",
+            problem.formats,
+            grouped_spans(problem),
+            problem.trans_b,
+            problem.num_groups,
+            problem.n,
+            problem.k,
+            problem.num_rows,
+            **measured,
+        )
+    return TunedRow(
+        problem.formats,
+        problem.num_experts,
+        problem.top_k,
+        problem.hidden_size,
+        problem.intermediate_size,
+        problem.num_tokens,
+        **measured,
+    )
 
 
-def name_cell(cell: Cell) -> str:
-    """Name of a cell: "gpt-oss-120b T=64 a16w4"."""
-    return f"{cell.model} T={cell.num_tokens} {FORMAT_NAMES[cell.activation_format]}"
+def choose_any(cell: AnyCell, target: Target, backend: str | None) -> Choice[Any]:
+    """The kernel that would serve a cell on a target."""
+    if isinstance(cell, GroupedCell):
+        return cell.choose(target, backend)
+    return choose(cell, target, layouts_for(target.arch), backend)
+
+
+def invalid_any(row: AnyRow, target: Target) -> str | None:
+    """Why a row cannot run on its device, None if it can."""
+    if isinstance(row, GroupedRow):
+        return invalid_grouped_row(row, target)
+    return invalid_row(row, target)
 
 
 def _print_outcome(console: Console, name: str, backend: str, outcome: Outcome) -> None:
@@ -167,21 +212,21 @@ class _Tuner:
         self.report = Report(environment(device), str(request.output))
         self.finished = {
             row.key
-            for row in read_rows(request.output, self.target.name)
-            if not (request.force or row.modelled) and invalid_row(row, self.target) is None
+            for row in every_row(request.output, self.target.name)
+            if not (request.force or row.modelled) and invalid_any(row, self.target) is None
         }
         self.head: Row = {}
 
     def run(self, advance: Advance) -> None:
         """Tune the cells without a row until the time is over."""
-        request, layouts = self.request, layouts_for(self.target.arch)
+        request = self.request
         pending = [
             cell
             for cell in request.cells
-            if choose(cell, self.target, layouts, request.backend).key not in self.finished
+            if choose_any(cell, self.target, request.backend).key not in self.finished
         ]
         self.report.kept = len(request.cells) - len(pending)
-        self.report.unfinished = [name_cell(cell) for cell in pending]
+        self.report.unfinished = [cell.name for cell in pending]
         if not pending:
             return
         done, total = 0, len(pending)
@@ -189,32 +234,30 @@ class _Tuner:
         self.report.read_tbs = read_bandwidth(self.device) / 1e12
         self.head = provenance(self.report.environment, self.report.read_tbs, request.commit)
         for shape, cells in itertools.groupby(pending, lambda cell: cell.shape):
-            advance(done, total, "making weights")
-            weights = RunWeights.random(shape, self.device)
+            advance(done, total, f"making operands of {shape}")
+            operands: Any = None
             for cell in cells:
+                if operands is None:
+                    operands = cell.operands(self.device)
                 if time.monotonic() >= self.end:
                     return
-                advance(done, total, name_cell(cell))
-                self._tune(cell, weights)
-                self.report.unfinished.remove(name_cell(cell))
+                advance(done, total, cell.name)
+                self._tune(cell, operands)
+                self.report.unfinished.remove(cell.name)
                 done += 1
-            del weights  # before the next shape's are made
+            del operands  # before the next shape's are made
 
-    def _tune(self, cell: Cell, weights: RunWeights) -> None:
+    def _tune(self, cell: AnyCell, operands: Any) -> None:
         """Search one cell within its share of the remaining time and write its row."""
-        report, request, name = self.report, self.request, name_cell(cell)
-        stored = {each.layout: each for each in (weights.plain, weights.prepared)}
-        choice = choose(cell, self.target, list(reversed(stored)), request.backend)
+        report, request, name = self.report, self.request, cell.name
+        choice, make_trial = cell.trial(operands, self.target, request.backend)
         now = time.monotonic()
         deadline = now + (self.end - now) / len(report.unfinished)
         if choice.key in self.finished:  # these weights took another layout than most do
             report.kept += 1
             return
         outcome = search(
-            choice.configs(),
-            Trial(choice, cell.shape, weights.plain, stored[choice.problem.weight_layout]),
-            deadline=deadline,
-            batch_size=BATCH_SIZE // (1 + (cell.num_tokens > LARGE_BATCH_TOKENS)),
+            choice.configs(), make_trial(), deadline=deadline, batch_size=cell.batch_size
         )
         _print_outcome(self.console, name, choice.kernel.backend, outcome)
         winner = outcome.winner
@@ -239,13 +282,13 @@ def run_tune(request: Request, device: torch.device, console: Console) -> Report
 
 
 def dry_run(
-    cells: Sequence[Cell], target: Target, backend: str | None, json_to: str | None
+    cells: Sequence[AnyCell], target: Target, backend: str | None, json_to: str | None
 ) -> None:
     """Show the cells and their candidates on a target, without running any."""
-    choices = [choose(cell, target, layouts_for(target.arch), backend) for cell in cells]
+    choices = [choose_any(cell, target, backend) for cell in cells]
     rows: list[Row] = [
         {
-            "cell": name_cell(cell),
+            "cell": cell.name,
             "backend": choice.kernel.backend,
             "candidates": [asdict(config) for config in choice.configs()],
         }
@@ -254,7 +297,7 @@ def dry_run(
     print_table(
         result_console(json_to),
         f"mxpert tune --dry-run on {target.name}",
-        ("cell", Column("backend", 1), "candidates", Column("heuristic: unit | gate_up | down", 2)),
+        ("cell", Column("backend", 1), "candidates", Column("heuristic", 2)),
         [
             (
                 escape(row["cell"]),
@@ -271,12 +314,15 @@ def dry_run(
 
 
 def _short(config: Row) -> str:
-    """A config's unit and stages, each setting by the initials of its name: "bm16 bn64 …"."""
-    stages = [
-        " ".join(f"{''.join(p[0] for p in key.split('_'))}{value}" for key, value in stage.items())
-        for stage in (config["gate_up"], config["down"])
-    ]
+    """A config, each setting by the initials of its name: "bm16 bn64 …"; a layer's unit first."""
+    if "gate_up" not in config:
+        return _initials(config)
+    stages = [_initials(config["gate_up"]), _initials(config["down"])]
     return " | ".join((str(config["routing_block_m"]), *stages))
+
+
+def _initials(stage: Row) -> str:
+    return " ".join(f"{''.join(p[0] for p in key.split('_'))}{stage[key]}" for key in stage)
 
 
 def _writable(output: Path | None, target: Target) -> Path:
@@ -345,6 +391,9 @@ def tune(
         help="Token counts, comma-separated. Default: the powers of two up to 8192.",
     ),
     formats: Formats = DEFAULT_FORMATS,
+    grouped: Grouped = None,
+    rows: RowCounts = DEFAULT_ROWS,
+    operands: OperandNames = "mxfp8",
     time_budget: float = typer.Option(
         600.0, help="Seconds for the whole run; cells left are tuned when it is run again."
     ),
@@ -365,7 +414,8 @@ def tune(
 ) -> None:
     """Search the tiles that are fastest on this GPU.
 
-    A cell is one format, one layer shape and one token count. For each cell every config of the
+    A cell is one format, one layer shape and one token count, or one of the three grouped GEMMs of
+    a training layer with one number of rows. For each cell every config of the
     kernel that serves it is compared with the float64 reference; a wrong config is reported and
     never wins. The right ones take turns being timed with a cold L2 cache. The heuristic's choice
     stays unless another config is faster by more than the spread of the two.
@@ -377,14 +427,17 @@ def tune(
     Examples:
         mxpert tune --model gpt-oss-120b --time-budget 300
         mxpert tune --shape 64,8,2048,1024 --tokens 1,16,256 --format a16w4
+        mxpert tune --grouped 32,4096,7168 --rows 65536 --operands mxfp8,bf16
         mxpert tune --dry-run --target nvidia-h200
     """
     counts = parse_numbers(tokens, "tune", "--tokens")
     names = parse_formats(formats, "tune", "--format")
     check_target(json_to, "tune")
     _check_search(backend, time_budget)
-    models = list(model or ([] if shape else ["gpt-oss-120b"]))
-    cells = make_cells(models, list(shape or []), counts, names)
+    models = list(model or ([] if shape or grouped else ["gpt-oss-120b"]))
+    cells: list[AnyCell] = [*make_cells(models, list(shape or []), counts, names)]
+    row_counts = parse_numbers(rows, "tune", "--rows")
+    cells += make_grouped_cells(grouped or [], row_counts, operands)
     here, console = _named_target(target, dry), make_console(stderr=True)
     if dry:
         dry_run(cells, here, backend, json_to)

@@ -1,4 +1,7 @@
-"""Cells of `mxpert tune` (one format, shape and token count each), and the search of one cell."""
+"""Cells of `mxpert tune` (one format, shape and token count each), and the search of one cell.
+
+Those of grouped GEMMs, which are searched alike, are in `tune_grouped`.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from ..core.backend import BACKENDS, layouts_for
+from ..core.kernel import AnyKernel
 from ..core.problem import (
+    Config,
+    GroupedProblem,
     MoEConfig,
     MoEOptions,
     MoEProblem,
@@ -22,19 +28,19 @@ from ..core.problem import (
     parse_activation_format,
 )
 from ..core.registry import config_exists, explain_problem, override
-from ..core.tables import Source, TunedRow, problem_key, table_name
+from ..core.tables import Source, TunedRow, row_key, table_name
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import Layout
-from ..moe.inputs import FusedMoEInputs, LayerKernel
+from ..moe.inputs import FusedMoEInputs
 from ..moe.op import fused_moe
 from ..moe.weights import MoEWeights
 from ..routing.plan import TOKEN_MASK
 from ..testing.numerics import relative_l2
 from ..testing.problems import MODEL_SHAPES, MoEShape, random_tokens
 from ..testing.timing import Timing, time_graph
-from .measure import error_gate, float64_reference, intermediate_sizes, rotations
-from .options import check_model, parse_numbers
+from .measure import RunWeights, error_gate, float64_reference, intermediate_sizes, rotations
+from .options import FORMAT_NAMES, check_model, parse_numbers
 
 NUM_PROBES = 16
 """Tokens of a batch that are compared with float64; all tokens are compared among configs."""
@@ -60,6 +66,29 @@ class Cell:
     num_tokens: int
     activation_format: OwnFormat
 
+    @property
+    def name(self) -> str:
+        """As "gpt-oss-120b T=64 a16w4"."""
+        return f"{self.model} T={self.num_tokens} {FORMAT_NAMES[self.activation_format]}"
+
+    @property
+    def batch_size(self) -> int:
+        """Configs that are timed together."""
+        return BATCH_SIZE // (1 + (self.num_tokens > LARGE_BATCH_TOKENS))
+
+    def operands(self, device: torch.device) -> RunWeights:
+        """Random weights, which cells of one shape share."""
+        return RunWeights.random(self.shape, device)
+
+    def trial(
+        self, operands: RunWeights, target: Target, backend: str | None
+    ) -> tuple[Choice[MoEProblem], Callable[[], Trial]]:
+        """What serves the cell with these weights, and how to make its trial."""
+        stored = {each.layout: each for each in (operands.plain, operands.prepared)}
+        choice = choose(self, target, list(reversed(stored)), backend)
+        own = stored[choice.problem.weight_layout]
+        return choice, lambda: Trial(choice, self.shape, operands.plain, own)
+
     def problem(self, target: Target, layout: Layout) -> MoEProblem:
         """The whole layer on a target, with weights in a layout."""
         shape = self.shape
@@ -76,45 +105,57 @@ class Cell:
         )
 
 
+ProblemT = TypeVar("ProblemT", MoEProblem, GroupedProblem)
+
+
 @dataclass(frozen=True)
-class Choice:
+class Choice(Generic[ProblemT]):
     """The kernel that serves a cell, and the problem as it is described to that kernel."""
 
-    kernel: LayerKernel
-    problem: MoEProblem
+    kernel: AnyKernel
+    problem: ProblemT
 
     @property
     def key(self) -> tuple[object, ...]:
         """The key of the cell's row in a table."""
-        return (*problem_key(self.problem, self.kernel.backend), self.problem.num_tokens)
+        return row_key(self.problem, self.kernel.backend)
 
-    def configs(self) -> list[MoEConfig]:
+    def configs(self) -> list[Any]:  # Any: of the kernel's own type
         """The heuristic's choice first, then the kernel's other configs, most similar first."""
-        heuristic: MoEConfig = self.kernel.heuristic(self.problem)
+        heuristic: Any = self.kernel.heuristic(self.problem)
         chosen = _settings(heuristic)
 
-        def differences(config: MoEConfig) -> int:
+        def differences(config: Any) -> int:
             settings = _settings(config)
             return sum(chosen.get(name) != value for name, value in settings.items())
 
-        others = dict.fromkeys(self.kernel.configs(self.problem))
+        others: dict[Any, None] = dict.fromkeys(self.kernel.configs(self.problem))
         return [heuristic, *sorted((each for each in others if each != heuristic), key=differences)]
 
 
-def _settings(config: MoEConfig) -> dict[tuple[str, str], Any]:
-    stages = {"gate_up": asdict(config.gate_up), "down": asdict(config.down)}
+def _settings(config: Any) -> dict[tuple[str, str], Any]:
+    """The fields of a config, or of both stages of a layer's."""
+    stages = {"": asdict(config)}
+    if isinstance(config, MoEConfig):
+        stages = {"gate_up": asdict(config.gate_up), "down": asdict(config.down)}
     return {(stage, name): stages[stage][name] for stage in stages for name in stages[stage]}
 
 
-def choose(cell: Cell, target: Target, layouts: Sequence[Layout], backend: str | None) -> Choice:
+def choose(
+    cell: Cell, target: Target, layouts: Sequence[Layout], backend: str | None
+) -> Choice[MoEProblem]:
     """The kernel that would serve `cell`, with the first weight layout that a kernel reads.
 
     Raises:
         UnsupportedError: no kernel serves it, or only the reference, which has no tiles to tune.
     """
+    return choose_kernel([cell.problem(target, layout) for layout in layouts], backend)
+
+
+def choose_kernel(problems: Sequence[ProblemT], backend: str | None) -> Choice[ProblemT]:
+    """The kernel that would serve the first of these problems that has one with tiles."""
     reason = ""
-    for layout in layouts:
-        problem = cell.problem(target, layout)
+    for problem in problems:
         try:
             with override(backend=backend):
                 explanation = explain_problem(problem)
@@ -125,7 +166,7 @@ def choose(cell: Cell, target: Target, layouts: Sequence[Layout], backend: str |
         if kernel.backend != "reference":
             return Choice(kernel, problem)
         reason = "; ".join(f"{name} {why}" for name, why in explanation.rejected)
-    need = f"a kernel with tiles on {target.name}"
+    need = f"a kernel with tiles on {problems[0].target.name}"
     raise UnsupportedError(
         message("tune", "--backend", need, f"none ({reason})", "see mxpert doctor")
     )
@@ -195,10 +236,74 @@ def make_cells(
     return list(cells.values())
 
 
-class Trial:
-    """Runs and times configs of one cell on a device."""
+class AnyTrial:
+    """Runs and times configs of one cell on a device.
 
-    def __init__(self, choice: Choice, shape: MoEShape, plain: MoEWeights, own: MoEWeights) -> None:
+    Attributes:
+        choice: the kernel and the problem. batches: arguments of `run`, which timings rotate among.
+        truth: the float64 result of the probes, which are a part of the first batch's results.
+        limit: the largest relative L2 of a right result.
+    """
+
+    choice: Choice[Any]
+    device: torch.device
+    batches: list[Any]
+    truth: torch.Tensor
+    limit: float
+    sound: torch.Tensor | None = None
+    """Result of the first config that passed the gate, whole."""
+
+    def run(self, config: Any, batch: Any) -> torch.Tensor:
+        """The result for one batch."""
+        raise NotImplementedError
+
+    def probes(self, result: torch.Tensor) -> torch.Tensor:
+        """The part of a result that `truth` holds."""
+        raise NotImplementedError
+
+    def error(self, config: Any) -> float:
+        """The larger of two errors: of the probes to float64, of the rest to a right result.
+
+        The right result is the first one. The second error is halved: two right results may differ
+        by twice the gate.
+        """
+        result = self.run(config, self.batches[0])
+        error = relative_l2(self.probes(result), self.truth)
+        if not error <= self.limit:
+            return error
+        if self.sound is None:
+            if not bool(result.isfinite().all()):
+                return float("nan")
+            self.sound = result
+        apart = relative_l2(result, self.sound) / 2
+        return apart if not apart <= error else error
+
+    def times(self, configs: Sequence[Any], failures: dict[str, Exception]) -> dict[str, Timing]:
+        """Time the configs in turns with a cold L2 cache; both dictionaries go by index."""
+        calls = {
+            str(index): [functools.partial(self.run, config, batch) for batch in self.batches]
+            for index, config in enumerate(configs)
+        }
+        return time_graph(calls, device=self.device, repeats=REPEATS, warmup=1, failures=failures)
+
+    def require_alive(self, config: Any) -> None:
+        """Raise ValueError if the config's fault destroyed the device context."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            place, got = f"{self.choice.kernel.backend} {config}", str(error).splitlines()[0]
+            remedy = "report it as a defect; finished cells are kept"
+            need = "a config that leaves the device usable"
+            raise ValueError(message("tune", place, need, got, remedy)) from error
+
+
+class Trial(AnyTrial):
+    """Configs of a layer; the probes are tokens."""
+
+    def __init__(
+        self, choice: Choice[MoEProblem], shape: MoEShape, plain: MoEWeights, own: MoEWeights
+    ) -> None:
         """plain: ROW_MAJOR weights, for the reference. own: the same as the kernel reads them."""
         self.choice, self.weights, self.device = choice, own, own.device
         num_tokens = choice.problem.num_tokens
@@ -221,52 +326,16 @@ class Trial:
             )
         sizes = intermediate_sizes(count, shape.top_k, shape.intermediate_size)
         self.limit = error_gate("layer", options.activation_format, sizes)
-        self.sound: torch.Tensor | None = None
-        """Result of the first config that passed the gate, for all tokens."""
 
     def run(self, config: MoEConfig, batch: Sequence[torch.Tensor]) -> torch.Tensor:
         """The layer's output for one batch."""
         x, topk_weights, topk_ids = batch
         inputs = FusedMoEInputs(x, self.weights, topk_weights, topk_ids)
-        return self.choice.kernel.launch(self.choice.problem, config, inputs)
+        result: torch.Tensor = self.choice.kernel.launch(self.choice.problem, config, inputs)
+        return result
 
-    def error(self, config: MoEConfig) -> float:
-        """The larger of two errors: of the probes to float64, of all tokens to a right result.
-
-        The right result is the first one. The second error is halved: two right results may differ
-        by twice the gate.
-        """
-        result = self.run(config, self.batches[0])
-        error = relative_l2(result[self.places], self.truth)
-        if not error <= self.limit:
-            return error
-        if self.sound is None:
-            if not bool(result.isfinite().all()):
-                return float("nan")
-            self.sound = result
-        apart = relative_l2(result, self.sound) / 2
-        return apart if not apart <= error else error
-
-    def times(
-        self, configs: Sequence[MoEConfig], failures: dict[str, Exception]
-    ) -> dict[str, Timing]:
-        """Time the configs in turns with a cold L2 cache; both dictionaries go by index."""
-        calls = {
-            str(index): [functools.partial(self.run, config, batch) for batch in self.batches]
-            for index, config in enumerate(configs)
-        }
-        return time_graph(calls, device=self.device, repeats=REPEATS, warmup=1, failures=failures)
-
-    def require_alive(self, config: MoEConfig) -> None:
-        """Raise ValueError if the config's fault destroyed the device context."""
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        except RuntimeError as error:
-            place, got = f"{self.choice.kernel.backend} {config}", str(error).splitlines()[0]
-            remedy = "report it as a defect; finished cells are kept"
-            need = "a config that leaves the device usable"
-            raise ValueError(message("tune", place, need, got, remedy)) from error
+    def probes(self, result: torch.Tensor) -> torch.Tensor:
+        return result[self.places]
 
 
 @dataclass
@@ -281,7 +350,7 @@ class Candidate:
         spread: wider 10–90 % band of these two, relative to the median.
     """
 
-    config: MoEConfig
+    config: Any  # of the kernel's own type
     state: str = "timed"
     rel_l2: float | None = None
     reason: str = ""
@@ -310,8 +379,8 @@ class Outcome:
 
 
 def search(
-    configs: Sequence[MoEConfig],
-    trial: Trial,
+    configs: Sequence[Config],
+    trial: AnyTrial,
     *,
     deadline: float,
     batch_size: int = BATCH_SIZE,
@@ -360,7 +429,7 @@ def search(
     return outcome(heuristic, "heuristic", note)
 
 
-def _gated(config: MoEConfig, trial: Trial) -> Candidate:
+def _gated(config: Config, trial: AnyTrial) -> Candidate:
     """Run a config once and compare its error with the gate; NaN never passes."""
     try:
         error = trial.error(config)
@@ -378,7 +447,7 @@ def _one_line(failure: Exception) -> str:
     return f"{type(failure).__name__}: {text.splitlines()[0] if text else 'no message'}"
 
 
-def _time(candidates: Sequence[Candidate], heuristic: Candidate, trial: Trial) -> None:
+def _time(candidates: Sequence[Candidate], heuristic: Candidate, trial: AnyTrial) -> None:
     """Time candidates in one run. The heuristic's choice is the first one, unless it is unsound."""
     failures: dict[str, Exception] = {}
     timings = trial.times([each.config for each in candidates], failures)

@@ -75,6 +75,10 @@ class KernelSpec(
     def heuristic(self, problem: ProblemT) -> ConfigT:
         """The configuration used where no tuned row answers."""
 
+    # A kernel of GEMMs whose grid may be persistent has ``persistent(problem, config) -> config |
+    # str``: a config that computes the same bits with a grid of any number of programs, or why it
+    # has none, as a phrase after the backend's name. Dispatch asks it where a call has `num_sms`.
+    #
     # A kernel may also have ``slower(problem) -> str``: why it serves this problem more slowly than
     # others like it, with the remedy, as a phrase after the op's name; "" if it does not. A kernel
     # of QUANTIZE_DUAL whose results are not contiguous has ``empty(like, shape, format) ->
@@ -83,6 +87,10 @@ class KernelSpec(
 
 AnyKernel = KernelSpec[Any, Any, Any, Any]
 """A kernel of the registry, which holds those of all ops. The op that asks knows the types."""
+
+
+NO_PERSISTENT_GRID = "has no persistent grid to keep to num_sms; drop num_sms"
+"""Why a kernel refuses `num_sms`, as a phrase after its backend's name."""
 
 
 def refuse(problem: Problem, reasons: Iterable[str]) -> UnsupportedError:

@@ -75,9 +75,12 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class MoEOptions:
-    """Every option that changes the numbers of an MoE layer.
+    """Every option that changes the numbers of an MoE layer, and the SMs that it may use.
 
     `activation` has no default, because torch.compile of torch 2.11 cannot build one.
+
+    Args:
+        num_sms: most SMs that a GEMM occupies; None is all of them. It changes no bit of a result.
     """
 
     activation: Activation
@@ -86,6 +89,7 @@ class MoEOptions:
     apply_router_weight_on_input: bool = False
     combine: Combine = Combine.REDUCE
     out_dtype: torch.dtype = torch.bfloat16
+    num_sms: int | None = None
 
     @property
     def mx_format(self) -> MXFormat | None:
@@ -138,7 +142,10 @@ class Op(enum.Enum):
 
 @dataclass(frozen=True)
 class QuantizeProblem:
-    """Quantise or dequantise one tensor: logical shape, axis, format, scale rule and span."""
+    """Quantise or dequantise one tensor: logical shape, axis, format, scale rule and span.
+
+    stochastic: whether codes are rounded stochastically, by a seed among the inputs.
+    """
 
     op: Op
     target: Target
@@ -148,6 +155,7 @@ class QuantizeProblem:
     format: MXFormat
     scale_rule: ScaleRule = ScaleRule.RCEIL
     scale_span: ScaleSpan = ScaleSpan.BLOCK
+    stochastic: bool = False
 
 
 class Scoring(ValueEnum):
@@ -307,6 +315,11 @@ class MoEProblem:
         return f"{self.options.activation_format}x{self.weight_format}"
 
     @property
+    def num_sms(self) -> int | None:
+        """Most SMs that a GEMM occupies; None is all of them."""
+        return self.options.num_sms
+
+    @property
     def routed_rows(self) -> float:
         """Rows of all experts of this rank if tokens spread evenly; configs follow them."""
         return self.num_tokens * (self.top_k if self.local_top_k is None else self.local_top_k)
@@ -336,6 +349,7 @@ class DualProblem:
             because each group of the columnwise copy is padded by itself.
         row_span: how many blocks share a scale in the rowwise copy.
         column_span: the same in the columnwise copy.
+        stochastic: as in `QuantizeProblem`.
     """
 
     op: Op
@@ -348,6 +362,7 @@ class DualProblem:
     grouped_rows: bool
     row_span: ScaleSpan = ScaleSpan.BLOCK
     column_span: ScaleSpan = ScaleSpan.BLOCK
+    stochastic: bool = False
 
 
 @dataclass(frozen=True)
@@ -369,6 +384,7 @@ class GroupedProblem:
         accumulate: add the result to a given float32 tensor.
         a_span: how many blocks share a scale in the first MX operand.
         b_span: the same in the second.
+        num_sms: most SMs that the GEMM occupies; None is all of them.
     """
 
     op: Op
@@ -384,11 +400,30 @@ class GroupedProblem:
     accumulate: bool = False
     a_span: ScaleSpan = ScaleSpan.BLOCK
     b_span: ScaleSpan = ScaleSpan.BLOCK
+    num_sms: int | None = None
 
     @property
     def formats(self) -> str:
         """Short name of the operand formats: "mxfp8_e5m2xmxfp8_e4m3"."""
         return f"{self.a_format}x{self.b_format}"
+
+
+def leaves_sms(problem: MoEProblem | GroupedProblem) -> bool:
+    """Whether a GEMM has to leave some of the device's SMs to other work."""
+    return problem.num_sms is not None and problem.num_sms != problem.target.num_sms
+
+
+def resident_programs(problem: MoEProblem | GroupedProblem, per_sm: int = 1) -> int:
+    """Number of programs of a persistent grid.
+
+    Args:
+        per_sm: how many programs an SM holds. They spread over all SMs before an SM gets a second
+            one, so a grid that leaves SMs to other work has one for each SM that it may occupy.
+    """
+    limit = problem.num_sms
+    if limit is not None and leaves_sms(problem):
+        return limit
+    return per_sm * problem.target.num_sms
 
 
 @dataclass(frozen=True)

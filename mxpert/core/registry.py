@@ -22,7 +22,7 @@ from ..errors import PerformanceWarning, UnsupportedError, message, require
 from . import tables
 from .backend import BACKENDS, Backend, Status, add_backend, made_for
 from .geometry import CachedCall
-from .kernel import AnyKernel, refuse
+from .kernel import NO_PERSISTENT_GRID, AnyKernel, refuse
 from .problem import (
     Config,
     GemmConfig,
@@ -145,6 +145,8 @@ class Explanation:
         mode = getattr(chosen.kernel, "mode", None)
         if mode is not None and (text := mode(self.problem)):
             lines.append(f"  mode:    {text}")
+        if (num_sms := getattr(self.problem, "num_sms", None)) is not None:
+            lines.append(f"  SMs:     GEMMs occupy at most {num_sms} of {target.num_sms}")
         if target.kind != "cpu":
             lines.append(f"  status:  {self.status}")
         if chosen.slower:
@@ -223,16 +225,26 @@ def _choose_config(kernel: AnyKernel, problem: Problem, config: Config) -> tuple
     if pinned is not None and for_reference == (kernel.backend == "reference"):
         _check_pinned(kernel, problem, pinned)
         return pinned, "override", "config pinned by override()"
-    if isinstance(problem, MoEProblem) and kernel.backend != "reference":
+    if isinstance(problem, GroupedProblem) and kernel.backend != "reference":
+        found = tables.tuned_grouped_row(problem, kernel.backend)
+        if found is not None and found.config in kernel.configs(problem):
+            return found.config, "table", _place(found)
+        if found is not None:
+            _warn_outdated(found.place)
+    elif isinstance(problem, MoEProblem) and kernel.backend != "reference":
         row = tables.tuned_row(problem, kernel.backend)
         if row is not None and config_exists(problem, row):
             tuned = _stage_config(problem, row.config)
             if _block_fits(problem, tuned):
-                doubt = "; modelled, not measured" if row.modelled else ""
-                return tuned, "table", row.place + doubt
+                return tuned, "table", _place(row)
         elif row is not None:
             _warn_outdated(row.place)
     return kernel.heuristic(problem), "heuristic", f"{kernel.backend} backend"
+
+
+def _place(row: tables.AnyRow) -> str:
+    """Where a row is, and whether nobody has measured it."""
+    return row.place + ("; modelled, not measured" if row.modelled else "")
 
 
 def config_exists(problem: MoEProblem, row: tables.TunedRow) -> bool:
@@ -250,6 +262,23 @@ def config_exists(problem: MoEProblem, row: tables.TunedRow) -> bool:
     return offers(Op.FUSED_MOE, whole, 0) or (
         offers(Op.MOE_GATE_UP, whole.gate_up, unit) and offers(Op.MOE_DOWN, whole.down, unit)
     )
+
+
+def _within_sms(kernel: AnyKernel, problem: Problem, config: object, source: str) -> object | str:
+    """The config of a grid that keeps to `num_sms`, or the reason there is none.
+
+    Raises:
+        UnsupportedError: `override()` pins a config without such a grid.
+    """
+    if getattr(problem, "num_sms", None) is None:
+        return config
+    limit: Callable[..., object] = getattr(kernel, "persistent", lambda *_: NO_PERSISTENT_GRID)
+    limited = limit(problem, config)
+    if source == "override" and limited != config:
+        got = limited if isinstance(limited, str) else repr(config)
+        need, remedy = "a config with a persistent grid", "pin one, or drop num_sms"
+        raise UnsupportedError(message(problem.op.value, "num_sms", need, got, remedy))
+    return limited
 
 
 def _block_fits(problem: Problem, config: object) -> bool:
@@ -348,6 +377,10 @@ def _resolve(
             rejected.append((backend, found))
             continue
         config, source, detail = _choose_config(found, problem, pins.config)
+        config = _within_sms(found, problem, config, source)
+        if isinstance(config, str):
+            rejected.append((backend, config))
+            continue
         if pinned and source == "heuristic":
             detail += ", pinned by override()"
         slower = "" if pinned else _slower(problem, found, rejected)

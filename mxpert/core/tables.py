@@ -7,26 +7,41 @@ Two files can hold rows for a device: the one shipped with the library and the o
 tune` writes into the user's cache directory. A row of the latter replaces the shipped row for the
 same formats, dimensions, tokens and backend.
 
-A row of the file is a `TunedRow`: its fields and their types say what the loader accepts. A field
-without a value in the file takes the default of its dataclass.
+"rows" of the file are `TunedRow`s, of MoE layers; "grouped" are `GroupedRow`s, of grouped GEMMs.
+Their fields and types say what the loader accepts. A field without a value in the file takes the
+default of its dataclass.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..errors import message, require
 from .environment import cache_directory
 from .files import JSONReader, is_file, parse_json, write_atomically
-from .problem import ACTIVATION_FORMATS, MoEConfig, MoEProblem, Op, Target
+from .problem import (
+    ACTIVATION_FORMATS,
+    GemmConfig,
+    GroupedProblem,
+    MoEConfig,
+    MoEProblem,
+    Op,
+    Target,
+)
 
 FORMATS = tuple(f"{name}xmxfp4" for name in ACTIVATION_FORMATS)
+_MXFP8 = ("mxfp8_e4m3", "mxfp8_e5m2")
+GROUPED_FORMATS = {
+    f"{a}x{b}": (a, b) for a, b in (("bf16", "bf16"), *itertools.product(_MXFP8, _MXFP8))
+}
+"""Formats of both operands of a grouped GEMM, by the name that rows have."""
 ROW_REACH = 0.75
 """A row serves token counts above this part of its own."""
 
@@ -39,6 +54,8 @@ _KEYS = {
     "hidden_size": "H",
     "intermediate_size": "F",
     "num_tokens": "T",
+    "num_groups": "G",
+    "num_rows": "M",
     "place": None,
 }
 """Fields of a row that have another name in the file, or are not in it."""
@@ -46,7 +63,9 @@ _KEYS = {
 _READER = JSONReader(_OP, _REMEDY, least=1, keys=_KEYS)
 
 Source = Literal["heuristic", "search", "model"]
+GroupedOp = Literal["grouped_gemm", "grouped_wgrad"]
 ShapeKey = tuple[str, str, int, int, int, int]
+GroupedKey = tuple[str, str, str, str, bool, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -110,9 +129,73 @@ class TunedRow:
 
 
 @dataclass(frozen=True)
-class _Table:
+class GroupedRow:
+    """One tuned choice for a grouped GEMM; fields that `TunedRow` has too mean the same.
+
+    Args:
+        op: "grouped_gemm" (forward and dgrad) or "grouped_wgrad".
+        formats: of both operands, as `GroupedProblem.formats`. spans: their scale spans, "row,row".
+        trans_b, num_groups, n, k, num_rows: as in `GroupedProblem`.
+    """
+
+    op: GroupedOp
+    formats: str
+    spans: str
+    trans_b: bool
+    num_groups: int
+    n: int
+    k: int
+    num_rows: int
+    backend: str
+    config: GemmConfig
+    us: float
+    heuristic_us: float | None
+    spread: float
+    source: Source
+    note: str
+    rel_l2: float | None
+    tried: int
+    valid: int
+    commit: str
+    date: str
+    place: str = ""
+
+    @property
+    def modelled(self) -> bool:
+        """Whether nobody has measured this row."""
+        return self.source == "model"
+
+    @property
+    def shape_key(self) -> GroupedKey:
+        """What a problem must match: backend, op, formats, spans, trans_b, G, n, k."""
+        return (
+            self.backend,
+            self.op,
+            self.formats,
+            self.spans,
+            self.trans_b,
+            self.num_groups,
+            self.n,
+            self.k,
+        )
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What no two rows of a table share: `shape_key` and M."""
+        return (*self.shape_key, self.num_rows)
+
+
+AnyRow = TunedRow | GroupedRow
+_RowT = TypeVar("_RowT", TunedRow, GroupedRow)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as it is read: rows of MoE layers, and of grouped GEMMs."""
+
     provenance: dict[str, Any]
     rows: list[TunedRow]
+    grouped: list[GroupedRow] = field(default_factory=list)
 
 
 def problem_key(problem: MoEProblem, backend: str) -> ShapeKey:
@@ -125,6 +208,32 @@ def problem_key(problem: MoEProblem, backend: str) -> ShapeKey:
         problem.hidden_size,
         problem.intermediate_size,
     )
+
+
+def grouped_spans(problem: GroupedProblem) -> str:
+    """The scale spans of both operands, as rows have them."""
+    return f"{problem.a_span.value},{problem.b_span.value}"
+
+
+def grouped_key(problem: GroupedProblem, backend: str) -> GroupedKey:
+    """The `shape_key` of rows that serve a grouped GEMM on a backend."""
+    return (
+        backend,
+        problem.op.value,
+        problem.formats,
+        grouped_spans(problem),
+        problem.trans_b,
+        problem.num_groups,
+        problem.n,
+        problem.k,
+    )
+
+
+def row_key(problem: MoEProblem | GroupedProblem, backend: str) -> tuple[object, ...]:
+    """The `key` of the row that a problem of exactly this size would have."""
+    if isinstance(problem, GroupedProblem):
+        return (*grouped_key(problem, backend), problem.num_rows)
+    return (*problem_key(problem, backend), problem.num_tokens)
 
 
 def table_name(target: Target) -> str:
@@ -143,10 +252,13 @@ def user_table(target: Target) -> Path | None:
 
 
 def parse_table(text: str, source: str) -> tuple[dict[str, Any], tuple[TunedRow, ...]]:
-    """Read a table.
+    """The provenance and the rows of MoE layers of a table; see `read_table`."""
+    table = read_table(text, source)
+    return table.provenance, tuple(table.rows)
 
-    Returns:
-        Its provenance and its rows.
+
+def read_table(text: str, source: str) -> Table:
+    """Read a table.
 
     Raises:
         ValueError: provenance is missing, a row lacks a key, has an unknown one, a value of another
@@ -157,41 +269,58 @@ def parse_table(text: str, source: str) -> tuple[dict[str, Any], tuple[TunedRow,
         document = parse_json(text)
     except ValueError as error:
         raise ValueError(message(_OP, source, "JSON", error, _REMEDY)) from error
-    table: _Table = _READER.value(_Table, document, source, joint=": ")
+    table: Table = _READER.value(Table, document, source, joint=": ")
     provenance, place = table.provenance, f"{source}: provenance"
     missing = [key for key in _PROVENANCE if not provenance.get(key)]
     _check(not missing, place, list(_PROVENANCE), f"{missing} missing")
-    seen: dict[tuple[object, ...], TunedRow] = {}
-    for index, found in enumerate(table.rows):
-        row = replace(found, place=f"{source}: rows[{index}]")
-        _check(row.formats in FORMATS, f"{row.place}.formats", list(FORMATS), repr(row.formats))
+    return Table(
+        provenance,
+        _placed(table.rows, f"{source}: rows", FORMATS),
+        _placed(table.grouped, f"{source}: grouped", GROUPED_FORMATS),
+    )
+
+
+def _placed(rows: Iterable[_RowT], place: str, formats: Iterable[str]) -> list[_RowT]:
+    """The rows with their places; raises for an unknown format, and for a key that another has."""
+    seen: dict[tuple[object, ...], _RowT] = {}
+    for index, found in enumerate(rows):
+        row = replace(found, place=f"{place}[{index}]")
+        _check(row.formats in formats, f"{row.place}.formats", list(formats), repr(row.formats))
         first = seen.setdefault(row.key, row)
         _check(
             first is row,
             row.place,
-            "one row for each shape, T and backend",
+            "one row for each shape, T (M of a grouped GEMM) and backend",
             f"the key of {first.place}",
             "drop one of the two",
         )
-    return provenance, tuple(seen.values())
+    return list(seen.values())
 
 
 def _check(condition: bool, place: str, need: object, got: object, remedy: str = _REMEDY) -> None:
     require(condition, _OP, place, need=need, got=got, remedy=remedy)
 
 
-def format_table(provenance: Mapping[str, Any], rows: Iterable[TunedRow]) -> str:
+def format_table(provenance: Mapping[str, Any], rows: Iterable[AnyRow]) -> str:
     """A table's text: rows in the order of their keys, one a line, so that a diff shows rows."""
+    every = list(rows)
+    head = json.dumps(dict(provenance), indent=1, allow_nan=False).replace("\n", "\n ")
+    parts = [f'"provenance": {head}', _format_rows("rows", every, TunedRow)]
+    if any(isinstance(row, GroupedRow) for row in every):
+        parts.append(_format_rows("grouped", every, GroupedRow))
+    return "{\n " + ",\n ".join(parts) + "\n}\n"
+
+
+def _format_rows(name: str, rows: Iterable[AnyRow], kind: type[AnyRow]) -> str:
     lines = []
-    for row in sorted(rows, key=lambda row: row.key):
+    for row in sorted((row for row in rows if isinstance(row, kind)), key=lambda row: row.key):
         named = {_KEYS.get(name, name): value for name, value in asdict(row).items()}
         document = {name: value for name, value in named.items() if name is not None}
         lines.append(f"  {json.dumps(document, allow_nan=False)}")
-    head = json.dumps(dict(provenance), indent=1, allow_nan=False).replace("\n", "\n ")
-    return f'{{\n "provenance": {head},\n "rows": [\n' + ",\n".join(lines) + "\n ]\n}\n"
+    return f'"{name}": [\n' + ",\n".join(lines) + "\n ]"
 
 
-def add_rows(path: Path, provenance: Mapping[str, Any], rows: Iterable[TunedRow]) -> None:
+def add_rows(path: Path, provenance: Mapping[str, Any], rows: Iterable[AnyRow]) -> None:
     """Put rows into the table at `path`, in place of those with the same keys, or start a table.
 
     The file is replaced whole or not at all. Its provenance becomes the given one; each row keeps
@@ -200,7 +329,7 @@ def add_rows(path: Path, provenance: Mapping[str, Any], rows: Iterable[TunedRow]
     Raises:
         ValueError: the file is not a table, or one of another device.
     """
-    merged = {row.key: row for row in (*read_rows(path, str(provenance["device"])), *rows)}
+    merged = {row.key: row for row in (*every_row(path, str(provenance["device"])), *rows)}
     text = format_table(provenance, merged.values())
     parse_table(text, str(path))  # nothing is written that could not be read
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,6 +338,11 @@ def add_rows(path: Path, provenance: Mapping[str, Any], rows: Iterable[TunedRow]
 
 
 def read_rows(path: Path, device: str) -> tuple[TunedRow, ...]:
+    """Rows of MoE layers of the table at `path`; see `every_row`."""
+    return tuple(row for row in every_row(path, device) if isinstance(row, TunedRow))
+
+
+def every_row(path: Path, device: str) -> tuple[AnyRow, ...]:
     """Rows of the table at `path`; none if there is no file.
 
     Raises:
@@ -216,15 +350,15 @@ def read_rows(path: Path, device: str) -> tuple[TunedRow, ...]:
     """
     if not path.exists():
         return ()
-    provenance, rows = parse_table(path.read_text(encoding="utf-8"), str(path))
+    table = read_table(path.read_text(encoding="utf-8"), str(path))
     _check(
-        provenance["device"] == device,
+        table.provenance["device"] == device,
         f"{path}: provenance.device",
         device,
-        provenance["device"],
+        table.provenance["device"],
         "give each device a table of its own",
     )
-    return rows
+    return *table.rows, *table.grouped
 
 
 _generations = [0]
@@ -242,16 +376,26 @@ def reload_tables() -> None:
 
 
 @functools.cache
-def _rows_by_shape(target: Target) -> dict[ShapeKey, list[TunedRow]]:
+def _rows_by_shape(target: Target) -> tuple[_ByShape[TunedRow], _ByShape[GroupedRow]]:
+    """Rows of layers and of grouped GEMMs, each shape's by rising size."""
     name, own = table_name(target), user_table(target)
     shipped = resources.files("mxpert.core") / "tables" / name
-    rows: dict[tuple[object, ...], TunedRow] = {}
+    tables = []
     if shipped.is_file():
-        rows.update({row.key: row for row in parse_table(shipped.read_text("utf-8"), name)[1]})
+        tables.append(read_table(shipped.read_text("utf-8"), name))
     if own is not None and is_file(own):
-        rows.update({row.key: row for row in parse_table(own.read_text("utf-8"), str(own))[1]})
-    table: dict[ShapeKey, list[TunedRow]] = {}
-    for row in sorted(rows.values(), key=lambda row: row.key):
+        tables.append(read_table(own.read_text("utf-8"), str(own)))
+    layers = _by_shape([row for table in tables for row in table.rows])
+    return layers, _by_shape([row for table in tables for row in table.grouped])
+
+
+_ByShape = dict[tuple[object, ...], list[_RowT]]
+
+
+def _by_shape(rows: Iterable[_RowT]) -> _ByShape[_RowT]:
+    """Rows by `shape_key`; of two with one key the later one."""
+    table: _ByShape[_RowT] = {}
+    for row in sorted({row.key: row for row in rows}.values(), key=lambda row: row.key):
         table.setdefault(row.shape_key, []).append(row)
     return table
 
@@ -267,7 +411,19 @@ def tuned_row(problem: MoEProblem, backend: str) -> TunedRow | None:
     if problem.op not in (Op.FUSED_MOE, Op.MOE_GATE_UP, Op.MOE_DOWN):
         return None
     num_tokens = problem.routed_rows / problem.top_k
-    for row in _rows_by_shape(problem.target).get(problem_key(problem, backend), []):
+    for row in _rows_by_shape(problem.target)[0].get(problem_key(problem, backend), []):
         if row.num_tokens * ROW_REACH < num_tokens <= row.num_tokens:
+            return row
+    return None
+
+
+def tuned_grouped_row(problem: GroupedProblem, backend: str) -> GroupedRow | None:
+    """The backend's row for this grouped GEMM whose number of rows is M or a little above.
+
+    A row answers from its own M down to three quarters of it (`ROW_REACH`). How the rows divide
+    among the groups is not known on the host, and not asked.
+    """
+    for row in _rows_by_shape(problem.target)[1].get(grouped_key(problem, backend), []):
+        if row.num_rows * ROW_REACH < problem.num_rows <= row.num_rows:
             return row
     return None

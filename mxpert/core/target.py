@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ..errors import Checks
 from .problem import Target
 
 
@@ -109,6 +110,25 @@ def detect_target(device: torch.device | str) -> Target:
     if device.type != "cuda":
         return _cpu_target(device.type)
     return _gpu_target(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def check_num_sms(num_sms: int | None, device: torch.device, need: Checks) -> None:
+    """Check `num_sms`: None, or 1 to the number of SMs (compute units) of a device.
+
+    Raises:
+        TypeError: no int. ValueError: out of range.
+    """
+    if num_sms is None:
+        return
+    if isinstance(num_sms, bool) or not isinstance(num_sms, int):
+        raise need.type_error("num_sms", "an int or None", repr(num_sms))
+    if torch.compiler.is_compiling():  # the op checks it again when it runs
+        return
+    target = detect_target(device)
+    most = num_sms if target.kind == "cpu" else target.num_sms  # of no use there: no grid
+    if not 1 <= num_sms <= most:
+        wanted = "at least 1" if target.kind == "cpu" else f"1 to {most}, which {target.name} has"
+        raise need.value_error("num_sms", wanted, num_sms, "None takes all of them")
 
 
 @functools.cache

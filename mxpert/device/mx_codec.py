@@ -119,14 +119,59 @@ def decode(codes, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def random_bits(seed_ptr, index):
+    """Random uint32 of elements by their int64 index; see `mxpert.formats.stochastic`."""
+    r0, r1, r2, r3 = tl.randint4x(tl.load(seed_ptr), index >> 2)
+    low = tl.where((index & 1) == 0, r0, r1)
+    high = tl.where((index & 1) == 0, r2, r3)
+    return tl.where((index & 2) == 0, low, high).to(tl.uint32)
+
+
+@triton.jit
+def random_row_bits(seed_ptr, first, COLUMNS: tl.constexpr):
+    """`random_bits` [M, COLUMNS] of rows from element first [M], a multiple of 4, on."""
+    M: tl.constexpr = first.shape[0]
+    counter = (first >> 2)[:, None] + tl.arange(0, COLUMNS // 4)[None, :]
+    r0, r1, r2, r3 = tl.randint4x(tl.load(seed_ptr), counter)
+    words = tl.join(tl.join(r0, r2), tl.join(r1, r3))  # [M, COLUMNS / 4, 2, 2]
+    return tl.reshape(words, (M, COLUMNS)).to(tl.uint32)
+
+
+@triton.jit
+def encode_stochastic(values, random, is_nan, FORMAT: tl.constexpr):
+    """Codes (int32) of scaled float32 values, rounded by random uint32; see `encode`."""
+    MANTISSA: tl.constexpr = 3 if FORMAT == "e4m3" else (2 if FORMAT == "e5m2" else 1)
+    SMALLEST: tl.constexpr = -6 if FORMAT == "e4m3" else (-14 if FORMAT == "e5m2" else 0)
+    LARGEST: tl.constexpr = 448.0 if FORMAT == "e4m3" else (57344.0 if FORMAT == "e5m2" else 6.0)
+    SIGN: tl.constexpr = 8 if FORMAT == "e2m1" else 0x80
+    NAN_CODE: tl.constexpr = SIGN - 1
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    POWER: tl.constexpr = 2.0**SMALLEST
+    STEPS: tl.constexpr = 2.0 ** (24 + MANTISSA - SMALLEST)
+    size = tl.minimum(tl.abs(values), LARGEST)
+    # The bits of a float count its steps, across binades too.
+    added = (random >> (32 - DROPPED)).to(tl.int32)
+    code = ((size.to(tl.int32, bitcast=True) + added) >> DROPPED) - ((126 + SMALLEST) << MANTISSA)
+    # Below the smallest normal number steps have one width; 24 bits of fraction.
+    steps = (tl.minimum(size, POWER) * STEPS).to(tl.int32)
+    code = tl.where(size < POWER, (steps + (random >> 8).to(tl.int32)) >> 24, code)
+    code += (values.to(tl.int32, bitcast=True) >> 31) & SIGN
+    return tl.where(is_nan, NAN_CODE, code)
+
+
+@triton.jit
 def quantize_tile(
     values,
     FORMAT: tl.constexpr,
     EMAX: tl.constexpr,
     THRESHOLD: tl.constexpr,
     AXIS: tl.constexpr = 1,
+    random=None,
 ):
-    """Codes and scales of a float32 tile [M, N]; see the module docstring."""
+    """Codes and scales of a float32 tile [M, N]; see the module docstring.
+
+    random: uint32 [M, N] for stochastic rounding, or None.
+    """
     M: tl.constexpr = values.shape[0]
     N: tl.constexpr = values.shape[1]
     tl.static_assert(values.shape[AXIS] % 32 == 0, "a tile holds whole blocks of 32 values")
@@ -139,7 +184,11 @@ def quantize_tile(
         blocks = tl.reshape(values, (M // 32, 32, N))
         byte = e8m0_scale(tl.max(magnitude_bits(blocks), axis=1), EMAX, THRESHOLD)
         wide = byte[:, None, :]  # [M/32, 1, N]
-    codes = encode(blocks * inverse_scale(wide), wide == _NAN, FORMAT)
+    if random is None:
+        codes = encode(blocks * inverse_scale(wide), wide == _NAN, FORMAT)
+    else:
+        own = tl.reshape(random, blocks.shape)
+        codes = encode_stochastic(blocks * inverse_scale(wide), own, wide == _NAN, FORMAT)
     if FORMAT == "e2m1":
         if AXIS == 1:
             low, high = tl.split(tl.reshape(codes, (M, N // 2, 2)))
@@ -156,6 +205,7 @@ def _quantize_rows_kernel(
     qdata_ptr,
     scale_ptr,
     x_ptr,
+    seed_ptr,
     num_rows,
     num_blocks,
     row_stride,
@@ -181,7 +231,10 @@ def _quantize_rows_kernel(
         other=0.0,
     ).to(tl.float32)
     # codes [BLOCK_ROWS, BLOCK_COLUMNS/PACK] uint8, scale [BLOCK_ROWS, BLOCK_COLUMNS/32] uint8 E8M0
-    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD)
+    random = None
+    if seed_ptr is not None:
+        random = random_row_bits(seed_ptr, rows * (num_blocks * 32) + first, BLOCK_COLUMNS)
+    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, random=random)
     columns = first // PACK + tl.arange(0, BLOCK_COLUMNS // PACK)[None, :]
     width = num_blocks * (32 // PACK)  # bytes of codes a row
     tl.store(qdata_ptr + rows[:, None] * width + columns, codes, mask=row_mask & (columns < width))
@@ -198,6 +251,7 @@ def _quantize_columns_kernel(
     qdata_ptr,
     scale_ptr,
     x_ptr,
+    seed_ptr,
     num_columns,
     FORMAT: tl.constexpr,
     EMAX: tl.constexpr,
@@ -225,9 +279,16 @@ def _quantize_columns_kernel(
     byte = e8m0_scale(amax, EMAX, THRESHOLD)  # [BLOCK_COLUMNS]
     inverse = inverse_scale(byte)[None, :]
     is_nan = (byte == _NAN)[None, :]
-    codes = encode(low * inverse, is_nan, FORMAT)
-    if PACK == 2:
-        codes += encode(high * inverse, is_nan, FORMAT) << 4
+    if seed_ptr is None:
+        codes = encode(low * inverse, is_nan, FORMAT)
+        if PACK == 2:
+            codes += encode(high * inverse, is_nan, FORMAT) << 4
+    else:
+        index = (block * 32 + rows * PACK) * num_columns + columns[None, :]
+        codes = encode_stochastic(low * inverse, random_bits(seed_ptr, index), is_nan, FORMAT)
+        if PACK == 2:
+            random = random_bits(seed_ptr, index + num_columns)
+            codes += encode_stochastic(high * inverse, random, is_nan, FORMAT) << 4
     code_rows = block * (32 // PACK) + rows
     tl.store(qdata_ptr + code_rows * num_columns + columns[None, :], codes.to(tl.uint8), mask=mask)
     tl.store(
@@ -290,6 +351,7 @@ def _quantize_squares_kernel(
     qdata_ptr,
     scale_ptr,
     x_ptr,
+    seed_ptr,
     num_rows,
     num_units,
     FORMAT: tl.constexpr,
@@ -322,7 +384,12 @@ def _quantize_squares_kernel(
     blocks = tl.reshape(values, (32, SQUARES, 32))
     amax = tl.max(tl.max(magnitude_bits(blocks), axis=2), axis=0)
     byte = e8m0_scale(amax, EMAX, THRESHOLD)[None, :, None]  # [1, SQUARES, 1]
-    codes = encode(blocks * inverse_scale(byte), byte == _NAN, FORMAT)
+    if seed_ptr is None:
+        codes = encode(blocks * inverse_scale(byte), byte == _NAN, FORMAT)
+    else:
+        random = random_bits(seed_ptr, (matrix * num_rows + rows) * num_columns + columns)
+        random = tl.reshape(random, (32, SQUARES, 32))
+        codes = encode_stochastic(blocks * inverse_scale(byte), random, byte == _NAN, FORMAT)
     # codes [32, BLOCK_COLUMNS] of a byte each, or half of them along AXIS; scales likewise, by 32
     if AXIS == 1:
         if PACK == 2:

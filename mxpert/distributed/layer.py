@@ -109,6 +109,7 @@ def _describe(options: RanksOptions, inputs: FusedMoEInputs) -> MoEProblem:
         layer.apply_router_weight_on_input,
         layer.combine,
         ranks.combine_dtype,
+        layer.num_sms,
     )
     sizes = ranks.size * ranks.max_tokens, inputs.topk_ids.shape[1]
     return moe_problem(Op.FUSED_MOE, local, inputs.weights, *sizes, local_top_k=ranks.local_top_k)

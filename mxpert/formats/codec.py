@@ -27,9 +27,8 @@ from .spec import (
     ScaleSpanLike,
     get_format,
 )
+from .stochastic import encode_stochastic
 from .tensor import Layout, MXTensor
-
-"""Dtypes that the codecs read and write."""
 
 ZERO_BLOCK_SCALE = E8M0_BIAS
 """Scale byte of a block of zeros: 2^0."""
@@ -291,6 +290,7 @@ def quantize_blocks(
     rule: ScaleRuleLike = ScaleRule.RCEIL,
     *,
     span: ScaleSpanLike = ScaleSpan.BLOCK,
+    random: torch.Tensor | None = None,
 ) -> MXTensor:
     """Quantise blocks of 32 consecutive elements along `axis`.
 
@@ -309,6 +309,7 @@ def quantize_blocks(
         axis: quantised axis; its length must be a multiple of 32 (0 is one).
         rule: how the scale follows from the block's maximum.
         span: BLOCK or SQUARE, which needs axis -1 or -2 of a tensor with two dimensions or more.
+        random: `stochastic.random_bits` of the shape of x, to round stochastically; not float64.
 
     Returns:
         MXTensor with contiguous `qdata` (MXFP4 packed along `axis`) and `scale`, in the dimension
@@ -354,7 +355,9 @@ def quantize_blocks(
     inverse = _scale_power(scale, sign=-1, dtype=blocks.dtype).unsqueeze(axis)
     # One exact product. Float32 results below 2^-126 round, but far below half of the smallest
     # code, so that the code is the same; float64 overflow is saturation anyway.
-    codes = encode(blocks * inverse, fmt.element).flatten(axis - 1, axis)
+    scaled, kind = blocks * inverse, fmt.element
+    codes = encode(scaled, kind) if random is None else encode_stochastic(scaled, kind, random)
+    codes = codes.flatten(axis - 1, axis)
     qdata = pack_codes(codes, axis) if fmt.codes_per_byte == 2 else codes.contiguous()
     return MXTensor(qdata, scale.contiguous(), fmt, axis, scale_span=span)
 

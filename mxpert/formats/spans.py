@@ -31,6 +31,7 @@ from .spec import (
     get_format,
     refuse_squares,
 )
+from .stochastic import encode_stochastic
 from .tensor import Layout, MXTensor
 
 BLOCKS_OF_SPAN128 = 4
@@ -49,6 +50,7 @@ def quantize_spans(
     span: ScaleSpanLike,
     *,
     group_starts: torch.Tensor | None = None,
+    random: torch.Tensor | None = None,
 ) -> MXTensor:
     """Quantise along the last axis with one scale per span.
 
@@ -64,6 +66,7 @@ def quantize_spans(
         group_starts: int32 or int64 [G + 1] on the device of x: positions along the last axis,
             multiples of 32, where groups start (and the last ends); no span crosses them. They are
             not read on the host: positions that decrease or lie outside are clamped.
+        random: `stochastic.random_bits` of the shape of x, to round stochastically; not float64.
 
     Returns:
         MXTensor of axis -1 with `scale_span` span.
@@ -100,7 +103,8 @@ def quantize_spans(
     if span is ScaleSpan.AUTO:
         count = x.new_full((1,), -most_wide_blocks(x.numel()), dtype=torch.int32)
     if span is ScaleSpan.BLOCK or x.numel() == 0:
-        return replace(quantize_blocks(x, fmt, -1, rule), scale_span=span, wide_blocks=count)
+        made = quantize_blocks(x, fmt, -1, rule, random=random)
+        return replace(made, scale_span=span, wide_blocks=count)
     working = (
         x.detach().to(torch.float64 if x.dtype is torch.float64 else torch.float32).resolve_neg()
     )
@@ -118,7 +122,11 @@ def quantize_spans(
         scale = torch.where(count > 0, own, scale)
     inverse = exact_power_of_two(E8M0_BIAS - scale.int(), working.dtype)
     inverse = inverse.masked_fill(scale == E8M0_NAN, float("nan"))
-    codes = encode(by_block * inverse[..., None], fmt.element).flatten(-2)
+    scaled = by_block * inverse[..., None]
+    if random is None:
+        codes = encode(scaled, fmt.element).flatten(-2)
+    else:
+        codes = encode_stochastic(scaled, fmt.element, random).flatten(-2)
     return MXTensor(codes.contiguous(), scale.contiguous(), fmt, scale_span=span, wide_blocks=count)
 
 

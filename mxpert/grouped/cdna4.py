@@ -9,7 +9,7 @@ import torch
 import triton
 
 from ..core.launch import CACHED_LAUNCHES, Launch
-from ..core.problem import GemmConfig, GroupedProblem, Op
+from ..core.problem import GemmConfig, GroupedProblem, Op, resident_programs
 from ..device.cdna4 import NUM_WARPS, NUM_XCDS, ROW_BYTES, WITHOUT_ACCUMULATOR_REGISTERS
 from ..device.cdna4_gemm import BLOCK_N
 from ..device.cdna4_operands import MAX_ROWS, WORD, Operand
@@ -133,7 +133,11 @@ def _gemm_launch(
         row_tiles = problem.num_rows // block_m + groups + 2
     tiles = row_tiles * triton.cdiv(columns, BLOCK_N.value)
     dies = NUM_XCDS.value
-    workgroups = min(max(1, problem.target.num_sms // dies), triton.cdiv(tiles, dies)) * dies
+    resident = resident_programs(problem)
+    if resident >= dies:  # whole rounds of the dies; fewer workgroups than dies are one
+        workgroups = min(resident // dies, triton.cdiv(tiles, dies)) * dies
+    else:
+        workgroups = 1
     return Launch(
         _grouped_gemm_cdna4_kernel,
         (workgroups,),

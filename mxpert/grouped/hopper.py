@@ -8,7 +8,14 @@ from collections.abc import Iterator
 import torch
 
 from ..core.launch import CACHED_LAUNCHES, Launch
-from ..core.problem import GemmConfig, GroupedProblem, Op, QuantizeProblem, Target
+from ..core.problem import (
+    GemmConfig,
+    GroupedProblem,
+    Op,
+    QuantizeProblem,
+    Target,
+    resident_programs,
+)
 from ..device.hopper import matrices_descriptor, rows_descriptor
 from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFP8_E5M2, ScaleSpan
 from ..formats.tensor import MXTensor, Operand
@@ -129,7 +136,7 @@ class _Grouped(Grouped):
         )
         _multiply(problem, config, mode, a, b, others)
         if mode == "auto" and isinstance(a, MXTensor) and isinstance(b, MXTensor):
-            _multiply(problem, config, "wide", *decode_if_wide(a, b, target), others)
+            _multiply(problem, config, "wide", *decode_if_wide(a, b, problem), others)
 
 
 class _GroupedGemm(_Grouped, GroupedGemm):
@@ -201,7 +208,7 @@ def _gemm_launch(
     )
     return Launch(
         _grouped_gemm_hopper_kernel,
-        (problem.target.num_sms,),
+        (resident_programs(problem),),
         {
             "out_desc": rows_descriptor(*staging_shape, problem.out_dtype),
             "a_desc": rows_descriptor(BLOCK_M, depth, a_dtype),

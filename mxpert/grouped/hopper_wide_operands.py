@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..core.launch import CACHED_LAUNCHES, Launch
-from ..core.problem import Target
+from ..core.problem import GroupedProblem, resident_programs
 from ..device.mx_codec import decode, scale_value
 from ..formats.tensor import MXTensor
 
@@ -83,7 +83,7 @@ def _grouped_decode_if_wide_kernel(
 
 
 def decode_if_wide(
-    first: MXTensor, second: MXTensor, target: Target
+    first: MXTensor, second: MXTensor, problem: GroupedProblem
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return bfloat16 copies of both operands; uninitialised unless one has wide blocks.
 
@@ -94,7 +94,9 @@ def decode_if_wide(
         for tensor in (first, second)
     )
     names = first.format.element.name, second.format.element.name
-    _launch(target, *names, first.scale.numel(), second.scale.numel())(
+    _launch(
+        resident_programs(problem, _PROGRAMS), *names, first.scale.numel(), second.scale.numel()
+    )(
         first_out_ptr=copies[0],
         second_out_ptr=copies[1],
         first_ptr=first.qdata.contiguous(),
@@ -109,11 +111,11 @@ def decode_if_wide(
 
 @functools.lru_cache(CACHED_LAUNCHES)
 def _launch(
-    target: Target, first: str, second: str, first_blocks: int, second_blocks: int
+    programs: int, first: str, second: str, first_blocks: int, second_blocks: int
 ) -> Launch:
     return Launch(
         _grouped_decode_if_wide_kernel,
-        (_PROGRAMS * target.num_sms,),
+        (programs,),
         first_blocks=first_blocks,
         second_blocks=second_blocks,
         FIRST_FORMAT=first,

@@ -44,6 +44,10 @@ class Grouped:
             remedy="see configs() of the kernel for valid ones",
         )
 
+    def persistent(self, problem: GroupedProblem, config: GemmConfig) -> GemmConfig:
+        """The config itself: each program computes its tiles one after the other."""
+        return config
+
     def multiply(
         self,
         problem: GroupedProblem,

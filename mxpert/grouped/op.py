@@ -12,7 +12,7 @@ import torch
 
 from ..core.ops import OpSpec
 from ..core.problem import OUT_DTYPES, GroupedProblem, Op
-from ..core.target import detect_target
+from ..core.target import check_num_sms, detect_target
 from ..errors import Checks
 from ..formats.spec import MX_BLOCK_SIZE, ScaleSpan
 from ..formats.tensor import Layout, MXTensor, Operand
@@ -27,6 +27,7 @@ def grouped_gemm(
     *,
     trans_b: bool = True,
     out_dtype: torch.dtype = torch.bfloat16,
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     """One GEMM per group of rows: forward and, with the other copy of the weights, dgrad.
 
@@ -54,6 +55,9 @@ def grouped_gemm(
             counts.
         trans_b: whether K is the last dimension of b.
         out_dtype: bfloat16, float16 or float32 (float64: reference backend alone).
+        num_sms: most SMs (compute units) that the GEMM occupies, to leave the others to
+            communication beside it; 1 to those of the device. None is all of them. The bits of the
+            result are the same. The reference backend, which has no grid, refuses it.
 
     Returns:
         [M, N] in `out_dtype`. Rows before ``offsets[0]`` and from ``offsets[-1]`` on are zero, and
@@ -70,7 +74,7 @@ def grouped_gemm(
         tensor([32., 32.,  0.])
     """
     refuse_counts(group_offsets, "grouped_gemm")
-    return _GEMM(GemmOptions(out_dtype, trans_b), GroupedGemmInputs(a, b, group_offsets))
+    return _GEMM(GemmOptions(out_dtype, trans_b, num_sms), GroupedGemmInputs(a, b, group_offsets))
 
 
 def grouped_wgrad(
@@ -80,6 +84,7 @@ def grouped_wgrad(
     *,
     out_dtype: torch.dtype = torch.bfloat16,
     accumulate_into: torch.Tensor | None = None,
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     """The gradient of the weights of `grouped_gemm`: one GEMM per group over the group's rows.
 
@@ -94,6 +99,7 @@ def grouped_wgrad(
         out_dtype: bfloat16, float16 or float32 (float64: reference backend alone).
         accumulate_into: contiguous float32 [G, N, K], to which the float32 result is added in place
             (gradient accumulation); `out_dtype` is of no effect then.
+        num_sms: as in `grouped_gemm`.
 
     Returns:
         [G, N, K] in `out_dtype`, or `accumulate_into`.
@@ -113,9 +119,10 @@ def grouped_wgrad(
     """
     refuse_counts(group_offsets, "grouped_wgrad")
     inputs = GroupedWgradInputs(grad, a, group_offsets, accumulate_into)
+    options = WgradOptions(out_dtype, num_sms)
     if accumulate_into is None:
-        return _WGRAD(out_dtype, inputs)
-    _ACCUMULATE(out_dtype, inputs)
+        return _WGRAD(options, inputs)
+    _ACCUMULATE(options, inputs)
     return accumulate_into
 
 
@@ -124,11 +131,20 @@ class GemmOptions(NamedTuple):
 
     out_dtype: torch.dtype
     trans_b: bool
+    num_sms: int | None = None
+
+
+class WgradOptions(NamedTuple):
+    """Options of `grouped_wgrad`."""
+
+    out_dtype: torch.dtype
+    num_sms: int | None = None
 
 
 def check_grouped_gemm(options: GemmOptions, inputs: GroupedGemmInputs) -> None:
     """Argument checks of `grouped_gemm`."""
-    need, (out_dtype, trans_b), a, b = Checks("grouped_gemm"), options, inputs.a, inputs.b
+    need, (out_dtype, trans_b, num_sms) = Checks("grouped_gemm"), options
+    a, b = inputs.a, inputs.b
     if not isinstance(trans_b, bool):
         raise need.type_error("trans_b", "a bool", repr(trans_b))
     _check_out_dtype(out_dtype, need)
@@ -145,13 +161,14 @@ def check_grouped_gemm(options: GemmOptions, inputs: GroupedGemmInputs) -> None:
             f"trans_b={trans_b} wants {wanted}",
         )
     check_group_offsets(inputs.group_offsets, need, a.device, a.shape[0], b.shape[0])
+    check_num_sms(num_sms, a.device, need)
 
 
-def check_grouped_wgrad(out_dtype: torch.dtype, inputs: GroupedWgradInputs) -> None:
+def check_grouped_wgrad(options: WgradOptions, inputs: GroupedWgradInputs) -> None:
     """Argument checks of `grouped_wgrad`."""
     need, grad, a = Checks("grouped_wgrad"), inputs.grad, inputs.a
     group_offsets, accumulate_into = inputs.group_offsets, inputs.accumulate_into
-    _check_out_dtype(out_dtype, need)
+    _check_out_dtype(options.out_dtype, need)
     _check_operand(grad, "grad", 2, -1, need)
     _check_operand(a, "a", 2, -1, need)
     _check_pair(grad, "grad", a, "a", need)
@@ -166,6 +183,7 @@ def check_grouped_wgrad(out_dtype: torch.dtype, inputs: GroupedWgradInputs) -> N
             "both have the rows of the same groups",
         )
     check_group_offsets(group_offsets, need, grad.device, num_rows)
+    check_num_sms(options.num_sms, grad.device, need)
     num_groups = group_offsets.shape[0] - 1
     if copies and num_rows < MX_BLOCK_SIZE * num_groups:
         raise need.value_error(
@@ -242,7 +260,7 @@ def _check_pair(
 
 
 def _gemm_problem(options: GemmOptions, inputs: GroupedGemmInputs) -> GroupedProblem:
-    (out_dtype, trans_b), a, b = options, inputs.a, inputs.b
+    (out_dtype, trans_b, num_sms), a, b = options, inputs.a, inputs.b
     num_rows, k = a.shape
     return GroupedProblem(
         Op.GROUPED_GEMM,
@@ -258,10 +276,11 @@ def _gemm_problem(options: GemmOptions, inputs: GroupedGemmInputs) -> GroupedPro
         False,
         _span(a),
         _span(b),
+        num_sms,
     )
 
 
-def _wgrad_problem(out_dtype: torch.dtype, inputs: GroupedWgradInputs) -> GroupedProblem:
+def _wgrad_problem(options: WgradOptions, inputs: GroupedWgradInputs) -> GroupedProblem:
     grad, a = inputs.grad, inputs.a
     copies = isinstance(grad, MXTensor)
     (n, num_rows), k = (grad.shape if copies else grad.shape[::-1]), a.shape[0 if copies else 1]
@@ -276,10 +295,11 @@ def _wgrad_problem(out_dtype: torch.dtype, inputs: GroupedWgradInputs) -> Groupe
         _format_name(grad),
         _format_name(a),
         False,
-        torch.float32 if accumulate else out_dtype,
+        torch.float32 if accumulate else options.out_dtype,
         accumulate,
         _span(grad),
         _span(a),
+        options.num_sms,
     )
 
 
@@ -298,20 +318,20 @@ def _fake_gemm(options: GemmOptions, inputs: GroupedGemmInputs) -> torch.Tensor:
     return inputs.group_offsets.new_empty(shape, dtype=options.out_dtype)
 
 
-def _fake_wgrad(out_dtype: torch.dtype, inputs: GroupedWgradInputs) -> torch.Tensor:
+def _fake_wgrad(options: WgradOptions, inputs: GroupedWgradInputs) -> torch.Tensor:
     grad, a, group_offsets = inputs.grad, inputs.a, inputs.group_offsets
     width = 0 if isinstance(grad, MXTensor) else 1
     shape = group_offsets.shape[0] - 1, grad.shape[width], a.shape[width]
-    return group_offsets.new_empty(shape, dtype=out_dtype)
+    return group_offsets.new_empty(shape, dtype=options.out_dtype)
 
 
 _GEMM: OpSpec[GemmOptions, GroupedGemmInputs, torch.Tensor] = OpSpec(
     "grouped_gemm", check=check_grouped_gemm, describe=_gemm_problem, fake=_fake_gemm
 )
-_WGRAD: OpSpec[torch.dtype, GroupedWgradInputs, torch.Tensor] = OpSpec(
+_WGRAD: OpSpec[WgradOptions, GroupedWgradInputs, torch.Tensor] = OpSpec(
     "grouped_wgrad", check=check_grouped_wgrad, describe=_wgrad_problem, fake=_fake_wgrad
 )
-_ACCUMULATE: OpSpec[torch.dtype, GroupedWgradInputs, None] = OpSpec(
+_ACCUMULATE: OpSpec[WgradOptions, GroupedWgradInputs, None] = OpSpec(
     "grouped_wgrad_accumulate",
     check=check_grouped_wgrad,
     describe=_wgrad_problem,

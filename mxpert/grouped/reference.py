@@ -14,6 +14,7 @@ from ..core.kernel import ReferenceGemm, ReferenceKernel
 from ..core.problem import Config, DualProblem, GroupedProblem, Op, ReferenceConfig
 from ..formats.codec import dequantize_blocks
 from ..formats.spans import quantize_spans
+from ..formats.stochastic import random_bits
 from ..formats.tensor import MXTensor
 from ..quantize.inputs import DualInputs
 from ..routing.plan import group_bounds, padded_capacity, padded_group_offsets
@@ -28,16 +29,24 @@ class QuantizeDual(ReferenceKernel):
     def launch(
         self, problem: DualProblem, config: Config, inputs: DualInputs
     ) -> tuple[MXTensor, MXTensor]:
-        x, group_offsets = inputs.x, inputs.group_offsets
-        padded, starts = x, None
+        x, group_offsets, seed = inputs.x, inputs.group_offsets, inputs.seed
+        random = None if seed is None else random_bits(seed, tuple(x.shape))
+        padded, padded_random, starts = x, random, None
         if group_offsets is not None:
             starts = padded_group_offsets(group_bounds(group_offsets, x.shape[0]))
+            if random is not None:
+                padded_random = pad_groups(random, group_offsets)[1]
             x, padded = pad_groups(x, group_offsets)
         format, rule = problem.format, problem.scale_rule
         return (
-            quantize_spans(x.contiguous(), format, rule, problem.row_span),
+            quantize_spans(x.contiguous(), format, rule, problem.row_span, random=random),
             quantize_spans(
-                padded.mT.contiguous(), format, rule, problem.column_span, group_starts=starts
+                padded.mT.contiguous(),
+                format,
+                rule,
+                problem.column_span,
+                group_starts=starts,
+                random=None if padded_random is None else padded_random.mT.contiguous(),
             ),
         )
 

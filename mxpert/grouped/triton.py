@@ -11,7 +11,7 @@ import torch
 import triton
 
 from ..core.launch import CACHED_LAUNCHES, Launch
-from ..core.problem import GemmConfig, GroupedProblem, Op, Target, WeightCache
+from ..core.problem import GemmConfig, GroupedProblem, Op, Target, WeightCache, resident_programs
 from ..device.groups import group_block, refuse_groups
 from ..device.targets import decodes_fp8, has_mma_sync_only, has_tcgen05, has_wgmma
 from ..device.tile_rules import (
@@ -167,9 +167,11 @@ def _gemm_launch(
     b_g, b_n, b_k, b_scale_g, b_scale_n, b_scale_k = b_strides
     if not problem.trans_b:
         b_n, b_k, b_scale_n, b_scale_k = b_k, b_n, b_scale_k, b_scale_n
+    grid, num_tiles = _grid(problem, row_tiles * triton.cdiv(problem.n, config.block_n))
     return Launch(
         _grouped_gemm_kernel,
-        (row_tiles * triton.cdiv(problem.n, config.block_n),),
+        grid,
+        num_tiles=num_tiles,
         num_rows=problem.num_rows,
         num_groups=problem.num_groups,
         num_n=problem.n,
@@ -226,9 +228,11 @@ def _wgrad_launch(
     if problem.a_format == "bf16":  # [M, n] and [M, k]; MX copies are [n, M] and [k, M]
         grad_n, grad_r, a_k, a_r = grad_r, grad_n, a_r, a_k
     out_g, out_n, out_k = out_strides
+    grid, num_tiles = _grid(problem, problem.num_groups * tiles)
     return Launch(
         _grouped_wgrad_kernel,
-        (problem.num_groups * tiles,),
+        grid,
+        num_tiles=num_tiles,
         reduction=problem.num_rows,
         num_n=problem.n,
         num_k=problem.k,
@@ -247,6 +251,13 @@ def _wgrad_launch(
         PREFETCH_SCALES=_prefetch_scales(problem.target, grad_scale_r, a_scale_r),
         **_tile_constants(problem, config),
     )
+
+
+def _grid(problem: GroupedProblem, num_tiles: int) -> tuple[tuple[int], int | None]:
+    """The grid, and the number of tiles that its programs share; None for one tile a program."""
+    if problem.num_sms is None:
+        return (num_tiles,), None
+    return (min(num_tiles, resident_programs(problem)),), num_tiles
 
 
 def _tile_constants(problem: GroupedProblem, config: GemmConfig) -> dict[str, Any]:

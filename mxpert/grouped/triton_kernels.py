@@ -33,23 +33,33 @@ class GroupTile(NamedTuple):
     shift: tl.tensor
 
 
+class Sizes(NamedTuple):
+    """Groups, rows of all groups, columns of the output, depth of the reduction."""
+
+    num_groups: tl.tensor | tl.constexpr
+    num_rows: tl.tensor | tl.constexpr
+    num_n: tl.tensor | tl.constexpr
+    num_k: tl.tensor | tl.constexpr
+
+
 @triton.jit
 def schedule_groups(
+    tile,
     group_offsets_ptr,
-    num_groups,
-    num_rows,
-    num_columns,
+    sizes,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
-    """`GroupTile` of this program.
+    """`GroupTile` number `tile`.
 
     GROUP_M row tiles of the same column tile run together and share its operand in L2.
     """
-    tile, num_tiles_n = tl.program_id(0), tl.cdiv(num_columns, BLOCK_N)
-    starts, stops, _ = group_extents(group_offsets_ptr, num_groups, num_rows, BLOCK_M, BLOCK_G)
+    num_groups, num_tiles_n = sizes.num_groups, tl.cdiv(sizes.num_n, BLOCK_N)
+    starts, stops, _ = group_extents(
+        group_offsets_ptr, num_groups, sizes.num_rows, BLOCK_M, BLOCK_G
+    )
     index = tl.arange(0, BLOCK_G)
     before = pick(index == 0, starts)  # rows ahead of the first group
     shift = tl.where(index == num_groups, starts - before, 0)
@@ -157,10 +167,76 @@ def multiply_rows(
     return acc
 
 
+class Rows(NamedTuple):
+    """Values of rows and their E8M0 scales, None for bf16; strides in elements."""
+
+    ptr: tl.tensor
+    scale_ptr: tl.tensor | None
+    stride_row: tl.tensor | tl.constexpr
+    stride_k: tl.tensor | tl.constexpr
+    scale_stride_row: tl.tensor | tl.constexpr
+    scale_stride_k: tl.tensor | tl.constexpr
+
+
+@triton.jit
+def _multiply_tile(
+    c_ptr,
+    tile,
+    a,
+    b,
+    b_stride_g,
+    b_scale_stride_g,
+    sizes,
+    A_FORMAT: tl.constexpr,
+    B_FORMAT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
+):
+    """Multiply and store a `GroupTile` that exists; a, b: `Rows`, those of b of the first group."""
+    m = tile.first_row + tl.arange(0, BLOCK_M)
+    n = tile.tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_mask, n_mask = m < tile.stop, n < sizes.num_n
+    # Rows without a group get zeros: their reduction is empty.
+    last = tl.where(tile.group == sizes.num_groups, 0, sizes.num_k)
+    group = tile.group.to(tl.int64)
+    b_scale_ptr = b.scale_ptr
+    if b_scale_ptr is not None:
+        b_scale_ptr += group * b_scale_stride_g
+    a_rows = Operand(
+        a.ptr,
+        a.scale_ptr,
+        m,
+        m_mask,
+        a.stride_row,
+        a.stride_k,
+        a.scale_stride_row,
+        a.scale_stride_k,
+    )
+    b_rows = Operand(
+        b.ptr + group * b_stride_g,
+        b_scale_ptr,
+        n,
+        n_mask,
+        b.stride_row,
+        b.stride_k,
+        b.scale_stride_row,
+        b.scale_stride_k,
+    )
+    acc = multiply_rows(a_rows, b_rows, 0, last, A_FORMAT, B_FORMAT, BLOCK_K, PREFETCH_SCALES)
+    m = tl.where(m < tile.gap, m - tile.shift, m)
+    offsets = m.to(tl.int64)[:, None] * sizes.num_n + n[None, :]
+    tl.store(
+        c_ptr + offsets, acc.to(c_ptr.dtype.element_ty), mask=m_mask[:, None] & n_mask[None, :]
+    )
+
+
 @triton.jit(
     do_not_specialize=(
         "num_rows",
         "num_groups",
+        "num_tiles",
         "a_scale_stride_m",
         "b_scale_stride_g",
         "b_scale_stride_n",
@@ -178,6 +254,7 @@ def _grouped_gemm_kernel(
     num_groups,
     num_n,
     num_k,
+    num_tiles,
     a_stride_m,
     a_stride_k,
     a_scale_stride_m,
@@ -200,39 +277,133 @@ def _grouped_gemm_kernel(
     """c[rows of g] = a[rows of g] @ b[g].T, c contiguous [num_rows, num_n]; zeros elsewhere.
 
     Grid: (bound of the number of tiles,), one [BLOCK_M, BLOCK_N] tile per program, in the order of
-    `schedule_groups`. The strides of b are those of its logical dimensions g, n and k, so b may
-    have either memory order.
+    `schedule_groups`; of any size if the kernel gets the bound as `num_tiles`. The strides of b are
+    those of its logical dimensions g, n and k, so b may have either memory order.
     """
-    tile = schedule_groups(
-        group_offsets_ptr, num_groups, num_rows, num_n, BLOCK_M, BLOCK_N, GROUP_M, BLOCK_G
+    a = Rows(a_ptr, a_scale_ptr, a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k)
+    b = Rows(b_ptr, b_scale_ptr, b_stride_n, b_stride_k, b_scale_stride_n, b_scale_stride_k)
+    sizes = Sizes(num_groups, num_rows, num_n, num_k)
+    if num_tiles is None:
+        tile = schedule_groups(
+            tl.program_id(0), group_offsets_ptr, sizes, BLOCK_M, BLOCK_N, GROUP_M, BLOCK_G
+        )
+        if tile.stop == 0:
+            return
+        _multiply_tile(
+            c_ptr=c_ptr,
+            tile=tile,
+            a=a,
+            b=b,
+            b_stride_g=b_stride_g,
+            b_scale_stride_g=b_scale_stride_g,
+            sizes=sizes,
+            A_FORMAT=A_FORMAT,
+            B_FORMAT=B_FORMAT,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            BLOCK_K=BLOCK_K,
+            PREFETCH_SCALES=PREFETCH_SCALES,
+        )
+    else:
+        for number in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            tile = schedule_groups(
+                number, group_offsets_ptr, sizes, BLOCK_M, BLOCK_N, GROUP_M, BLOCK_G
+            )
+            if tile.stop > 0:
+                _multiply_tile(
+                    c_ptr=c_ptr,
+                    tile=tile,
+                    a=a,
+                    b=b,
+                    b_stride_g=b_stride_g,
+                    b_scale_stride_g=b_scale_stride_g,
+                    sizes=sizes,
+                    A_FORMAT=A_FORMAT,
+                    B_FORMAT=B_FORMAT,
+                    BLOCK_M=BLOCK_M,
+                    BLOCK_N=BLOCK_N,
+                    BLOCK_K=BLOCK_K,
+                    PREFETCH_SCALES=PREFETCH_SCALES,
+                )
+
+
+class Matrices(NamedTuple):
+    """One matrix for each group, with strides in elements."""
+
+    ptr: tl.tensor
+    stride_g: tl.tensor | tl.constexpr
+    stride_row: tl.tensor | tl.constexpr
+    stride_column: tl.tensor | tl.constexpr
+
+
+@triton.jit
+def _multiply_weight_tile(
+    tile,
+    out,
+    grad,
+    a,
+    offsets_ptr,
+    reduction,
+    num_n,
+    num_k,
+    A_FORMAT: tl.constexpr,
+    B_FORMAT: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PREFETCH_SCALES: tl.constexpr,
+):
+    """Multiply and store tile number `tile` of all groups' `Matrices`; grad, a: `Rows`."""
+    tiles_m, tiles_n = tl.cdiv(num_n, BLOCK_M), tl.cdiv(num_k, BLOCK_N)
+    group, tile = tile // (tiles_m * tiles_n), tile % (tiles_m * tiles_n)
+    band, place = tile // (GROUP_M * tiles_n), tile % (GROUP_M * tiles_n)
+    height = tl.minimum(tiles_m - band * GROUP_M, GROUP_M)
+    first = clamp_rows(tl.load(offsets_ptr + group), reduction)
+    last = clamp_rows(tl.load(offsets_ptr + group + 1), reduction)
+    if A_FORMAT != "bf16":  # tell the compiler that the loaded offsets are multiples of 32
+        first, last = first // 32 * 32, last // 32 * 32
+    n = (band * GROUP_M + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_mask, k_mask = n < num_n, k < num_k
+    grad_rows = Operand(
+        grad.ptr,
+        grad.scale_ptr,
+        n,
+        n_mask,
+        grad.stride_row,
+        grad.stride_k,
+        grad.scale_stride_row,
+        grad.scale_stride_k,
     )
-    if tile.stop == 0:
-        return
-    m = tile.first_row + tl.arange(0, BLOCK_M)
-    n = tile.tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_mask, n_mask = m < tile.stop, n < num_n
-    # Rows without a group get zeros: their reduction is empty.
-    last = tl.where(tile.group == num_groups, 0, num_k)
-    group = tile.group.to(tl.int64)
-    if b_scale_ptr is not None:
-        b_scale_ptr += group * b_scale_stride_g
-    b_ptr += group * b_stride_g
-    a = Operand(
-        a_ptr, a_scale_ptr, m, m_mask, a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k
+    a_rows = Operand(
+        a.ptr,
+        a.scale_ptr,
+        k,
+        k_mask,
+        a.stride_row,
+        a.stride_k,
+        a.scale_stride_row,
+        a.scale_stride_k,
     )
-    b = Operand(
-        b_ptr, b_scale_ptr, n, n_mask, b_stride_n, b_stride_k, b_scale_stride_n, b_scale_stride_k
+    acc = multiply_rows(
+        grad_rows, a_rows, first, last, A_FORMAT, B_FORMAT, BLOCK_K, PREFETCH_SCALES
     )
-    acc = multiply_rows(a, b, 0, last, A_FORMAT, B_FORMAT, BLOCK_K, PREFETCH_SCALES)
-    m = tl.where(m < tile.gap, m - tile.shift, m)
-    offsets = m.to(tl.int64)[:, None] * num_n + n[None, :]
-    tl.store(
-        c_ptr + offsets, acc.to(c_ptr.dtype.element_ty), mask=m_mask[:, None] & n_mask[None, :]
+    out_ptrs = (
+        out.ptr
+        + group.to(tl.int64) * out.stride_g
+        + n.to(tl.int64)[:, None] * out.stride_row
+        + k.to(tl.int64)[None, :] * out.stride_column
     )
+    mask = n_mask[:, None] & k_mask[None, :]
+    if ACCUMULATE:
+        acc += tl.load(out_ptrs, mask=mask, other=0.0)
+    tl.store(out_ptrs, acc.to(out.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
-    do_not_specialize=("reduction", "grad_scale_stride_n", "a_scale_stride_k"),
+    do_not_specialize=("reduction", "num_tiles", "grad_scale_stride_n", "a_scale_stride_k"),
     do_not_specialize_on_alignment=("grad_scale_ptr", "a_scale_ptr", "offsets_ptr"),
 )
 def _grouped_wgrad_kernel(
@@ -245,6 +416,7 @@ def _grouped_wgrad_kernel(
     reduction,
     num_n,
     num_k,
+    num_tiles,
     out_stride_g,
     out_stride_n,
     out_stride_k,
@@ -267,43 +439,57 @@ def _grouped_wgrad_kernel(
 ):
     """out[g] (+)= grad_g.T @ a_g, summed over positions offsets[g] … offsets[g + 1] of `reduction`.
 
-    Grid: (groups · tiles of [num_n, num_k],), one [BLOCK_M, BLOCK_N] tile per program; GROUP_M row
-    tiles of a column tile run together. With MX operands the offsets are padded ones, multiples of
-    32. Positions outside a group's range are not read.
+    Grid: (groups · tiles of [num_n, num_k],), one [BLOCK_M, BLOCK_N] tile per program, or of any
+    size if the kernel gets their number as `num_tiles`; GROUP_M row tiles of a column tile run
+    together. With MX operands the offsets are padded ones, multiples of 32. Positions outside a
+    group's range are not read.
     """
-    tile = tl.program_id(0)
-    tiles_m, tiles_n = tl.cdiv(num_n, BLOCK_M), tl.cdiv(num_k, BLOCK_N)
-    group, tile = tile // (tiles_m * tiles_n), tile % (tiles_m * tiles_n)
-    band, place = tile // (GROUP_M * tiles_n), tile % (GROUP_M * tiles_n)
-    height = tl.minimum(tiles_m - band * GROUP_M, GROUP_M)
-    first = clamp_rows(tl.load(offsets_ptr + group), reduction)
-    last = clamp_rows(tl.load(offsets_ptr + group + 1), reduction)
-    if A_FORMAT != "bf16":  # tell the compiler that the loaded offsets are multiples of 32
-        first, last = first // 32 * 32, last // 32 * 32
-    n = (band * GROUP_M + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    n_mask, k_mask = n < num_n, k < num_k
-    grad = Operand(
+    grad = Rows(
         grad_ptr,
         grad_scale_ptr,
-        n,
-        n_mask,
         grad_stride_n,
         grad_stride_r,
         grad_scale_stride_n,
         grad_scale_stride_r,
     )
-    a = Operand(
-        a_ptr, a_scale_ptr, k, k_mask, a_stride_k, a_stride_r, a_scale_stride_k, a_scale_stride_r
-    )
-    acc = multiply_rows(grad, a, first, last, A_FORMAT, B_FORMAT, BLOCK_K, PREFETCH_SCALES)
-    out_ptrs = (
-        out_ptr
-        + group.to(tl.int64) * out_stride_g
-        + n.to(tl.int64)[:, None] * out_stride_n
-        + k.to(tl.int64)[None, :] * out_stride_k
-    )
-    mask = n_mask[:, None] & k_mask[None, :]
-    if ACCUMULATE:
-        acc += tl.load(out_ptrs, mask=mask, other=0.0)
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    a = Rows(a_ptr, a_scale_ptr, a_stride_k, a_stride_r, a_scale_stride_k, a_scale_stride_r)
+    out = Matrices(out_ptr, out_stride_g, out_stride_n, out_stride_k)
+    if num_tiles is None:
+        _multiply_weight_tile(
+            tile=tl.program_id(0),
+            out=out,
+            grad=grad,
+            a=a,
+            offsets_ptr=offsets_ptr,
+            reduction=reduction,
+            num_n=num_n,
+            num_k=num_k,
+            A_FORMAT=A_FORMAT,
+            B_FORMAT=B_FORMAT,
+            ACCUMULATE=ACCUMULATE,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+            BLOCK_K=BLOCK_K,
+            GROUP_M=GROUP_M,
+            PREFETCH_SCALES=PREFETCH_SCALES,
+        )
+    else:
+        for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            _multiply_weight_tile(
+                tile=tile,
+                out=out,
+                grad=grad,
+                a=a,
+                offsets_ptr=offsets_ptr,
+                reduction=reduction,
+                num_n=num_n,
+                num_k=num_k,
+                A_FORMAT=A_FORMAT,
+                B_FORMAT=B_FORMAT,
+                ACCUMULATE=ACCUMULATE,
+                BLOCK_M=BLOCK_M,
+                BLOCK_N=BLOCK_N,
+                BLOCK_K=BLOCK_K,
+                GROUP_M=GROUP_M,
+                PREFETCH_SCALES=PREFETCH_SCALES,
+            )

@@ -21,6 +21,7 @@ from ..core.problem import (
     parse_activation,
     parse_activation_format,
 )
+from ..core.target import check_num_sms
 from ..errors import Checks
 from ..formats.spec import ScaleRule, ScaleRuleLike
 from ..formats.tensor import MXTensor, Operand
@@ -61,6 +62,7 @@ def check_local_layer(options: MoEOptions, inputs: FusedMoEInputs) -> None:
     """Checks of `fused_moe` for rows that may have more ids than there are local experts."""
     need, x, weights = Checks("fused_moe"), inputs.x, inputs.weights
     _check_weights(weights, need)
+    check_num_sms(options.num_sms, weights.device, need)
     check_gate(options.activation, weights.has_gate, need)
     _check_rows(x, "x", weights, weights.hidden_size, options, need)
     check_topk(inputs.topk_weights, inputs.topk_ids, x.shape[0], weights.device, need)
@@ -100,6 +102,7 @@ def check_gate_up(options: MoEOptions, inputs: GateUpInputs) -> None:
     """Checks of `moe_gate_up`."""
     need, x, weights, plan = Checks("moe_gate_up"), inputs.x, inputs.weights, inputs.plan
     _check_weights(weights, need)
+    check_num_sms(options.num_sms, weights.device, need)
     check_gate(options.activation, weights.has_gate, need)
     _check_plan(plan, weights, need)
     _check_rows(x, "x", weights, weights.hidden_size, options, need)
@@ -111,6 +114,7 @@ def check_down(options: MoEOptions, inputs: DownInputs) -> None:
     """Checks of `moe_down`."""
     need, h, weights, plan = Checks("moe_down"), inputs.h, inputs.weights, inputs.plan
     _check_weights(weights, need)
+    check_num_sms(options.num_sms, weights.device, need)
     _check_plan(plan, weights, need)
     _check_rows(h, "h", weights, weights.intermediate_size, options, need)
     if h.shape[0] != plan.capacity:
@@ -211,12 +215,13 @@ def moe_options(
     apply_router_weight_on_input: bool = False,
     combine: CombineLike = Combine.REDUCE,
     out_dtype: torch.dtype = torch.bfloat16,
+    num_sms: int | None = None,
 ) -> MoEOptions:
     """Check options; equal choices give the same object, by whose identity later caches look up.
 
     Names become what they stand for here, and nowhere else.
     """
-    choices = (scale_rule, apply_router_weight_on_input, combine, out_dtype)
+    choices = (scale_rule, apply_router_weight_on_input, combine, out_dtype, num_sms)
     if torch.compiler.is_compiling():
         return _checked_options(op, activation, activation_format, *choices)
     try:
@@ -233,6 +238,7 @@ def _checked_options(
     apply_router_weight_on_input: bool,
     combine: CombineLike,
     out_dtype: torch.dtype,
+    num_sms: int | None,
 ) -> MoEOptions:
     options = MoEOptions(
         parse_activation(activation, op),
@@ -241,6 +247,7 @@ def _checked_options(
         apply_router_weight_on_input,
         Combine.parse(combine, op, "combine"),
         out_dtype,
+        num_sms,
     )
     _check_options(options, op)
     return options

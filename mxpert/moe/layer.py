@@ -5,12 +5,13 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from ..core.kernel import KernelSpec
+from ..core.kernel import NO_PERSISTENT_GRID, KernelSpec
 from ..core.launch import CACHED_LAUNCHES
 from ..core.problem import (
     Combine,
@@ -78,6 +79,17 @@ class TwoStageLayer:
         """The config used if the tuned table has no row for `problem`."""
         config: MoEConfig = self._choice.layer_heuristic(problem)
         return config
+
+    def persistent(self, problem: MoEProblem, config: MoEConfig) -> MoEConfig | str:
+        """The config with persistent grids in both stages, or why there is none."""
+        stages = []
+        for stage, own in ((self._gate_up, config.gate_up), (self._down, config.down)):
+            limit = getattr(stage, "persistent", None)
+            limited = NO_PERSISTENT_GRID if limit is None else limit(problem, own)
+            if isinstance(limited, str):
+                return limited
+            stages.append(limited)
+        return replace(config, gate_up=stages[0], down=stages[1])
 
     def launch(
         self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs

@@ -65,6 +65,7 @@ def fused_moe(
     out_dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
     expert_parallel: ExpertParallel | None = None,
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     """Compute a whole MoE layer with MXFP4 weights.
 
@@ -95,6 +96,10 @@ def fused_moe(
         out: contiguous [T, H] in `out_dtype` to write; may be `x` or share its memory, because x is
             read before the first row is written. None allocates.
         expert_parallel: an ExpertParallel; its ranks call together with their experts and tokens.
+        num_sms: most SMs that each GEMM occupies, to leave the others to communication beside it; 1
+            to those of the device. None is all of them. Every number gives the same bits. The short
+            kernels around the GEMMs are not limited. Kernels without a persistent grid refuse it;
+            docs/training.md lists them.
 
     Returns:
         [T, H] in `out_dtype`, or `out`; zero where no local expert was chosen.
@@ -117,7 +122,7 @@ def fused_moe(
     """
     if others or activation is REQUIRED:
         refuse_foreign_call((x, weights, topk_weights, topk_ids, *others))
-    choices = scale_rule, apply_router_weight_on_input, combine, out_dtype
+    choices = scale_rule, apply_router_weight_on_input, combine, out_dtype, num_sms
     options = moe_options("fused_moe", activation, activation_format, *choices)
     inputs = FusedMoEInputs(x, weights, topk_weights, topk_ids, expert_map, num_local_tokens, out)
     if expert_parallel is not None:
@@ -191,6 +196,7 @@ def moe_gate_up(
     activation_format: ActivationFormat = "bf16",
     scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
     apply_router_weight_on_input: bool = False,
+    num_sms: int | None = None,
 ) -> torch.Tensor | MXTensor:
     """Compute stage 1 of an MoE layer: gate/up GEMM, bias, activation, quantisation.
 
@@ -206,6 +212,7 @@ def moe_gate_up(
         activation_format: format of the GEMM's inputs and of the result, as in `fused_moe`.
         scale_rule: how scales of activations in MX formats follow from each block's maximum.
         apply_router_weight_on_input: multiply x by the routing weight here; tell `moe_down` too.
+        num_sms: as for `fused_moe`.
 
     Returns:
         The intermediate [P, F] in sorted order: an MXTensor in an MX `activation_format`, bfloat16
@@ -234,7 +241,12 @@ def moe_gate_up(
         torch.Size([3, 32])
     """
     options = moe_options(
-        "moe_gate_up", activation, activation_format, scale_rule, apply_router_weight_on_input
+        "moe_gate_up",
+        activation,
+        activation_format,
+        scale_rule,
+        apply_router_weight_on_input,
+        num_sms=num_sms,
     )
     h = _GATE_UP(options, GateUpInputs(x, weights, plan))
     return h if isinstance(h, MXTensor) else without_backward("moe_gate_up", h, x)
@@ -249,6 +261,7 @@ def moe_down(
     combine: CombineLike = Combine.REDUCE,
     apply_router_weight_on_input: bool = False,
     out_dtype: torch.dtype = torch.bfloat16,
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     """Compute stage 2 of an MoE layer: down GEMM, bias, routing weight, combine.
 
@@ -265,6 +278,7 @@ def moe_down(
         combine: REDUCE, ATOMIC, or FLAT for the weighted rows [P, H] in sorted order; or its name.
         apply_router_weight_on_input: True if stage 1 has applied the routing weight.
         out_dtype: bfloat16, float16 or float32.
+        num_sms: as for `fused_moe`.
 
     Returns:
         [T, H]; for FLAT [P, H], whose padding rows are undefined.
@@ -298,6 +312,7 @@ def moe_down(
         apply_router_weight_on_input,
         combine,
         out_dtype,
+        num_sms,
     )
     return without_backward("moe_down", _DOWN(options, DownInputs(h, weights, plan)), h)
 

@@ -31,6 +31,7 @@ from .dual_hopper_spans import (
     _spread_scales_kernel,
     _start_counts_kernel,
 )
+from .dual_host import TO_NEAREST
 from .inputs import DualInputs
 
 _LOAD_OF_BLOCK, _LOAD_OF_TILE = (
@@ -65,6 +66,8 @@ class _QuantizeDual:
             return f"needs sm_90, not {problem.target.arch}"
         if problem.dtype not in FLOAT_DTYPES:
             return f"reads float32, bfloat16 or float16, not {problem.dtype}"
+        if problem.stochastic:
+            return TO_NEAREST
         if problem.grouped_rows and problem.num_groups > MAX_GROUPS:
             return (
                 f"holds at most {MAX_GROUPS} groups, got {problem.num_groups}; "

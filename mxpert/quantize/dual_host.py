@@ -19,18 +19,22 @@ from ..formats.tensor import MXTensor
 from ..routing.plan import padded_capacity
 from .inputs import DualInputs
 
+TO_NEAREST = "rounds to nearest; stochastic rounding runs on the portable kernels"
+"""Why a chip's own kernel refuses a seed, as a phrase after its backend's name."""
+
 
 class QuantizeDual(UntunedKernel):
     """x → rowwise and columnwise MX copies, bit-exact to `formats.codec.quantize_blocks`.
 
     A subclass names the kernel, the rows and columns of its tile, and its own `constants`. The
     kernel's first parameters are codes and scales of the rowwise copy, those of the columnwise
-    copy, x and the group offsets.
+    copy, x, the group offsets and, if it `rounds_stochastically`, the seed.
     """
 
     op = Op.QUANTIZE_DUAL
     kernel: JITFunction
     tile: tuple[int, int]
+    rounds_stochastically = False
 
     def constants(self, block_g: int) -> dict[str, Any]:
         """Tile and launch options; block_g: length of the kernel's vector of groups."""
@@ -52,6 +56,8 @@ class QuantizeDual(UntunedKernel):
             return f"reads float32, bfloat16 or float16, not {problem.dtype}; convert x to one"
         if {problem.row_span, problem.column_span} != {ScaleSpan.BLOCK}:
             return "writes one scale per block of 32; pass scale_span=ScaleSpan.BLOCK"
+        if problem.stochastic and not self.rounds_stochastically:
+            return TO_NEAREST
         return refuse_groups(problem.target, problem.num_groups if problem.grouped_rows else 0)
 
     def launch(
@@ -74,7 +80,9 @@ class QuantizeDual(UntunedKernel):
         if row.qdata.numel() + column.qdata.numel() > 0:
             strides = x.stride(0) if leading else 0, x.stride(-2)
             pitches = tuple(self.pitches(row, column).items())
-            tensors = row.qdata, row.scale, column.qdata, column.scale, x, group_offsets
+            tensors = [row.qdata, row.scale, column.qdata, column.scale, x, group_offsets]
+            if self.rounds_stochastically:
+                tensors.append(inputs.seed)
             _launch(self, problem, length, strides, pitches)(
                 **dict(zip(self.kernel.arg_names, tensors, strict=False))
             )

@@ -30,6 +30,7 @@ from ..formats.spec import (
 from ..formats.tensor import MXTensor
 from ..routing.plan import GROUP_OFFSET_DTYPES, padded_capacity
 from .inputs import DualInputs
+from .op import check_seed, seed_tensor
 
 MAX_GROUPED_ROWS = 1 << 30
 """Kernels count padded columns in int32 and add one tile before they mask."""
@@ -44,6 +45,7 @@ def quantize_dual(
     group_offsets: torch.Tensor | None = None,
     scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
     scale_span: ScaleSpanLike | tuple[ScaleSpanLike, ScaleSpanLike] = ScaleSpan.BLOCK,
+    stochastic_seed: int | torch.Tensor | None = None,
 ) -> tuple[MXTensor, MXTensor]:
     """Quantise a tensor along its rows and along its columns, in one read.
 
@@ -67,6 +69,9 @@ def quantize_dual(
         scale_span: how many blocks share a scale, for both copies or as a pair (row, col): a
             ScaleSpan or its name. GPUs with block-scaled tensor cores use BLOCK, those with plain
             FP8 are fastest with ROW. In a grouped columnwise copy no span crosses groups.
+        stochastic_seed: as for `quantize`, for both copies: both round an element by the same
+            random number, that of its place in x. On GPUs the portable kernels round so, with
+            scales of BLOCK.
 
     Returns:
         Two MXTensors of axis −1: the rowwise copy in the shape of `x`, and the columnwise copy,
@@ -100,7 +105,8 @@ def quantize_dual(
         spans = tuple(ScaleSpan.parse(each, "quantize_dual", "scale_span") for each in scale_span)
     if group_offsets is not None:
         refuse_counts(group_offsets, "quantize_dual")
-    return _DUAL(DualOptions(scale_rule, format, spans), DualInputs(x, group_offsets))
+    seed = seed_tensor(stochastic_seed, x, "quantize_dual")
+    return _DUAL(DualOptions(scale_rule, format, spans), DualInputs(x, group_offsets, seed))
 
 
 class DualOptions(NamedTuple):
@@ -162,6 +168,7 @@ def check_quantize_dual(options: DualOptions, inputs: DualInputs) -> None:
         )
         check_group_offsets(group_offsets, need, x.device, x.shape[0])
     _check_spans(options.scale_span, need)
+    check_seed(inputs.seed, x.device, need)
 
 
 def refuse_counts(group_offsets: torch.Tensor, op: str) -> None:
@@ -238,6 +245,7 @@ def _problem(options: DualOptions, inputs: DualInputs) -> DualProblem:
         num_groups,
         group_offsets is not None,
         *spans_of(options.scale_span),
+        inputs.seed is not None,
     )
 
 

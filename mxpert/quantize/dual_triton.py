@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..device.groups import group_extents
-from ..device.mx_codec import quantize_tile
+from ..device.mx_codec import quantize_tile, random_row_bits
 from .dual_host import QuantizeDual
 
 # ---- Device code of dual quantisation: rowwise and columnwise MX copies from one read of the data.
@@ -61,6 +61,7 @@ def _quantize_dual_kernel(
     column_scale_ptr,
     x_ptr,
     group_offsets_ptr,
+    seed_ptr,
     num_rows,
     num_groups,
     num_k_blocks,
@@ -107,7 +108,11 @@ def _quantize_dual_kernel(
         x_ptrs[:, None] + k[None, :], other=0.0, mask=grouped[:, None] & (k < width)[None, :]
     ).to(tl.float32)  # [BLOCK_ROWS, BLOCK_COLUMNS]
     # rowwise: codes [BLOCK_ROWS, BLOCK_COLUMNS] uint8, scale [BLOCK_ROWS, BLOCK_COLUMNS/32] E8M0
-    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD)
+    random = None
+    if seed_ptr is not None:
+        first = (batch * num_rows + rows) * width + first_k
+        random = random_row_bits(seed_ptr, first, BLOCK_COLUMNS)
+    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, random=random)
     out_rows = batch * num_rows + rows
     tl.store(
         row_ptr + out_rows[:, None] * width + k[None, :],
@@ -120,7 +125,7 @@ def _quantize_dual_kernel(
         mask=present[:, None] & (k_blocks < num_k_blocks)[None, :],
     )
     # columnwise: scale [BLOCK_ROWS/32, BLOCK_COLUMNS]; codes and scales are stored transposed
-    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, AXIS=0)
+    codes, scale = quantize_tile(values, FORMAT, EMAX, THRESHOLD, AXIS=0, random=random)
     out_columns = batch * width + k
     tl.store(
         column_ptr + out_columns[:, None] * length + places[None, :],
@@ -140,6 +145,7 @@ class _QuantizeDual(QuantizeDual):
 
     kernel = _quantize_dual_kernel
     tile = (64, 128)
+    rounds_stochastically = True
 
     def constants(self, block_g: int) -> dict[str, Any]:
         """Tile and launch options. Many groups need more warps: a vector of them is held."""

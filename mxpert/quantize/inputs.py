@@ -10,9 +10,10 @@ from ..formats.tensor import MXTensor
 
 @op_inputs
 class QuantizeInputs:
-    """Inputs of QUANTIZE: x of any shape and strides."""
+    """Inputs of QUANTIZE: x of any shape and strides; seed int64 [1] of stochastic rounding."""
 
     x: torch.Tensor
+    seed: torch.Tensor | None = None
 
 
 @op_inputs
@@ -29,7 +30,9 @@ class DualInputs:
     Args:
         x: [M, K] or weights [G, N, K], of any strides.
         group_offsets: int32 or int64 [G + 1] of the groups of rows, or None.
+        seed: int64 [1] of stochastic rounding, or None.
     """
 
     x: torch.Tensor
     group_offsets: torch.Tensor | None = None
+    seed: torch.Tensor | None = None

@@ -33,6 +33,7 @@ def quantize(
     axis: int = -1,
     scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
     scale_span: ScaleSpanLike = ScaleSpan.BLOCK,
+    stochastic_seed: int | torch.Tensor | None = None,
 ) -> MXTensor:
     """Quantise a tensor to an MX format: codes and one power-of-two scale per 32 elements.
 
@@ -49,6 +50,11 @@ def quantize(
             each of its blocks. Where the other dimension is no multiple of 32, the last squares are
             cut: their scale follows from the values that are there. A NaN or an infinity makes its
             whole square NaN (scale byte 255).
+        stochastic_seed: None rounds to nearest even. A number from 0 to 2^63 − 1, or int64 [1] on
+            the device of x, rounds to one of the two neighbouring codes, with probabilities by the
+            distances, so that the mean over seeds is the value (unless the scale rule saturates it:
+            RCEIL does not). The same seed gives the same codes on every backend. A tensor can be
+            changed between replays of a CUDA graph.
 
     Returns:
         MXTensor with uint8 codes (two per byte for mxfp4, low nibble first) and uint8 E8M0 scales.
@@ -59,19 +65,48 @@ def quantize(
             or a size that is no multiple of 32.
 
     Source:
-        OCP Microscaling Formats (MX) 1.0, section 6.3.
+        OCP Microscaling Formats (MX) 1.0, section 6.3. Stochastic rounding for training: Deep
+        learning with limited numerical precision (arXiv 1502.02551).
 
     Example:
         >>> import torch, mxpert
         >>> q = mxpert.quantize(torch.full((1, 32), 3.0), "mxfp4")
         >>> q.scale.item(), mxpert.dequantize(q)[0, 0].item()
         (126, 3.0)
+        >>> x = torch.full((1000, 32), 5.0)  # between the codes 4 and 6
+        >>> q = mxpert.quantize(x, "mxfp4", stochastic_seed=1)
+        >>> round(mxpert.dequantize(q).mean().item(), 1)
+        5.0
     """
     if not isinstance(scale_rule, ScaleRule):
         scale_rule = ScaleRule.parse(scale_rule, "quantize", "scale_rule")
     if not isinstance(scale_span, ScaleSpan):
         scale_span = ScaleSpan.parse(scale_span, "quantize", "scale_span")
-    return _QUANTIZE(QuantizeOptions(scale_rule, format, axis, scale_span), QuantizeInputs(x))
+    seed = seed_tensor(stochastic_seed, x, "quantize")
+    return _QUANTIZE(QuantizeOptions(scale_rule, format, axis, scale_span), QuantizeInputs(x, seed))
+
+
+def seed_tensor(seed: int | torch.Tensor | None, x: torch.Tensor, op: str) -> torch.Tensor | None:
+    """A seed as int64 [1] on the device of x; what is no number goes on to the checks.
+
+    Raises:
+        TypeError: neither a number nor a tensor. ValueError: a number out of range.
+    """
+    if seed is None or isinstance(seed, torch.Tensor):
+        return seed
+    need = Checks(op)
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise need.type_error("stochastic_seed", "an int, a tensor or None", repr(seed))
+    if not 0 <= seed < 1 << 63:
+        raise need.value_error("stochastic_seed", "0 to 2^63 − 1", seed)
+    device = x.device if isinstance(x, torch.Tensor) else None
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
+def check_seed(seed: torch.Tensor | None, device: torch.device, need: Checks) -> None:
+    """Check the seed of stochastic rounding: None, or int64 [1] on a device."""
+    if seed is not None:
+        need.tensor(seed, "stochastic_seed", dtype=torch.int64, shape=(1,), device=device)
 
 
 def dequantize(tensor: MXTensor, *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -125,6 +160,7 @@ def check_quantize(options: QuantizeOptions, inputs: QuantizeInputs) -> None:
             "pad with zeros (torch.nn.functional.pad)",
         )
     get_format(options.format, need.op, "format")
+    check_seed(inputs.seed, x.device, need)
     if options.scale_span is not ScaleSpan.BLOCK:
         check_square_axis(options.scale_span, need.op, x.dim(), _negative(axis, x))
 
@@ -151,6 +187,7 @@ def _quantize_problem(options: QuantizeOptions, inputs: QuantizeInputs) -> Quant
         get_format(options.format),
         options.scale_rule,
         options.scale_span,
+        inputs.seed is not None,
     )
 
 

@@ -8,6 +8,7 @@ from ..core.kernel import ReferenceKernel
 from ..core.problem import Config, Op, QuantizeProblem
 from ..formats.codec import decode, decode_scale, dequantize_blocks, quantize_blocks
 from ..formats.spec import E2M1, MX_BLOCK_SIZE, MXFP4
+from ..formats.stochastic import random_bits
 from ..formats.tensor import MXTensor
 from ..formats.weight_tensor import WeightLike
 from .inputs import DequantizeInputs, QuantizeInputs
@@ -19,9 +20,10 @@ class Quantize(ReferenceKernel):
     op = Op.QUANTIZE
 
     def launch(self, problem: QuantizeProblem, config: Config, inputs: QuantizeInputs) -> MXTensor:
-        return quantize_blocks(
-            inputs.x, problem.format, problem.axis, problem.scale_rule, span=problem.scale_span
-        )
+        x, seed = inputs.x, inputs.seed
+        random = None if seed is None else random_bits(seed, tuple(x.shape))
+        rule, span = problem.scale_rule, problem.scale_span
+        return quantize_blocks(x, problem.format, problem.axis, rule, span=span, random=random)
 
 
 class Dequantize(ReferenceKernel):

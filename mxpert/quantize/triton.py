@@ -28,6 +28,7 @@ _TILE = 4096  # values per program: 32 a thread with 4 warps, two to eight 16-by
 _MAX_ROW_COLUMNS = 1024  # values of one row per program, where rows are strided
 _SQUARE_COLUMNS = 128  # columns per program with 32 × 32 squares: four of them
 _MAX_COLUMNS = 256  # columns per program across rows: a 16-byte load for each lane of a warp
+_STOCHASTIC_COLUMNS = 64  # the same with random numbers, whose generator takes registers
 
 
 class _AnyShape(UntunedKernel):
@@ -63,8 +64,9 @@ class Quantize(_AnyShape):
                 launch = _quantize_rows(fmt, problem.scale_rule, num_rows, width, stride)
             else:
                 rows = x.contiguous()
-                launch = _quantize_columns(fmt, problem.scale_rule, x.numel(), inner)
-            launch(qdata_ptr=qdata, scale_ptr=scale, x_ptr=rows)
+                most = _STOCHASTIC_COLUMNS if problem.stochastic else _MAX_COLUMNS
+                launch = _quantize_columns(fmt, problem.scale_rule, x.numel(), inner, most)
+            launch(qdata_ptr=qdata, scale_ptr=scale, x_ptr=rows, seed_ptr=inputs.seed)
         return MXTensor.unchecked(qdata, scale, fmt, axis, problem.scale_span)
 
 
@@ -114,8 +116,8 @@ def _quantize_rows(
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _quantize_columns(fmt: MXFormat, rule: ScaleRule, numel: int, inner: int) -> Launch:
-    grid, block_columns = _column_tiles(numel, inner)
+def _quantize_columns(fmt: MXFormat, rule: ScaleRule, numel: int, inner: int, most: int) -> Launch:
+    grid, block_columns = _column_tiles(numel, inner, most)
     return Launch(
         _quantize_columns_kernel,
         grid,
@@ -147,9 +149,9 @@ def _quantize_squares(fmt: MXFormat, rule: ScaleRule, shape: tuple[int, ...], ax
     )
 
 
-def _column_tiles(numel: int, num_columns: int) -> tuple[tuple[int], int]:
+def _column_tiles(numel: int, num_columns: int, most: int = _MAX_COLUMNS) -> tuple[tuple[int], int]:
     """Grid and tile width of the column kernels, for contiguous rows of `num_columns`."""
-    block_columns = min(_MAX_COLUMNS, max(16, triton.next_power_of_2(num_columns)))
+    block_columns = min(most, max(16, triton.next_power_of_2(num_columns)))
     block_rows = numel // (MX_BLOCK_SIZE * num_columns)
     return (block_rows * triton.cdiv(num_columns, block_columns),), block_columns
 

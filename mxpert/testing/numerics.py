@@ -26,6 +26,12 @@ STAGE_GATE = 2.5e-3
 END_TO_END_GATE = 1e-2
 """Largest relative L2 allowed for a whole layer, and for a stage with MX output."""
 
+UNPROMOTED_ERROR = 2.0**-13 / math.sqrt(6)
+"""Times the root of the depth: what Hopper's tensor core may add where it sums fp8 products by
+itself; each addition of 32 drops bits below 2^-13 of the sum."""
+_UNPROMOTED_DEPTH = 8192
+"""Longer sums are promoted to float32 on their way."""
+
 _SIGNIFICANT_BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 
 
@@ -382,6 +388,21 @@ def stage_tolerance(
         rows = cancellation * output
         output *= math.sqrt(1 + 2 / 4.0 ** (top_k - 1))
     return min(STAGE_GATE, margin * math.hypot(output, rows, cancellation * accumulated))
+
+
+def grouped_gate(depth: int) -> float:
+    """Largest relative L2 to float64 of a grouped GEMM with bfloat16 output, on every chip.
+
+    The rounding of the output, and the sums of fp8 products in a tensor core.
+
+    Args:
+        depth: length of the reduction; of wgrad the mean of its groups.
+
+    Example:
+        >>> round(grouped_gate(2880), 5), round(grouped_gate(1 << 20), 5)
+        (0.00366, 0.00516)
+    """
+    return math.hypot(STAGE_GATE, UNPROMOTED_ERROR * math.sqrt(min(depth, _UNPROMOTED_DEPTH)))
 
 
 def end_to_end_tolerance(

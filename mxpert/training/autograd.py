@@ -15,7 +15,7 @@ from ..grouped.op import grouped_gemm, grouped_wgrad
 from ..quantize.dual_op import quantize_dual
 from ..quantize.op import quantize
 from ..routing.plan import group_bounds
-from .checks import check_grouped_linear
+from .checks import check_grouped_linear, check_limit
 from .quantized import Given, Quantized, copies_of, copy_from, kind_of_copy, parts_of_copy
 from .recipe import MXFP8Recipe, Spans
 
@@ -75,6 +75,7 @@ def grouped_linear(
     *,
     bias: torch.Tensor | None = None,
     recipe: MXFP8Recipe = MXFP8Recipe(),
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     """Multiply each group of rows by its own weight; differentiable in x, weight and bias.
 
@@ -111,6 +112,8 @@ def grouped_linear(
         bias: [G, N], added to the rounded product in the dtype of x. Its gradient is summed in
             float32 (float64 for float64).
         recipe: formats, scale rule and switches. With MXFP8, K and N are multiples of 32.
+        num_sms: most SMs that each of the three GEMMs occupies, as for `mxpert.grouped_gemm`; None
+            is all of them. Quantisation is not limited.
 
     Returns:
         [M, N] in the dtype of x; bfloat16 where x is quantised.
@@ -131,7 +134,7 @@ def grouped_linear(
         (torch.Size([5, 64]), 0.0)
     """
     given = Given(copies_of(x), copies_of(weight))
-    return run_grouped_linear(x, weight, given, group_offsets, bias, recipe)
+    return run_grouped_linear(x, weight, given, group_offsets, bias, recipe, num_sms)
 
 
 def run_grouped_linear(
@@ -141,6 +144,7 @@ def run_grouped_linear(
     group_offsets: torch.Tensor,
     bias: torch.Tensor | None,
     recipe: MXFP8Recipe,
+    num_sms: int | None,
 ) -> torch.Tensor:
     """`grouped_linear` with the copies in `given`, in place of those that it would make.
 
@@ -149,6 +153,7 @@ def run_grouped_linear(
     refuse_transforms("grouped_linear", (x, weight, bias))
     main_grad = getattr(weight, "main_grad", None)
     check_grouped_linear(x, weight, given, group_offsets, bias, recipe, main_grad)
+    check_limit("grouped_linear", num_sms, group_offsets.device, recipe, x)
     dense_x, dense_weight = (
         each if isinstance(each, torch.Tensor) else None for each in (x, weight)
     )
@@ -163,6 +168,7 @@ def run_grouped_linear(
         recipe,
         torch.is_grad_enabled(),
         given,
+        num_sms,
     )
     return result
 
@@ -182,6 +188,7 @@ class _GroupedLinear(torch.autograd.Function):
         recipe: MXFP8Recipe,
         grad_enabled: bool,
         given: Given,
+        num_sms: int | None,
     ) -> torch.Tensor:
         keep_graph(ctx, x, weight, bias)
         rows: Any = x if given.x is None else given.x[0]
@@ -189,6 +196,7 @@ class _GroupedLinear(torch.autograd.Function):
         # main_grad is no saved tensor: backward writes it, which autograd would take for an error
         # where one weight is used twice.
         ctx.recipe, ctx.main_grad, ctx.marked = recipe, main_grad, marked
+        ctx.num_sms = num_sms
         ctx.x_dtype = torch.bfloat16 if x is None else x.dtype
         ctx.weight_dtype = None if weight is None else weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -199,12 +207,18 @@ class _GroupedLinear(torch.autograd.Function):
             kept: tuple[Operand | None, Operand | None]
             if recipe.enabled:
                 operands = x, weight, given
-                y, kept = _forward_mx(*operands, group_offsets, recipe, need_x, need_weight)
+                (x_row, weight_row), kept = _forward_operands(
+                    *operands, group_offsets, recipe, need_x, need_weight
+                )
+                out_dtype = ctx.x_dtype
+                y = grouped_gemm(
+                    x_row, weight_row, group_offsets, out_dtype=out_dtype, num_sms=num_sms
+                )
             else:
                 assert x is not None  # for the type checker
                 assert weight is not None  # for the type checker
                 weight = weight.to(x.dtype)
-                y = multiply_rows(x, weight, group_offsets, trans_b=True)
+                y = multiply_rows(x, weight, group_offsets, trans_b=True, num_sms=num_sms)
                 kept = x if need_weight else None, weight if need_x else None
             ctx.turns_weight = given.weight is not None and given.weight[1] is None
             ctx.kinds = tuple([kind_of_copy(each) for each in kept])
@@ -233,10 +247,10 @@ class _GroupedLinear(torch.autograd.Function):
                 main_grad.add_(dweight)
         if main_grad is not None and need_weight:
             dweight = None if marked is None else marked.end()  # main_grad has it
-        return dx, dweight, dbias, None, None, None, None, None, None
+        return dx, dweight, dbias, None, None, None, None, None, None, None
 
 
-def _forward_mx(
+def _forward_operands(
     x: torch.Tensor | None,
     weight: torch.Tensor | None,
     given: Given,
@@ -244,8 +258,8 @@ def _forward_mx(
     recipe: MXFP8Recipe,
     need_x: bool,
     need_weight: bool,
-) -> tuple[torch.Tensor, tuple[Operand | None, Operand | None]]:
-    """Product, and what backward needs of x and of the weight."""
+) -> tuple[tuple[MXTensor, MXTensor], tuple[Operand | None, Operand | None]]:
+    """Operands of the product, and what backward needs of x and of the weight."""
     fmt, rule, spans = recipe.forward_format, recipe.scale_rule, recipe.spans(group_offsets.device)
     kept_x: Operand | None = None
     kept_weight: MXTensor | None = None
@@ -273,9 +287,7 @@ def _forward_mx(
             )
         else:
             weight_row = quantize_rows(weight, fmt, rule, spans.weight, None)
-    out_dtype = torch.bfloat16 if x is None else x.dtype
-    y = grouped_gemm(x_row, weight_row, group_offsets, out_dtype=out_dtype)
-    return y, (kept_x, kept_weight)
+    return (x_row, weight_row), (kept_x, kept_weight)
 
 
 def quantize_rows(
@@ -312,6 +324,7 @@ def _backward_mx(
             group_offsets,
             out_dtype=ctx.weight_dtype,
             accumulate_into=ctx.accumulate_into,
+            num_sms=ctx.num_sms,
         )
     elif need_weight:
         grad_row, grad_col = quantize_dual(
@@ -323,6 +336,7 @@ def _backward_mx(
             group_offsets,
             out_dtype=ctx.weight_dtype,
             accumulate_into=ctx.accumulate_into,
+            num_sms=ctx.num_sms,
         )
     if need_x:
         if grad_row is None:
@@ -330,7 +344,9 @@ def _backward_mx(
         weight_col = copy_from(weight, ctx.kinds[1])
         if ctx.turns_weight:  # it is squares of the row-wise copy
             weight_col = weight_col.mT.with_axis(-1)
-        dx = grouped_gemm(grad_row, weight_col, group_offsets, out_dtype=ctx.x_dtype)
+        dx = grouped_gemm(
+            grad_row, weight_col, group_offsets, out_dtype=ctx.x_dtype, num_sms=ctx.num_sms
+        )
     return dx, dweight
 
 
@@ -346,20 +362,30 @@ def _backward_plain(
     x, _, _, weight, _, _ = saved
     dx = dweight = None
     if need_x:
-        dx = multiply_rows(grad, weight, group_offsets, trans_b=False)
+        dx = multiply_rows(grad, weight, group_offsets, trans_b=False, num_sms=ctx.num_sms)
     if need_weight:
         dweight = multiply_groups(
-            grad, x, group_offsets, out_dtype=ctx.weight_dtype, accumulate_into=ctx.accumulate_into
+            grad,
+            x,
+            group_offsets,
+            out_dtype=ctx.weight_dtype,
+            accumulate_into=ctx.accumulate_into,
+            num_sms=ctx.num_sms,
         )
     return dx, dweight
 
 
 def multiply_rows(
-    a: torch.Tensor, b: torch.Tensor, group_offsets: torch.Tensor, *, trans_b: bool
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group_offsets: torch.Tensor,
+    *,
+    trans_b: bool,
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     """``a[r] @ b[g(r)].T`` (or without the transposition) in one dtype; bfloat16 on the kernels."""
     if a.dtype == torch.bfloat16:
-        return grouped_gemm(a, b, group_offsets, trans_b=trans_b)
+        return grouped_gemm(a, b, group_offsets, trans_b=trans_b, num_sms=num_sms)
     matrices = b.mT if trans_b else b
     out = a.new_zeros(a.shape[0], matrices.shape[-1])
     for part, matrix in zip(_parts(group_offsets), matrices.unbind(0), strict=True):
@@ -374,11 +400,17 @@ def multiply_groups(
     *,
     out_dtype: torch.dtype,
     accumulate_into: torch.Tensor | None = None,
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     """``grad_g.T @ a_g`` for each group in one dtype; bfloat16 on the kernels."""
     if a.dtype == torch.bfloat16:
         return grouped_wgrad(
-            grad, a, group_offsets, out_dtype=out_dtype, accumulate_into=accumulate_into
+            grad,
+            a,
+            group_offsets,
+            out_dtype=out_dtype,
+            accumulate_into=accumulate_into,
+            num_sms=num_sms,
         )
     out = torch.stack([grad[part].mT @ a[part] for part in _parts(group_offsets)])
     return out.to(out_dtype) if accumulate_into is None else accumulate_into.add_(out)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..core.target import check_num_sms
 from ..errors import Checks
 from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, WIDE_DTYPES, ScaleSpan
 from ..formats.tensor import Layout
@@ -68,6 +69,22 @@ def check_grouped_linear(
     if torch.is_grad_enabled():
         wanted = (isinstance(each, torch.Tensor) and each.requires_grad for each in (x, weight))
         check_gradients(need, given, recipe, *wanted)
+
+
+def check_limit(
+    op: str,
+    num_sms: int | None,
+    device: torch.device,
+    recipe: MXFP8Recipe,
+    x: torch.Tensor | Quantized,
+) -> None:
+    """Check `num_sms`, which no product of torch keeps to."""
+    need = Checks(op)
+    check_num_sms(num_sms, device, need)
+    by_torch = not recipe.enabled and isinstance(x, torch.Tensor) and x.dtype != torch.bfloat16
+    if num_sms is not None and by_torch:
+        wanted = "None where torch multiplies"
+        raise need.value_error("num_sms", wanted, num_sms, "pass bfloat16, or enable the recipe")
 
 
 def _check_x(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -15,6 +16,7 @@ from ..grouped.op import grouped_gemm, grouped_wgrad
 from ..quantize.dual_op import quantize_dual
 from ..routing.plan import group_bounds
 from .autograd import grouped_linear, multiply_groups, multiply_rows, quantize_rows
+from .checks import check_limit
 from .quantized import Quantized, copies_of
 from .recipe import MXFP8Recipe
 
@@ -27,6 +29,7 @@ def grouped_mm(
     out_dtype: torch.dtype | None = None,
     *,
     recipe: MXFP8Recipe = MXFP8Recipe(),
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     """`torch._grouped_mm` (`torch.nn.functional.grouped_mm`) in MXFP8, differentiable.
 
@@ -47,6 +50,7 @@ def grouped_mm(
         out_dtype: None or the dtype of a, as torch requires.
         recipe: formats and switches. With MXFP8, K and N (2D × 2D: M and N) are multiples of 32;
             group sizes are free.
+        num_sms: most SMs that each GEMM occupies, as for `grouped_linear`.
 
     Returns:
         In the dtype of a; bfloat16 where a is quantised.
@@ -67,17 +71,18 @@ def grouped_mm(
     """
     refuse_transforms("grouped_mm", (a, b, bias))
     if copies_of(a) is not None or copies_of(b) is not None:
-        return _of_quantized(a, b, offs, bias, out_dtype, recipe)
+        return _of_quantized(a, b, offs, bias, out_dtype, recipe, num_sms)
     _check_grouped_mm(a, b, offs, bias, out_dtype, recipe)
     assert isinstance(a, torch.Tensor)  # for the type checker
     assert isinstance(b, torch.Tensor)  # for the type checker
     assert offs is not None  # for the type checker
+    check_limit("grouped_mm", num_sms, a.device, recipe, a)
     group_offsets = torch.nn.functional.pad(offs, (1, 0))
     if b.dim() == 3:
         weight = b.transpose(-2, -1).contiguous()
-        return grouped_linear(a, weight, group_offsets, bias=bias, recipe=recipe)
+        return grouped_linear(a, weight, group_offsets, bias=bias, recipe=recipe, num_sms=num_sms)
     result: torch.Tensor = _GroupedOuter.apply(
-        a.transpose(0, 1).contiguous(), b.contiguous(), group_offsets, recipe
+        a.transpose(0, 1).contiguous(), b.contiguous(), group_offsets, recipe, num_sms
     )
     return result
 
@@ -89,6 +94,7 @@ def _of_quantized(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype | None,
     recipe: MXFP8Recipe,
+    num_sms: int | None,
 ) -> torch.Tensor:
     """2D × 3D operands, one of which was quantised before."""
     need, copies = Checks("grouped_mm"), copies_of(b)
@@ -119,7 +125,7 @@ def _of_quantized(
     need.tensor(offs, "offs", dtype=torch.int32, shape=(None,))
     assert offs is not None  # for the type checker
     group_offsets = torch.nn.functional.pad(offs, (1, 0))
-    return grouped_linear(a, weight, group_offsets, bias=bias, recipe=recipe)
+    return grouped_linear(a, weight, group_offsets, bias=bias, recipe=recipe, num_sms=num_sms)
 
 
 def _check_grouped_mm(
@@ -186,14 +192,15 @@ class _GroupedOuter(torch.autograd.Function):
         b: torch.Tensor,
         group_offsets: torch.Tensor,
         recipe: MXFP8Recipe,
+        num_sms: int | None,
     ) -> torch.Tensor:
         keep_graph(ctx, a, b)
-        ctx.recipe, ctx.dtype = recipe, a.dtype
+        ctx.recipe, ctx.dtype, ctx.num_sms = recipe, a.dtype, num_sms
         group_offsets = group_bounds(group_offsets, a.shape[0])
         if not recipe.enabled:
             ctx.save_for_backward(a, b, group_offsets)
             with isolated(a.device.type):
-                return multiply_groups(a, b, group_offsets, out_dtype=a.dtype)
+                return multiply_groups(a, b, group_offsets, out_dtype=a.dtype, num_sms=num_sms)
         # In backward the gradient is the second operand, as the weight is in grouped_linear.
         spans = recipe.spans(a.device)
         (a_row, a_col), (b_row, b_col) = (
@@ -216,7 +223,7 @@ class _GroupedOuter(torch.autograd.Function):
             b_row.wide_blocks,
             group_offsets,
         )
-        return grouped_wgrad(a_col, b_col, group_offsets, out_dtype=a.dtype)
+        return grouped_wgrad(a_col, b_col, group_offsets, out_dtype=a.dtype, num_sms=num_sms)
 
     @staticmethod
     @differentiable_once("grouped_mm")
@@ -225,12 +232,14 @@ class _GroupedOuter(torch.autograd.Function):
         need_a, need_b = ctx.needs_input_grad[:2]
         grad = grad.contiguous()  # [G, M, N]
         da = db = None
+        multiply = functools.partial(multiply_rows, num_sms=ctx.num_sms)
+        multiply_mx = functools.partial(grouped_gemm, num_sms=ctx.num_sms)
         if not ctx.recipe.enabled:
             a, b = operands
             with isolated(grad.device.type):
-                da = multiply_rows(b, grad, group_offsets, trans_b=True) if need_a else None
-                db = multiply_rows(a, grad, group_offsets, trans_b=False) if need_b else None
-            return da, db, None, None
+                da = multiply(b, grad, group_offsets, trans_b=True) if need_a else None
+                db = multiply(a, grad, group_offsets, trans_b=False) if need_b else None
+            return da, db, None, None, None
         recipe: MXFP8Recipe = ctx.recipe
         a_row, b_row = (
             rebuild_mx(qdata, scale, recipe.forward_format, span=ctx.span, wide=wide)
@@ -240,9 +249,9 @@ class _GroupedOuter(torch.autograd.Function):
         spans = recipe.spans(grad.device).weight
         if need_b:
             grad_row, grad_col = quantize_dual(grad, fmt, scale_rule=rule, scale_span=spans)
-            db = grouped_gemm(a_row, grad_col, group_offsets, out_dtype=ctx.dtype)
+            db = multiply_mx(a_row, grad_col, group_offsets, out_dtype=ctx.dtype)
         else:
             grad_row = quantize_rows(grad, fmt, rule, spans, None)
         if need_a:
-            da = grouped_gemm(b_row, grad_row, group_offsets, out_dtype=ctx.dtype)
-        return da, db, None, None
+            da = multiply_mx(b_row, grad_row, group_offsets, out_dtype=ctx.dtype)
+        return da, db, None, None, None

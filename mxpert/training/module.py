@@ -38,6 +38,7 @@ class MXGroupedLinear(torch.nn.Module):
             Parameters and `group_offsets` have these groups alone: G is their number then.
         recipe: formats and switches.
         device: of the parameters. dtype: bfloat16, float16 or float32; without MXFP8 float64 too.
+        num_sms: most SMs that each GEMM occupies, as for `grouped_linear`; may be assigned later.
 
     Raises:
         TypeError, ValueError: a size that is not a positive int, or not a multiple of 32; a
@@ -69,6 +70,7 @@ class MXGroupedLinear(torch.nn.Module):
         recipe: MXFP8Recipe = MXFP8Recipe(),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        num_sms: int | None = None,
     ) -> None:
         super().__init__()
         op = "MXGroupedLinear"
@@ -81,7 +83,7 @@ class MXGroupedLinear(torch.nn.Module):
         ):
             require_size(op, name, size, multiple)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
-        self.recipe = recipe
+        self.recipe, self.num_sms = recipe, num_sms
         self.group_ids = None if group_ids is None else _check_group_ids(group_ids, num_groups, op)
         held = num_groups if self.group_ids is None else len(self.group_ids)
         self.weight = torch.nn.Parameter(
@@ -149,13 +151,22 @@ class MXGroupedLinear(torch.nn.Module):
                 place of a quantisation by this call; ``self.weight`` has the gradient.
         """
         if weight is None:
-            return grouped_linear(x, self.weight, group_offsets, bias=self.bias, recipe=self.recipe)
+            return grouped_linear(
+                x,
+                self.weight,
+                group_offsets,
+                bias=self.bias,
+                recipe=self.recipe,
+                num_sms=self.num_sms,
+            )
         copies = copies_of(weight)
         if copies is None:
             need = "an MXTensor or the copies of quantize_dual"
             raise TypeError(message("MXGroupedLinear", "weight", need, type(weight).__name__))
         given = Given(copies_of(x), copies)
-        return run_grouped_linear(x, self.weight, given, group_offsets, self.bias, self.recipe)
+        return run_grouped_linear(
+            x, self.weight, given, group_offsets, self.bias, self.recipe, self.num_sms
+        )
 
     @torch.no_grad()
     def quantize_weight(self) -> tuple[MXTensor, MXTensor]:
@@ -187,7 +198,7 @@ class MXGroupedLinear(torch.nn.Module):
             + ("" if self.group_ids is None else f"group_ids={list(self.group_ids)}, ")
             + f"in_features={self.in_features}, "
             f"out_features={self.out_features}, bias={self.bias is not None}, "
-            f"recipe={self.recipe}"
+            f"recipe={self.recipe}" + ("" if self.num_sms is None else f", num_sms={self.num_sms}")
         )
 
 

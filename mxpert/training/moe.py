@@ -72,6 +72,7 @@ class MXMoE(torch.nn.Module):
         expert_parallel: a mxpert.distributed.ExpertParallel with these sizes and transport GATHER
             or ALL_TO_ALL; None for all experts in this process.
         device: of the parameters. dtype: bfloat16, float16 or float32; without MXFP8 float64 too.
+        num_sms: most SMs that each GEMM of the experts occupies, as for `grouped_linear`.
 
     Attributes:
         aux_loss: the scalar ``aux_loss_coef · E · Σ_e f_e p_e`` of the last forward pass, float32
@@ -118,6 +119,7 @@ class MXMoE(torch.nn.Module):
         expert_parallel: ExpertParallel | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        num_sms: int | None = None,
     ) -> None:
         super().__init__()
         op = _NEED.op
@@ -156,6 +158,7 @@ class MXMoE(torch.nn.Module):
             recipe=recipe,
             device=device,
             dtype=dtype,
+            num_sms=num_sms,
         )
         self.gate_up_proj = linear(hidden_size, 2 * intermediate_size)
         self.down_proj = linear(intermediate_size, hidden_size)

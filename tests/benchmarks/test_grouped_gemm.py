@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mxpert
-from benchmarks.grouped import cells, ours, peers, quantiser, training_rows
+from benchmarks.grouped import cells, ours, peers, published, quantiser, training_rows
 from benchmarks.grouped import render as grouped_render
 from benchmarks.grouped import run as grouped_gemm
 from benchmarks.grouped.cells import SHAPES, Operands, Shape, sample
@@ -68,6 +68,7 @@ def test_every_variant_passes_its_gate(ragged: Operands, mode: str) -> None:
     assert {(each.op, each.with_quant) for each in variants} == {
         *itertools.product(("forward", "dgrad", "wgrad"), (False, True)),
         ("wgrad_accumulate", False),
+        ("backward", True),
         ("forward+backward", True),
     }
     for variant in variants:
@@ -229,6 +230,48 @@ def test_a_failing_call_leaves_the_others_timed() -> None:
     assert isinstance(failures["bad"], ZeroDivisionError)
 
 
+def test_random_groups_are_a_split_of_the_rows() -> None:
+    for shape in SHAPES:
+        sizes = cells.group_sizes(shape, "random")
+        assert len(sizes) == shape.G
+        assert sum(sizes) == shape.G * shape.rows
+        assert min(sizes) > 0
+        assert max(sizes) > 1.2 * min(sizes)
+        assert sizes == cells.group_sizes(shape, "random"), "the same on every run"
+
+
+def test_every_shape_has_the_published_figures() -> None:
+    assert len(SHAPES) == len(set(SHAPES)) == 16
+    keys = {
+        (str(shape), balance, *op)
+        for shape in SHAPES
+        for balance in ("balanced", "random")
+        for op in published.OPS
+    }
+    assert set(published.PUBLISHED) == keys
+    figures = published.PUBLISHED
+    assert figures["16x2048-4096-7168", "balanced", "forward", False] == 2178.9
+    assert figures["32x4096-2880-2880", "random", "backward", True] == 1204.0
+    assert figures["4x2048-2880-2880", "balanced", "wgrad", False] == 1291.8
+    assert all(0.1 < rate / published.REFERENCE_PEAK < 0.5 for rate in figures.values())
+
+
+def test_published_figures_stand_beside_shares_of_each_peak() -> None:
+    rows = [row(us=1000.0), row(us=2000.0, op="backward", with_quant=True)]
+    found = document(*rows)
+    found["meta"]["device"] = "NVIDIA H200"
+    text = grouped_render.published_table(found)
+    tflops = 2 * 16 * 2048 * 4096 * 7168 / 1e9
+    share = f"{tflops:.0f} ({100 * tflops / 1979:.0f} %)"
+    assert f"| 16x2048-4096-7168 balanced forward | {share} | 2179 (43 %) |" in text
+    assert f"| 16x2048-4096-7168 balanced backward with quantisation | {share} |" in text
+    assert "| 16x2048-4096-7168 random wgrad | – | 1745 (35 %) |" in text
+    assert text.count("|\n") + 1 >= 2 + 160
+    found["meta"]["device"] = "a GPU"
+    assert f"| {tflops:.0f} | 2179 (43 %) |" in grouped_render.published_table(found)
+    assert "a GPU whose peak is not listed" in grouped_render.published_text(found)
+
+
 def test_rates_count_real_work() -> None:
     found = row(us=1000.0, op="forward+backward", with_quant=True)
     assert found["tflops"] == pytest.approx(6 * 16 * 2048 * 4096 * 7168 / 1e9)
@@ -273,7 +316,7 @@ def test_a_dry_run_is_whole_and_renders(dry: Path, capsys: pytest.CaptureFixture
     assert {(each["shape"], each["balance"]) for each in found["rows"]} == set(
         itertools.product(map(str, map(cells.tiny, (SHAPES[0], SHAPES[4]))), cells.BALANCES)
     )
-    assert len(found["rows"]) == 4 * (8 * len(modes) + 4)
+    assert len(found["rows"]) == 2 * len(cells.BALANCES) * (9 * len(modes) + 4)
     failed = {each["variant"] for each in found["meta"]["failures"]}
     assert failed == {"torch/fp8_row/forward/kernel"}
     assert set(found["meta"]["kernels"]) == {f"mxpert/{mode}" for mode in modes}
@@ -281,6 +324,7 @@ def test_a_dry_run_is_whole_and_renders(dry: Path, capsys: pytest.CaptureFixture
     assert grouped_render.main([str(dry)]) == 0
     text = dry.with_suffix(".md").read_text()
     assert "| exact / torch bf16 |" in text
+    assert "| 32x4096-2880-2880 random backward with quantisation | – |" in text
     assert "absent: no --peers directory" in text
     assert dry.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "skewed / balanced" in capsys.readouterr().out

@@ -291,13 +291,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeKernel:
         monkeypatch.setattr(tune, name, lambda *_: H200)
     facts = tune.environment(torch.device("cpu")) | {"device": H200.name}
     monkeypatch.setattr(tune, "environment", lambda _: facts)
-    monkeypatch.setattr(
-        tune,
-        "choose",
-        lambda cell, target, layouts, backend: Choice(
-            kernel, cell.problem(target, Layout.ROW_MAJOR)
-        ),
-    )
+    for module in (tune, tune_cells):
+        monkeypatch.setattr(
+            module,
+            "choose",
+            lambda cell, target, layouts, backend: Choice(
+                kernel, cell.problem(target, Layout.ROW_MAJOR)
+            ),
+        )
     monkeypatch.setattr(
         tune,
         "invalid_row",

@@ -57,6 +57,11 @@ def test_padding_reaches_no_result(case: GroupedCase, executor: Executor) -> Non
     case.check(executor)
 
 
+@pytest.mark.cases(cases.LIMITED)
+def test_fewer_sms_give_the_same_bits(case: GroupedCase, executor: Executor) -> None:
+    case.check_limited(executor)
+
+
 @pytest.mark.parametrize("arch", [*CHIPS, "sm_100"])
 def test_backends_serve_what_the_cases_say(arch: str) -> None:
     backend = CHIPS.get(arch, "triton")

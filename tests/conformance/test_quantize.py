@@ -43,6 +43,16 @@ def test_quantize_squares(case: QuantizeCase, executor: Executor) -> None:
     case.check(executor)
 
 
+@pytest.mark.cases(cases.STOCHASTIC)
+def test_quantize_stochastically(case: QuantizeCase, executor: Executor) -> None:
+    case.check(executor)
+
+
+@pytest.mark.cases(cases.DUAL_STOCHASTIC)
+def test_dual_stochastically(case: DualCase, executor: Executor) -> None:
+    case.check(executor)
+
+
 @pytest.mark.cases(cases.QUANTIZE_NOTHING)
 def test_quantize_nothing(case: QuantizeCase, executor: Executor) -> None:
     case.check(executor)

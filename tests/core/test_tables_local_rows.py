@@ -105,7 +105,7 @@ def test_tables_answer_for_the_rows_of_a_part(monkeypatch: pytest.MonkeyPatch) -
         num_tokens = 64
 
     found = {tables.problem_key(problem, "hopper"): [Row]}
-    monkeypatch.setattr(tables, "_rows_by_shape", lambda _: found)
+    monkeypatch.setattr(tables, "_rows_by_shape", lambda _: (found, {}))
     part = replace(problem, num_tokens=512, local_top_k=1.0)
     assert tables.tuned_row(problem, "hopper") is tables.tuned_row(part, "hopper") is Row
     assert tables.tuned_row(replace(part, num_tokens=64), "hopper") is None

@@ -290,8 +290,9 @@ def test_a_pinned_tile_reaches_a_grouped_gemm_alone():
     [(X, OFFSETS), (X[:0], OFFSETS), (X[:64], None), (W, None)],
     ids=["groups", "groups-of-no-rows", "matrix", "weights"],
 )
-def test_quantize_dual_opcheck(x, offsets):
-    arguments = ("rceil", "mxfp8_e4m3", ["auto", "span128"], x, offsets)
+@pytest.mark.parametrize("seed", [None, torch.tensor([3])], ids=["nearest", "stochastic"])
+def test_quantize_dual_opcheck(x, offsets, seed):
+    arguments = ("rceil", "mxfp8_e4m3", ["auto", "span128"], x, offsets, seed)
     torch.library.opcheck(torch.ops.mxpert.quantize_dual, arguments)
 
 
@@ -303,8 +304,10 @@ def test_quantize_dual_opcheck(x, offsets):
 def test_gemm_opcheck(a, b, grad, columns):
     ops = torch.ops.mxpert
     flat = kind_of(Operand).flatten
-    torch.library.opcheck(ops.grouped_gemm, (torch.float16, True, *flat(a), *flat(b), OFFSETS))
-    operands = (torch.bfloat16, *flat(grad), *flat(columns), OFFSETS)
+    torch.library.opcheck(
+        ops.grouped_gemm, (torch.float16, True, None, *flat(a), *flat(b), OFFSETS)
+    )
+    operands = (torch.bfloat16, None, *flat(grad), *flat(columns), OFFSETS)
     torch.library.opcheck(ops.grouped_wgrad, (*operands, None))
     torch.library.opcheck(ops.grouped_wgrad_accumulate, (*operands, torch.ones(G, N, K)))
 

@@ -130,6 +130,17 @@ def test_dual(record: Recorder, groups: int, dtype: torch.dtype, target: str) ->
 
 
 @targets
+@pytest.mark.parametrize("groups", [0, 8, 1024])
+def test_dual_rounds_stochastically_without_spills(
+    record: Recorder, groups: int, target: str
+) -> None:
+    options = {"groups": groups, "stochastic": True}
+    launch = record(launch_dual, target, (8192, 2880), torch.bfloat16, **options)
+    metrics = metrics_of(launch, target)
+    assert metrics.spills == metrics.scratch == 0
+
+
+@targets
 def test_most_groups_fit(record: Recorder, target: str) -> None:
     """The search among 1024 groups causes no spills in the GEMM."""
     launch = record(launch_gemm, target, FORMATS["e4m3"], groups=MAX_GROUPS)

@@ -65,7 +65,7 @@ def test_fake_results_have_the_same_strides(grouped: bool) -> None:
     """torch.compile relies on the strides of fake results, at symbolic sizes too."""
     x = normal(190, 96) if grouped else normal(3, 64, 160)
     offsets = torch.tensor([0, 33, 190]) if grouped else None
-    arguments = ("rceil", "mxfp8_e4m3", ["block", "block"], x, offsets)
+    arguments = ("rceil", "mxfp8_e4m3", ["block", "block"], x, offsets, None)
     with emulate(), mxpert.override(backend="cdna4"):
         torch.library.opcheck(
             torch.ops.mxpert.quantize_dual,

@@ -109,7 +109,12 @@ def launch_wgrad(
 
 
 def launch_dual(
-    target: str, shape: tuple[int, ...], dtype: torch.dtype, *, groups: int = 0
+    target: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    groups: int = 0,
+    stochastic: bool = False,
 ) -> None:
     problem = DualProblem(
         Op.QUANTIZE_DUAL,
@@ -120,8 +125,10 @@ def launch_dual(
         ScaleRule.RCEIL,
         groups,
         groups > 0,
+        stochastic=stochastic,
     )
+    seed = empty(1, dtype=torch.int64) if stochastic else None
     offsets = empty(groups + 1, dtype=torch.int32) if groups else None
     QUANTIZE_DUAL.launch(
-        problem, None, DualInputs(x=empty(*shape, dtype=dtype), group_offsets=offsets)
+        problem, None, DualInputs(x=empty(*shape, dtype=dtype), group_offsets=offsets, seed=seed)
     )

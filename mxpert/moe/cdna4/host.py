@@ -9,8 +9,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from ...core.kernel import NO_PERSISTENT_GRID
 from ...core.launch import CACHED_LAUNCHES, Launch
-from ...core.problem import Combine, MoEConfig, MoEProblem, Op, WeightCache
+from ...core.problem import Combine, MoEConfig, MoEProblem, Op, WeightCache, resident_programs
 from ...device.cdna4 import NUM_XCDS, WITHOUT_ACCUMULATOR_REGISTERS
 from ...errors import UnsupportedError, message
 from ...formats.layouts import UNIT_ROWS
@@ -85,6 +86,14 @@ class _Stage(Stage[Cdna4GemmConfig]):
     def heuristic(self, problem: MoEProblem) -> Cdna4GemmConfig:
         """The config used if the tuned table has no row for `problem`."""
         return heuristics.stage_heuristic(problem)
+
+    def persistent(self, problem: MoEProblem, config: Cdna4GemmConfig) -> Cdna4GemmConfig | str:
+        """The config with a persistent grid, which the prefill kernel of MX activations has."""
+        if config.kernel is Cdna4Kernel.DECODE:
+            return f"{NO_PERSISTENT_GRID}, or pass tokens enough for the prefill kernel"
+        if problem.options.activation_format == "bf16":
+            return f"{NO_PERSISTENT_GRID}, or pass activation_format='mxfp8'"
+        return replace(config, persistent=True)
 
     def multiply(
         self,
@@ -235,7 +244,8 @@ def _prefill_launches(
 ) -> tuple[Launch, Launch | None]:
     """Launch of the prefill kernel."""
     tiles = -(-gemm.row_units * UNIT_ROWS // config.block_n) * gemm.row_blocks
-    resident = heuristics.resident_workgroups(config, gemm.x_format) * problem.target.num_sms
+    per_cu = heuristics.resident_workgroups(config, gemm.x_format)
+    resident = resident_programs(problem, per_cu)
     launch = Launch(
         _moe_gemm_prefill_cdna4_kernel,
         (min(tiles, resident) if config.persistent else tiles,),

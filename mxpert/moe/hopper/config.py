@@ -104,6 +104,8 @@ DECODE_REGISTERS = 80
 """Registers per thread (maxnreg) of the decode kernel: the register file then holds two CTAs of
 twelve warps."""
 
+DECODE_CTAS_PER_SM = 2
+
 DECODE_WORKER_REGISTERS = 104
 """Registers per thread of a consumer: the producer's warps release theirs (80 → 24)."""
 
@@ -222,7 +224,7 @@ def uses_hi_lo(problem: MoEProblem) -> bool:
 
 def decode_ctas(problem: MoEProblem) -> int:
     """Number of CTAs of the decode kernel; all are resident."""
-    return 2 * problem.target.num_sms
+    return DECODE_CTAS_PER_SM * problem.target.num_sms
 
 
 def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.kernel import NO_PERSISTENT_GRID
 from ...core.launch import CACHED_LAUNCHES, DescriptorSpec, Launch
 from ...core.problem import (
     Activation,
@@ -18,6 +19,8 @@ from ...core.problem import (
     Op,
     SiLU,
     kernel_parameters,
+    leaves_sms,
+    resident_programs,
 )
 from ...device.hopper import matrix_descriptor, rows_descriptor
 from ...device.pdl import PDL_LAUNCH
@@ -78,6 +81,11 @@ class _Stage:
     def heuristic(self, problem: MoEProblem) -> HopperGemmConfig:
         """The config used if the tuned table has no row for `problem`."""
         return heuristics.stage_heuristic(problem)
+
+    def persistent(self, problem: MoEProblem, config: HopperGemmConfig) -> HopperGemmConfig | str:
+        """The config itself if its kernel claims tiles one after the other."""
+        claims = config.kernel in (HopperKernel.DECODE, HopperKernel.PREFILL)
+        return config if claims else NO_PERSISTENT_GRID
 
 
 class _GateUp(_Stage):
@@ -314,7 +322,7 @@ def _decode_launch(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -
         early_stages = heuristics.early_stages(config, problem, constants["tiles_per_block"])
     return Launch(
         _moe_gemm_decode_kernel,
-        (heuristics.decode_ctas(problem),),
+        (resident_programs(problem, heuristics.DECODE_CTAS_PER_SM),),
         tiles,
         num_tokens=problem.num_tokens,
         k_splits=config.k_splits,
@@ -347,7 +355,7 @@ def _prefill_launch(
     }
     return Launch(
         _moe_gemm_prefill_kernel,
-        (problem.target.num_sms,),
+        (resident_programs(problem),),
         tiles,
         BLOCK_M=config.block_m,
         BLOCKS=config.blocks_per_tile,
@@ -374,7 +382,8 @@ def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) 
         HAS_BIAS=gemm.has_bias,
         WEIGHTED=epilogue.weighted,
         num_warps=_NUM_WARPS,
-        **PDL_LAUNCH,
+        # A GEMM that starts early would wait on SMs that the previous one leaves to other work.
+        **({} if leaves_sms(problem) else PDL_LAUNCH),
     )
 
 

@@ -15,6 +15,7 @@ import torch
 import mxpert
 from mxpert import MXTensor
 from mxpert.configs import GemmConfig
+from mxpert.core.launch import record_launches
 from mxpert.core.problem import GroupedProblem, Op, Target
 from mxpert.core.stage_configs import Config
 from mxpert.core.target import detect_target
@@ -83,7 +84,7 @@ class GroupedCase:
     Args:
         exact: compare bits; otherwise normal values and a tolerance. tile: one of `TILES`; other
             backends choose theirs. last_offset: given in place of the last group's end.
-        poisoned: MX operands lie in larger storage that is NaN.
+        poisoned: MX operands lie in larger storage that is NaN. limited: run with `num_sms`.
     """
 
     op: Op
@@ -99,6 +100,7 @@ class GroupedCase:
     offsets_dtype: torch.dtype = torch.int32
     last_offset: int | None = None
     poisoned: bool = False
+    limited: bool = False
 
     @property
     def formats(self) -> tuple[str, str]:
@@ -131,6 +133,8 @@ class GroupedCase:
     def served_by(self, backend: str) -> bool:
         """`test_backends_serve_what_the_cases_say` compares this with the kernels."""
         mx = self.pair != "bf16"
+        if backend == "reference":
+            return not self.limited
         if backend == "cdna4":
             return mx and (self.is_wgrad or self.trans_b)
         if backend == "hopper":
@@ -173,16 +177,21 @@ class GroupedCase:
         return product if into is None else product + into
 
     def run(
-        self, left: Operand, right: Operand, offsets: torch.Tensor, into: torch.Tensor | None = None
+        self,
+        left: Operand,
+        right: Operand,
+        offsets: torch.Tensor,
+        into: torch.Tensor | None = None,
+        sms: int | None = None,
     ) -> torch.Tensor:
         """The op's result."""
         if not self.is_wgrad:
             return mxpert.grouped_gemm(
-                left, right, offsets, trans_b=self.trans_b, out_dtype=self.out_dtype
+                left, right, offsets, trans_b=self.trans_b, out_dtype=self.out_dtype, num_sms=sms
             )
         if into is None:
-            return mxpert.grouped_wgrad(left, right, offsets, out_dtype=self.out_dtype)
-        return mxpert.grouped_wgrad(left, right, offsets, accumulate_into=into)
+            return mxpert.grouped_wgrad(left, right, offsets, out_dtype=self.out_dtype, num_sms=sms)
+        return mxpert.grouped_wgrad(left, right, offsets, accumulate_into=into, num_sms=sms)
 
     def check(self, executor: Executor) -> None:
         """Run the case and compare."""
@@ -201,6 +210,38 @@ class GroupedCase:
         assert target is None or actual is target
         self.compare(actual.cpu(), expected)
 
+    def check_limited(self, executor: Executor) -> None:
+        """Results with one, half and all SMs have the same bits, and the grids keep to them."""
+        offsets = self.groups.offsets(device=executor.device)
+        first, second = (self._arrive(each.to(executor.device)) for each in self.operands())
+        with executor.serving(self.config(executor)):
+            expected = self.run(first, second, offsets)
+            for limit in sm_limits(detect_target(executor.device)):
+                with record_launches() as records:
+                    actual = self.run(first, second, offsets, sms=limit)
+                assert_exact(actual.cpu(), expected.cpu(), f"{limit} SMs")
+                grids = [each.launch.grid for each in records if "BLOCK_M" in each.launch.constants]
+                assert grids == [(self.programs(executor.backend, limit),)]
+
+    def programs(self, backend: str, num_sms: int) -> int:
+        """Programs of the GEMM that keeps to `num_sms`."""
+        if backend == "hopper":
+            return num_sms
+        rows, groups = self.problem(detect_target("cpu")).num_rows, len(self.groups.sizes)
+        tile = TILES[self.tile]
+        if backend == "cdna4":
+            tile = GemmConfig(256 if self.tile in ("large", "whole") else 128, 256, 128)
+        if self.is_wgrad:
+            row_tiles = groups * -(-self.n // tile.block_m)
+        elif backend == "cdna4":
+            row_tiles = rows // tile.block_m + groups + 2
+        else:
+            row_tiles = min(-(-rows // tile.block_m) + groups, rows)
+        tiles = row_tiles * -(-(self.k if self.is_wgrad else self.n) // tile.block_n)
+        if backend == "triton":
+            return min(num_sms, tiles)
+        return 1 if num_sms < 8 else 8 * min(num_sms // 8, -(-tiles // 8))  # rounds of 8 dies
+
     def _arrive(self, operand: Operand) -> Operand:
         if self.poisoned and isinstance(operand, MXTensor):
             return poison_tensor(operand)
@@ -217,6 +258,12 @@ class GroupedCase:
         numel = effective_numel(expected.flatten(0, -2))
         tolerance = stage_tolerance("bf16", self.out_dtype, depth, numel=numel)
         assert_close_relative(actual, expected, tolerance, str(self.op))
+
+
+def sm_limits(target: Target) -> tuple[int, int, int]:
+    """One, half of and all SMs of a target; a CPU, which interprets kernels, counts as six."""
+    most = 6 if target.kind == "cpu" else target.num_sms
+    return 1, most // 2, most
 
 
 def _normal(*size: int, seed: int) -> torch.Tensor:
@@ -342,6 +389,23 @@ POISONED: Cases = {
     },
 }
 """The last step of 128 is a part of one."""
+LIMITED: Cases = {
+    **{
+        f"{pair}-{'nt' if trans_b else 'nn'}": _gemm(
+            pair, GROUPS["ragged"], exact=False, trans_b=trans_b, limited=True
+        )
+        for pair, trans_b in product(("bf16", "e4m3"), (True, False))
+    },
+    **{
+        f"{pair}-wgrad": _wgrad(
+            pair, GROUPS["ragged"], n=288, exact=False, tile="long", limited=True
+        )
+        for pair in ("bf16", "hybrid")
+    },
+    "single-rows": _gemm("bf16", Groups((1, 1, 1)), n=32, k=32, exact=False, limited=True),
+    "high-wgrad": _wgrad("e4m3", GROUPS["ragged"], exact=False, limited=True),
+}
+"""Normal values, whose sums depend on their order."""
 ALL = (
     EXACT_GEMMS,
     ROUNDED_GEMMS,

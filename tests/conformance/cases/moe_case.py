@@ -227,7 +227,7 @@ class MoECase:
         view = wide[:, before : before + x.shape[1]]
         return view.copy_(x)
 
-    def run(self, inputs: MoEInputs) -> torch.Tensor:
+    def run(self, inputs: MoEInputs, num_sms: int | None = None) -> torch.Tensor:
         """The layer's result."""
         device, options = inputs.topk_ids.device, {}
         if self.expert_map is not None:
@@ -252,6 +252,7 @@ class MoECase:
             scale_rule=self.rule,
             apply_router_weight_on_input=self.on_input,
             out_dtype=self.out_dtype,
+            num_sms=num_sms,
             **options,
         )
         assert y is options.get("out", y)

@@ -16,6 +16,7 @@ import mxpert
 from mxpert.core.problem import DualProblem, Op, Target
 from mxpert.formats import FORMATS, MXTensor, ScaleRule, ScaleSpan, quantize_blocks
 from mxpert.formats.spec import get_format
+from mxpert.formats.stochastic import random_bits
 from mxpert.testing.numerics import assert_exact
 from support.executors import Executor
 from support.quantize_cases import (
@@ -68,6 +69,7 @@ class QuantizeCase(_Portable):
     rule: ScaleRule = ScaleRule.RCEIL
     view: View | None = None
     span: ScaleSpan = ScaleSpan.BLOCK
+    seed: int | None = None
 
     def check(self, executor: Executor) -> None:
         base, view = self.base(), self.view or (lambda x: x)
@@ -81,9 +83,15 @@ class QuantizeCase(_Portable):
                 axis=self.axis,
                 scale_rule=self.rule,
                 scale_span=self.span,
+                stochastic_seed=self.seed,
             )
-        options = get_format(self.fmt), self.axis, self.rule, self.span
-        assert_quantizes_exactly(actual, view(base), *options)
+        fmt, x = get_format(self.fmt), view(base)
+        if self.seed is None:
+            assert_quantizes_exactly(actual, x, fmt, self.axis, self.rule, self.span)
+        else:
+            random = random_bits(torch.tensor([self.seed]), tuple(x.shape))
+            expected = quantize_blocks(x, fmt, self.axis, self.rule, span=self.span, random=random)
+            assert_exact(actual.to("cpu"), expected, "stochastic")
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,7 @@ class DualCase:
     groups: Groups | None = None
     offsets_dtype: torch.dtype = torch.int32
     last_offset: int | None = None
+    seed: int | None = None
 
     def problem(self, target: Target) -> DualProblem:
         x, groups = self.x(), self.groups
@@ -128,10 +137,11 @@ class DualCase:
             self.rule,
             count,
             groups is not None,
+            stochastic=self.seed is not None,
         )
 
     def served_by(self, backend: str) -> bool:
-        return True
+        return self.seed is None or backend in ("reference", "triton")
 
     def check(self, executor: Executor) -> None:
         x, groups, offsets = self.x().to(executor.device), self.groups, None
@@ -141,29 +151,38 @@ class DualCase:
             if self.last_offset is not None:
                 offsets[-1] = self.last_offset
         with executor.serving():
-            actual = mxpert.quantize_dual(x, self.fmt, group_offsets=offsets, scale_rule=self.rule)
+            actual = mxpert.quantize_dual(
+                x, self.fmt, group_offsets=offsets, scale_rule=self.rule, stochastic_seed=self.seed
+            )
         for name, ours, theirs in zip(("row", "column"), actual, self.expected(), strict=True):
             assert_exact(ours.to("cpu"), theirs, name)
 
     def expected(self) -> tuple[MXTensor, MXTensor]:
         """The codec on rows, and on each group's columns, padded to whole blocks."""
         x, groups = self.x(), self.groups
+        random = None
+        if self.seed is not None:
+            random = random_bits(torch.tensor([self.seed]), tuple(x.shape))
         if groups is None:
-            columns = x.mT.contiguous()
-            return self._codec(x.contiguous()), self._codec(columns)
+            return self._codec(x, random), self._codec(x.mT, None if random is None else random.mT)
         x[groups.used :] = 0
-        parts = x[: groups.used].split(groups.sizes)
-        columns = torch.cat([pad(part.T, (0, -len(part) % 32)) for part in parts], 1)
-        column = self._codec(columns.contiguous())
+
+        def columns_of(rows: torch.Tensor) -> torch.Tensor:
+            parts = rows[: groups.used].split(groups.sizes)
+            return torch.cat([pad(part.T, (0, -len(part) % 32)) for part in parts], 1)
+
+        columns = columns_of(x)
+        column = self._codec(columns, None if random is None else columns_of(random))
         unused = mxpert.padded_capacity(groups.rows, len(groups.sizes)) - columns.shape[1]
         codes, scale = (
             pad(column.qdata, (0, unused)),
             pad(column.scale, (0, unused // 32), value=127),
         )
-        return self._codec(x), MXTensor(codes, scale, column.format)
+        return self._codec(x, random), MXTensor(codes, scale, column.format)
 
-    def _codec(self, x: torch.Tensor) -> MXTensor:
-        return quantize_blocks(x, self.fmt, -1, self.rule)
+    def _codec(self, x: torch.Tensor, random: torch.Tensor | None) -> MXTensor:
+        own = None if random is None else random.contiguous()
+        return quantize_blocks(x.contiguous(), self.fmt, -1, self.rule, random=own)
 
 
 def _normal(*size: int, dtype: torch.dtype = torch.float32) -> Callable[[], torch.Tensor]:
@@ -295,4 +314,38 @@ DUAL_GROUPS = {
     "beyond": DualCase(
         _normal(40, 32), groups=Groups((30, 10)), offsets_dtype=torch.int64, last_offset=10**6
     ),
+}
+SEED = (1 << 62) + 12345
+"""Both words of the generator's key are used."""
+STOCHASTIC = {
+    **{
+        f"{fmt}-{layout}": QuantizeCase(_blocks(shape, axis, dtype), fmt, axis, seed=SEED)
+        for fmt, ((layout, (shape, axis)), dtype) in product(
+            FORMATS, zip(LAYOUTS.items(), (*DTYPES, *DTYPES), strict=True)
+        )
+    },
+    **{
+        f"{fmt}-square-{layout}": QuantizeCase(
+            _squares(shape, torch.float32), fmt, axis, span=ScaleSpan.SQUARE, seed=7
+        )
+        for fmt, (layout, (shape, axis)) in product(FORMATS, SQUARES.items())
+    },
+    **{
+        f"mxfp4-{name}": QuantizeCase(
+            _blocks((96, 384), -1, torch.bfloat16), "mxfp4", view=VIEWS[name], seed=0
+        )
+        for name in ("columns", "every_other", "three_dims")
+    },
+}
+DUAL_STOCHASTIC = {
+    **{
+        f"{fmt}-{name}": DualCase(_normal(*shape), fmt, seed=SEED)
+        for fmt, (name, shape) in product(
+            ("mxfp8_e4m3", "mxfp8_e5m2"), {"matrix": (64, 160), "weights": (3, 64, 96)}.items()
+        )
+    },
+    **{
+        f"groups-{name}": DualCase(_normal(groups.rows, 96), groups=groups, seed=7)
+        for name, groups in GROUPS.items()
+    },
 }

@@ -8,8 +8,10 @@ import pytest
 
 from gfx950emu import Report
 from mxpert.configs import Cdna4GemmConfig
-from mxpert.core.problem import MoEConfig
+from mxpert.core.launch import record_launches
+from mxpert.core.problem import Combine, MoEConfig
 from mxpert.testing import gfx950
+from mxpert.testing.numerics import assert_exact
 from support.executors import Executor
 from tests.conformance.cases.moe import HIGH_TILES
 
@@ -79,6 +81,25 @@ def test_a_small_launch_has_a_workgroup_for_each_tile(monkeypatch: pytest.Monkey
     """And no more: with 256 CUs each of them has one tile at most."""
     reports = run_on_few_units("mxfp4-64", "lowest", 256, monkeypatch)
     assert all(report.grid[0] < 256 for report in reports)
+
+
+@pytest.mark.parametrize("name", ["mxfp8-64-deep", "mxfp4-64"])
+def test_fewer_compute_units_give_the_same_bits(name: str) -> None:
+    """One, three, half and all of 256 CUs; a workgroup for each at most."""
+    case = replace(HIGH_TILES[name], exact=False, combine=Combine.REDUCE)
+    given, grids, results = case.given(case.inputs(), CDNA4), [], []
+    for limit in (None, 1, 3, 128, 256):
+        with (
+            gfx950.emulate(),
+            CDNA4.serving(persistent(case.config(CDNA4))),
+            record_launches() as records,
+        ):
+            results.append(case.run(given, limit))
+        launches = [each.launch for each in records if each.launch.kernel.__name__ == KERNEL]
+        grids.append([each.grid[0] for each in launches])
+        assert_exact(results[-1], results[0], f"{limit} CUs")
+    assert grids[1:] == [[min(each, limit) for each in grids[0]] for limit in (1, 3, 128, 256)]
+    assert max(grids[0]) > 3
 
 
 def test_bf16_activations_have_no_persistent_grid() -> None:

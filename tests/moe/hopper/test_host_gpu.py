@@ -11,6 +11,7 @@ import torch
 
 import mxpert
 from mxpert.core.launch import record_launches
+from mxpert.core.target import detect_target
 from mxpert.formats import pack_codes, unpack_codes
 from mxpert.formats.tensor import Layout
 from mxpert.testing.numerics import END_TO_END_GATE, assert_close_relative, assert_exact
@@ -189,6 +190,23 @@ def test_torch_compile_equals_eager(a_format: str, device: torch.device) -> None
 
     compiled = torch.compile(step, fullgraph=True)
     assert_exact(compiled(inputs.x), step(inputs.x), "compiled")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 65, 2049])
+@formats
+def test_fewer_sms_give_the_same_bits(a_format: str, num_tokens: int, device: torch.device) -> None:
+    """One, half of and all SMs, in decode and prefill; the grids keep to them."""
+    inputs = first_tokens(layer("gpt_oss", a_format, device).prepared, num_tokens)
+    most = detect_target(device).num_sms
+    expected = run(inputs, a_format, num_sms=most)
+    for limit in (1, most // 2, most):
+        with record_launches() as records:
+            actual = run(inputs, a_format, num_sms=limit)
+        assert_exact(actual, expected, f"{limit} SMs")
+        gemms = [each.launch for each in records if "_gemm_" in each.launch.kernel.__name__]
+        assert len(gemms) == 2
+        if limit < most:
+            assert {each.grid for each in gemms} == {(limit,)}
 
 
 # --- preparation --------------------------------------------------------------------------------
