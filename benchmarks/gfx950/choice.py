@@ -26,7 +26,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from benchmarks.gfx950.cells import DEEPSEEK, GPT_OSS, LONGER, WEIGHTS, moe_report
+from benchmarks.gfx950.cells import DEEPSEEK, LONGER, WEIGHTS, moe_report
+from benchmarks.gfx950.published import GPT_OSS_PADDED
 from gfx950emu.timing import MI355X as CHIP
 from gfx950emu.timing import Execution, model_loop
 from gfx950emu.timing.execution import find_loop
@@ -44,7 +45,7 @@ LEFT_TO_THE_HEURISTIC = ("dsv3-ep8", "kimi-k2-tp4", "kimi-e385", "r1-e384")
 
 SHAPES = {
     **{name: each for name, each in MODEL_SHAPES.items() if name not in LEFT_TO_THE_HEURISTIC},
-    "gpt-oss padded": GPT_OSS,
+    "gpt-oss padded": GPT_OSS_PADDED,
     "deepseek-v3 EP8": DEEPSEEK,
 }
 """Models, and the sizes with which the reference systems run two of them."""

@@ -72,3 +72,15 @@ def test_each_turn_streams_lines_of_its_own() -> None:
     assert one.cycles > idle
     alone = model_tiles(streaming(32), workgroups=1, active_units=16)
     assert alone.cycles < one.cycles
+
+
+def test_what_a_compute_unit_leaves_of_hbm_it_gets_back() -> None:
+    """A long epilogue ahead of the next start: HBM's rate is the limit of both together."""
+    body = [*[LOAD] * 32, WAIT, *[MFMA] * 2000, "s_endpgm"]
+    program = Program("micro", tuple(map(read_instruction, body)), {}, (), {}, 0, {}, {})
+    wave = WaveTrace(0, 0, list(range(len(body))))
+    wave.half_lines = {step: np.arange(16 * step, 16 * step + 16) for step in range(32)}
+    execution = Execution(program, [wave], 64, 0, [range(HALVES)])
+    one, two = (model_tiles(execution, workgroups=1, turns=turns) for turns in (1, 2))
+    saved = 2 * one.cycles - two.cycles
+    assert saved == pytest.approx(32 * 1024 / MI355X.stream_bytes_per_cycle, rel=0.4)

@@ -49,18 +49,20 @@ def model_tiles(
     workgroups: int | None = None,
     turns: int = 1,
     chip: Chip = MI355X,
-    active_units: int | None = None,
+    active_units: float | None = None,
 ) -> TileReport:
     """Model an executed workgroup from start to end, `turns` times in each of the places.
 
-    The latency of HBM depends on its load, so all is replayed until both agree.
+    The latency of HBM depends on its load, so all is replayed until both agree. Compute units drift
+    apart: while one is in an epilogue, others take its share of HBM, and give it back.
 
     Args:
         execution: a workgroup. It needs no loop.
         workgroups: that run side by side; by default as many as registers and LDS admit.
         turns: workgroups that follow each other in one place, and load other lines.
         chip: figures of the hardware.
-        active_units: compute units that share HBM; by default all.
+        active_units: compute units that share HBM, those that take a part of its rate in part; by
+            default all.
     """
     waves, units = len(execution.waves), active_units or chip.compute_units
     if workgroups is None:
@@ -71,7 +73,7 @@ def model_tiles(
     rate = chip.stream_bytes_per_cycle * chip.compute_units / units
     low, high, guess = 0.0, 1.0, LIKELY_LOAD if execution.streamed else 0.0
     for _ in range(STEPS):
-        path = LoadPath(chip, chip.loaded_latency(guess), rate)
+        path = LoadPath(chip, chip.loaded_latency(guess), rate, lends=True)
         unit = ComputeUnit(chip, costs, chained.waves, workgroups, asked, path)
         now = unit.run(-1, -1)[1]  # both at the end of all
         used = path.streamed / now.time / rate
