@@ -39,6 +39,21 @@ class Capability:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Fault:
+    """A fault that tests plant in the kernels: its name, the tests, and what they look at."""
+
+    name: str
+    tests: Sequence[str]
+    sees: str
+
+
+def faults() -> list[Fault]:
+    """All of them, in the order of the page."""
+    data = tomllib.loads(DATA.read_text(encoding="utf-8"))
+    return [Fault(**each) for each in data["fault"]]
+
+
 def sections() -> dict[str, list[Capability]]:
     """Title → capabilities, in the order of the page."""
     data = tomllib.loads(DATA.read_text(encoding="utf-8"))
@@ -74,6 +89,13 @@ def table(rows: Sequence[Capability]) -> str:
     return "\n".join(lines)
 
 
+def fault_table() -> str:
+    """The table of planted faults."""
+    lines = ["| planted fault | what sees it | test |", "|---|---|---|"]
+    lines += [f"| {each.name} | {each.sees} | {_links(each.tests)} |" for each in faults()]
+    return "\n".join(lines)
+
+
 def counts(rows: Sequence[Capability]) -> str:
     """How many there are of each state."""
     found = [row.state for row in rows]
@@ -89,6 +111,7 @@ def with_tables(text: str) -> str:
     groups = sections()
     parts = [counts([row for rows in groups.values() for row in rows])]
     parts += [f"## {title}\n\n{table(rows)}" for title, rows in groups.items()]
+    parts.append(f"## Faults that the tests are shown to see\n\n{fault_table()}")
     body = "\n\n".join(parts)
     return f"{before}{BEGIN}\n\n{body}\n\n{END}{rest.partition(END)[2]}"
 

@@ -65,6 +65,11 @@ def test_what_a_row_names_exists(row: object) -> None:
     assert missing(row.tests) == []  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("fault", TABLE.faults(), ids=lambda fault: fault.name[:60])
+def test_what_sees_a_fault_exists(fault: object) -> None:
+    assert missing(fault.tests) == []  # type: ignore[attr-defined]
+
+
 def test_tests_are_tests_of_the_suites() -> None:
     for row in ROWS:
         for path, names in TABLE.entries(row.tests):
