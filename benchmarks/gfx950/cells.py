@@ -20,6 +20,7 @@ from benchmarks.gfx950.published import GPT_OSS_PADDED, KIMI_K25, PEAK_TFLOPS
 from benchmarks.harness.document import Row
 from gfx950emu import Report
 from gfx950emu.timing import Execution, LoopError, LoopReport, model_loop
+from gfx950emu.timing.execution import find_loop
 from mxpert.core.problem import (
     GemmConfig,
     GroupedProblem,
@@ -209,7 +210,23 @@ def _moe_loop(
 ) -> LoopReport:
     """Execute one expert and one row block of a layer, and model one stage's loop."""
     report = moe_report(backend, config, stage, activation_format, layout, depth)
-    return model_loop(Execution.of(report, WEIGHTS if regime == "decode" else ()))
+    if regime != "decode":
+        return model_loop(Execution.of(report))
+    execution = Execution.of(report, WEIGHTS)
+    return model_loop(without_last_turn(execution) if backend == "cdna4" else execution)
+
+
+def without_last_turn(execution: Execution) -> Execution:
+    """An executed loop without its last turn, whose prefetches may lie behind the end of k.
+
+    The model repeats the last turn that it is given, and would repeat one that loads less.
+    """
+    ends = [jumps[-1] for jumps in find_loop(execution).steps]
+    waves = [
+        replace(wave, instructions=wave.instructions[:end])
+        for wave, end in zip(execution.waves, ends, strict=True)
+    ]
+    return replace(execution, waves=waves)
 
 
 def moe_report(
