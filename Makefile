@@ -15,7 +15,8 @@ REPORT := reports/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 AOT_TESTS := $(shell find tests -name "test_*_aot.py" -o -name "test_*.py" -path "*cdna4*" | sort) \
-	tests/moe/hopper/test_config.py tests/testing/test_ahead_of_time.py tests/rigs/test_sass.py
+	tests/moe/hopper/test_config.py tests/testing/test_ahead_of_time.py tests/rigs/test_sass.py \
+	tests/gfx950/test_ratchet.py
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):[^#]*## */make \1\t/' | expand -t 20

@@ -26,10 +26,10 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from benchmarks.gfx950.cells import DEEPSEEK, GPT_OSS, LONGER, WEIGHTS, moe_report
+from benchmarks.gfx950.cells import DEEPSEEK, LONGER, WEIGHTS, moe_report, without_last_turn
+from benchmarks.gfx950.published import GPT_OSS_PADDED
 from gfx950emu.timing import MI355X as CHIP
 from gfx950emu.timing import Execution, model_loop
-from gfx950emu.timing.execution import find_loop
 from mxpert.configs import Cdna4GemmConfig, WeightCache
 from mxpert.core.problem import MoEConfig, MoEOptions, MoEProblem, Op, SiLU
 from mxpert.core.stage_configs import other_weight_caches
@@ -44,7 +44,7 @@ LEFT_TO_THE_HEURISTIC = ("dsv3-ep8", "kimi-k2-tp4", "kimi-e385", "r1-e384")
 
 SHAPES = {
     **{name: each for name, each in MODEL_SHAPES.items() if name not in LEFT_TO_THE_HEURISTIC},
-    "gpt-oss padded": GPT_OSS,
+    "gpt-oss padded": GPT_OSS_PADDED,
     "deepseek-v3 EP8": DEEPSEEK,
 }
 """Models, and the sizes with which the reference systems run two of them."""
@@ -96,19 +96,10 @@ def problem(shape: MoEShape, tokens: int, activation_format: str) -> MoEProblem:
 
 @functools.cache
 def _execution(config: Cdna4GemmConfig, activation_format: str) -> Execution:
-    """The executed loop without its last turn, whose prefetches may lie behind the end of k.
-
-    The model repeats the last turn that it is given, and would repeat one that loads less.
-    """
+    """The executed loop without its last turn."""
     layer = MoEConfig(config.block_m, config, config)
     report = moe_report("cdna4", layer, "down", activation_format, Layout.CDNA4_FRAGMENT, DEPTH)
-    execution = Execution.of(report, WEIGHTS)
-    ends = [jumps[-1] for jumps in find_loop(execution).steps]
-    waves = [
-        replace(wave, instructions=wave.instructions[:end])
-        for wave, end in zip(execution.waves, ends, strict=True)
-    ]
-    return replace(execution, waves=waves)
+    return without_last_turn(Execution.of(report, WEIGHTS))
 
 
 def executed_rate(key: LoopKey) -> Rate:

@@ -1,12 +1,15 @@
 """Measurements of others on an MI355X, and where they are published.
 
-`LADDER`, `TILES` and `SKINNY` calibrate the model: they are AMD's, in ROCm/gfx950-gluon-tutorials.
-`REFERENCE` stands beside our modelled kernels: pull requests of the reference systems.
+`LADDER`, `TILES` and `SKINNY` calibrate the model, and `SUSTAINED` bounds it: they are AMD's, in
+ROCm/gfx950-gluon-tutorials and its article. `STAGES` and `GROUPED` stand beside our modelled
+kernels: pull requests of the reference systems, each figure with the shape that it was measured on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from mxpert.testing.problems import MoEShape
 
 TUTORIALS = "ROCm/gfx950-gluon-tutorials"
 
@@ -83,25 +86,123 @@ SKINNY = {
 PEAK_TFLOPS = {"bf16": 2517.0, "fp8": 5033.0, "fp4": 10066.0}
 """256 compute units × 4 matrix cores × 2.4 GHz × (16 × 16 × 128 × 2 / 64, 32 or 16)."""
 
-FLYDSL = "FlyDSL, MoE GEMM pull requests"
-PRIMUS = "Primus-Turbo, MXFP8 grouped GEMM pull request"
-REFERENCE = {
-    ("decode", "mxfp4", "down"): ("5.80 TB/s (95.6 µs)", FLYDSL),
-    ("decode", "mxfp8", "down"): ("5.5 TB/s (100.7 µs)", FLYDSL),
-    ("decode", "bf16", "down"): ("6.0 TB/s (aiter, 92.3 µs)", FLYDSL),
-    ("decode", "mxfp4", "gate_up"): ("75–76 % of 8 TB/s (181 µs)", FLYDSL),
-    ("decode", "mxfp8", "gate_up"): ("75–76 % of 8 TB/s (182.8 µs)", FLYDSL),
-    ("prefill", "mxfp4"): ("MFMA 93.8 % (dense GEMM of AMD)", TUTORIALS),
-    ("prefill", "bf16"): ("MFMA 99.84 % (dense fp16 GEMM of AMD)", TUTORIALS),
-    ("prefill", "mxfp8"): ("MFMA 96.2–99.8 % (dense bf8 GEMM of AMD)", TUTORIALS),
-    ("grouped", "forward", 4096, 7168): ("1327–2360 TFLOP/s", PRIMUS),
-    ("grouped", "dgrad", 4096, 7168): ("1224–2165 TFLOP/s", PRIMUS),
-    ("grouped", "wgrad", 4096, 7168): ("1708–2211 TFLOP/s", PRIMUS),
-    ("grouped", "forward", 7168, 2048): ("918–1695 TFLOP/s", PRIMUS),
-    ("grouped", "dgrad", 7168, 2048): ("1315–2279 TFLOP/s", PRIMUS),
-    ("grouped", "wgrad", 7168, 2048): ("1717–2139 TFLOP/s", PRIMUS),
-    ("grouped", "forward", 5760, 2880): ("1038–1822 TFLOP/s", PRIMUS),
-    ("grouped", "dgrad", 5760, 2880): ("1064–2144 TFLOP/s", PRIMUS),
-    ("grouped", "wgrad", 5760, 2880): ("1423–1835 TFLOP/s", PRIMUS),
+SUSTAINED = {"bf16": (1489.0, 98.75), "fp8": (3257.0, 99.72), "fp4": (5255.0, 92.41)}
+"""Operands of MFMA → TFLOP/s and MFMA efficiency of AMD's best dense GEMM of 4096 × 4096
+(rocm.blogs.amd.com, "gluon-gemm-tutorial").
+
+The matrix cores are busy for 92 to 99.7 % of the cycles, and still deliver 0.52 to 0.65 of
+`PEAK_TFLOPS`: under this load the chip is at its power limit, 1.4 kW, and lowers its clock."""
+
+BOARD_WATTS = 1400
+"""Power limit of an MI355X (AMD's data sheet)."""
+
+
+@dataclass(frozen=True)
+class PublishedStage:
+    """One stage of an MoE layer with MXFP4 weights, on an MI355X.
+
+    Args:
+        source: the pull request. model: its name for the shape.
+        stage: "gate_up" or "down". activation_format: of the layer.
+        us: microseconds; None where our copy of the source has no time for the shape.
+        ratio: what it says instead, or beside the time.
+        sums: whether the kernel adds up the rows of each token (atomic stores), too, or may.
+        whose: whose kernel was timed.
+    """
+
+    source: str
+    model: str
+    shape: MoEShape
+    tokens: int
+    activation_format: str
+    stage: str
+    us: float | None
+    ratio: str = ""
+    sums: bool = False
+    whose: str = "FlyDSL"
+
+
+GPT_OSS = MoEShape(2880, 2880, 128, 4)
+"""Stored as 3072 × 3072 by FlyDSL, which skips the padding.
+
+Its text confirms the sizes. 126 experts, as many as 512 random ids name of 128, have 554 MB of
+down_proj: 95.6 µs are 5.80 TB/s, as it says. With 3072 × 3072, 181 µs for gate_up would be 7.0
+TB/s, not "75–76 % of gfx950 peak HBM"."""
+GPT_OSS_PADDED = MoEShape(3072, 3072, 128, 4)
+DEEPSEEK_V3_TP4 = MoEShape(7168, 512, 257, 9)
+"""With the shared expert: E257 in the text. It names only "t8192/7168,512" beside the times."""
+EP_K6 = MoEShape(5120, 1536, 64, 6)
+"""The text names only "t16384/5120,1536"; 64 experts and top 6 are those of FlyDSL's tests."""
+KIMI_K25 = MoEShape(7168, 512, 385, 9)
+DEEPSEEK_R1 = MoEShape(7168, 1024, 384, 8)
+
+_OSS = ("#753", "gpt-oss-120b", GPT_OSS)
+_DSV3 = ("#753", "deepseek-v3 TP4", DEEPSEEK_V3_TP4, 8192)
+_EP = ("#753", "EP-K6", EP_K6, 16384)
+_SLOWER, _CK = "slower than CK Tile", "4–30 % faster than CK Tile"
+STAGES = (
+    PublishedStage(*_OSS, 128, "mxfp4", "gate_up", 181.0),
+    PublishedStage(*_OSS, 128, "mxfp8", "gate_up", 182.8),
+    PublishedStage(*_OSS, 128, "bf16", "gate_up", 181.4, whose="aiter (CK Tile)"),
+    PublishedStage(*_OSS, 128, "mxfp4", "down", 95.6),
+    PublishedStage(*_OSS, 128, "mxfp8", "down", 100.7),
+    PublishedStage(*_OSS, 128, "bf16", "down", 92.3, sums=True, whose="aiter (CK Tile)"),
+    PublishedStage(*_OSS, 1024, "mxfp4", "gate_up", 192.0),
+    PublishedStage(*_OSS, 2048, "mxfp4", "gate_up", 236.0),
+    PublishedStage(*_OSS, 4096, "mxfp4", "gate_up", 309.0),
+    PublishedStage(*_DSV3, "mxfp4", "gate_up", 736.0),
+    PublishedStage(*_DSV3, "mxfp8", "gate_up", 870.0),
+    PublishedStage(*_DSV3, "mxfp4", "down", 901.0, sums=True),
+    PublishedStage(*_DSV3, "mxfp8", "down", 905.0, sums=True),
+    PublishedStage(*_EP, "mxfp4", "gate_up", 2527.0),
+    PublishedStage(*_EP, "mxfp8", "gate_up", 2643.0),
+    PublishedStage(*_EP, "mxfp4", "down", 994.0, sums=True),
+    PublishedStage(*_EP, "mxfp8", "down", 1070.0, sums=True),
+    *(
+        PublishedStage("#431", "gpt-oss padded", GPT_OSS_PADDED, t, "bf16", "down", None, text)
+        for t, text in ((1, _SLOWER), (4, _SLOWER), (8, _CK))
+    ),
+    *(
+        PublishedStage("#431", "deepseek-r1", DEEPSEEK_R1, t, "bf16", "down", None, text)
+        for t, text in ((1, _SLOWER), (8, "1–21 % faster than CK Tile"))
+    ),
+    *(
+        PublishedStage(
+            "#660", "kimi-k2.5", KIMI_K25, t, "mxfp4", "down", None, f"{text} of HIP", sums=True
+        )
+        for t, text in (
+            (4, "0.92×"),
+            (16, "0.92×"),
+            (32, "0.95×"),
+            (64, "0.87–1.00×"),
+            (256, "0.87–1.00×"),
+            (16384, "0.87–1.00×"),
+        )
+    ),
+)
+"""Each shape of FlyDSL's pull requests 753, 431 and 660 whose sizes their text gives. Where several
+times are given for one shape, the last that its authors keep as a result. Times of T = 1024 to 4096
+name no format; those of T = 128 beside them are a4w4. The tables of 431 and 660 were not at hand,
+only their ratios."""
+
+GROUPED = {
+    (16, 2048, 4096, 7168): ((2178.9, 2080.4, 1731.7), (1602.9, 1563.8, 1744.8)),
+    (16, 4096, 4096, 7168): ((2342.9, 2165.2, 2211.0), (1735.1, 1695.7, 2145.8)),
+    (32, 2048, 4096, 7168): ((1327.1, 1224.0, 1708.1), (1328.6, 1282.6, 1670.2)),
+    (32, 4096, 4096, 7168): ((2359.5, 2147.5, 2052.6), (1585.9, 1442.0, 2026.7)),
+    (16, 2048, 7168, 2048): ((1620.2, 2162.9, 1752.1), (1267.1, 1461.9, 1756.6)),
+    (16, 4096, 7168, 2048): ((1695.0, 2275.7, 2139.4), (1473.0, 1766.4, 2063.4)),
+    (32, 2048, 7168, 2048): ((917.9, 1314.5, 1716.6), (1008.0, 1356.0, 1674.3)),
+    (32, 4096, 7168, 2048): ((1636.0, 2279.1, 2025.1), (1232.4, 1522.5, 1992.2)),
+    (4, 2048, 5760, 2880): ((1494.2, 1064.2, 1423.0), (1213.4, 1288.7, 1417.8)),
+    (4, 4096, 5760, 2880): ((1699.8, 1718.0, 1797.0), (1504.1, 1652.2, 1748.4)),
+    (32, 2048, 5760, 2880): ((1037.5, 1258.5, 1547.6), (1123.9, 1335.5, 1508.3)),
+    (32, 4096, 5760, 2880): ((1822.4, 2144.3, 1835.3), (1350.7, 1521.0, 1779.7)),
+    (4, 2048, 2880, 2880): ((855.2, 856.8, 1291.8), (1035.8, 1034.2, 1233.2)),
+    (4, 4096, 2880, 2880): ((1451.9, 1438.0, 1634.3), (1378.9, 1378.2, 1540.8)),
+    (32, 2048, 2880, 2880): ((988.1, 991.3, 1525.2), (1072.2, 1072.6, 1461.0)),
+    (32, 4096, 2880, 2880): ((1751.7, 1770.5, 1853.2), (1390.0, 1387.7, 1746.3)),
 }
-"""Whole kernels, measured by their authors."""
+"""(groups, rows, N, K) → TFLOP/s of forward, dgrad and wgrad, E4M3: balanced, and unbalanced over
+random groups. The kernels alone, with the reordering of scales inside (Primus-Turbo, pull request
+330; N and K are columns of forward's output and input)."""

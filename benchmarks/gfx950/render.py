@@ -29,9 +29,7 @@ SCHEMA = Schema(
         ),
         "rows": Section(
             {
-                **dict.fromkeys(
-                    ("regime", "cell", "backend", "kernel", "config", "limit", "published"), TEXT
-                ),
+                **dict.fromkeys(("regime", "cell", "backend", "kernel", "config", "limit"), TEXT),
                 **dict.fromkeys(("cycles", "mfma_percent", "tbs", "others_per_mfma"), NUMBER),
                 **dict.fromkeys(("depth", "tflops"), OPTIONAL),
                 **dict.fromkeys(
@@ -78,8 +76,8 @@ def markdown(document: Row) -> str:
     error = worst_residuals(meta["residuals"])
     parts = [
         "# gfx950: modelled, not measured",
-        f"{error} Steady state of the hot loops, without start, epilogue and launch; published "
-        f"figures beside them are whole kernels. {meta['date'][:10]}, commit "
+        f"{error} Steady state of the hot loops, without start, epilogue and launch; "
+        f"[whole stages](stages.md) stand beside published times. {meta['date'][:10]}, commit "
         f"`{str(meta['commit'])[:12]}`.",
         "## Goals\n\n" + goal_table(rows),
     ]
@@ -112,7 +110,6 @@ def kernel_table(rows: Sequence[Row]) -> str:
             "registers": "{registers}",
             "workgroups": "{workgroups}",
             "Triton": "{triton}",
-            "published by others": "{published}",
         },
     )
 

@@ -31,6 +31,8 @@ from mxpert.cli.report import environment, write_json
 from mxpert.errors import UnsupportedError
 
 OUTPUT = RESULTS / "gfx950-model/model.json"
+NEWEST = OUTPUT.with_name("newest.json")
+"""The same with the newest Triton, of which the tests watch the rates, too."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,6 +18,8 @@ REPORTS = {
     "nvidia-h200/serving.json": "serving.render",
     "nvidia-h200-x2/expert_parallel.json": "ranks.render",
     "gfx950-model/model.json": "gfx950.render",
+    "gfx950-model/newest.json": "gfx950.render",
+    "gfx950-model/stages.json": "gfx950.stage_tables",
 }
 """JSON → the script that renders it."""
 RENDERED = REPORTS | {

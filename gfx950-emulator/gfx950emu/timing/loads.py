@@ -65,14 +65,18 @@ class LoadPath:
     Args:
         chip: figures of the hardware.
         stream_latency: cycles of a load from HBM. stream_rate: bytes a cycle from there.
+        lends: whether other compute units take what this one leaves of its rate, and give it back.
 
     Attributes:
         tcp_busy, l2_busy, stream_busy: cycles so far. loaded, streamed: bytes from L2 and HBM.
     """
 
-    def __init__(self, chip: Chip, stream_latency: float, stream_rate: float) -> None:
+    def __init__(
+        self, chip: Chip, stream_latency: float, stream_rate: float, lends: bool = False
+    ) -> None:
         self.chip = chip
         self._stream_latency, self._stream_rate = stream_latency, stream_rate
+        self._lends = lends
         self._queue = deque[float](maxlen=chip.load_queue)
         self._tcp = self._l2 = self._stream = 0.0
         self._in_flight: deque[tuple[float, int]] = deque()
@@ -144,10 +148,10 @@ class LoadPath:
         if new:
             share = len(new) * self.chip.line_bytes
             cycles = share / self._stream_rate
-            self._stream = max(self._stream, begin) + cycles
+            self._stream = (self._stream if self._lends else max(self._stream, begin)) + cycles
             self.stream_busy += cycles
             self.streamed += share
-            arrival = max(arrival, self._stream + self._stream_latency)
+            arrival = max(arrival, max(self._stream, begin) + self._stream_latency)
         if self._in_flight:
             arrival = max(arrival, self._in_flight[-1][0])
         self._in_flight.append((arrival, size))

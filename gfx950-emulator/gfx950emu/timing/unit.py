@@ -317,6 +317,12 @@ class ComputeUnit:
             while count is not None and len(queue) > count:
                 queue.popleft()
 
+    def _issue_end(self, wave: Wave, cost: Cost, start: float) -> None:
+        """The next workgroup in this place waits for nothing that this one has asked for."""
+        wave.priority, wave.scalar_done = 0, 0.0
+        for each in (wave.ready, wave.added, wave.loads, wave.reads):
+            each.clear()
+
     def _barrier(self, wave: Wave, start: float) -> Sequence[Wave]:
         """Stop at a barrier; the last wave of the workgroup frees all of them."""
         wave.step += 1
@@ -348,4 +354,5 @@ class ComputeUnit:
         Unit.NOP: _issue_nop,
         Unit.PRIORITY: _issue_priority,
         Unit.WAIT: _issue_wait,
+        Unit.END: _issue_end,
     }

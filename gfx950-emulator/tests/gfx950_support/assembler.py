@@ -23,10 +23,13 @@ def assemble(listing: str) -> bytes:
         ValueError: LLVM refuses the text; it says why on standard error.
     """
     from triton._C.libtriton import amd, llvm
+    from triton.backends.amd import compiler
 
     llvm.init_targets()
     plain = _POSITIONS.sub("", listing)
-    code_object: bytes = amd.assemble_amdgcn(plain, "gfx950", "")
+    # Triton 3.9 has the assembler in a library of its own, which its compiler calls.
+    assembler = getattr(compiler, "assemble_amdgcn", amd.assemble_amdgcn)
+    code_object: bytes = assembler(plain, "gfx950", "")
     if not code_object:
         raise ValueError(f"no text for gfx950: {plain[-80:]!r}")
     return code_object
