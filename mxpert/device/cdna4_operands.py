@@ -245,8 +245,11 @@ WORD = 4
 MAX_ROWS = 1 << 28
 """Rows of an operand: offsets of eight planes fit into int32."""
 
-_MAX_PITCH = 1 << 23
+MAX_PITCH = 1 << 23
 """Distance of rows of codes in bytes: offsets of 256 rows fit into int32."""
+
+_COPY_BYTES = 16
+"""Bytes of codes that a lane copies."""
 
 _BLOCK_ROWS, _BLOCK_PLANES = 128, 32
 
@@ -295,13 +298,33 @@ class Operand:
             scale = to_planes(scale)
         return cls(codes, scale, codes.stride(-2), scale.stride(-1) // WORD)
 
+    @classmethod
+    def across(cls, value: MXTensor) -> Operand:
+        """The same of an operand [G, K, N] that was quantised along K: planes follow each other.
 
-def _are_rows(codes: torch.Tensor) -> bool:
-    """Whether the kernel can read codes [..., rows, K] in place."""
+        Rows that end within 16 bytes of codes or a word of scales are copied.
+        """
+        codes, scale = value.qdata, value.scale
+        if codes.shape[-1] % _COPY_BYTES or not _are_rows(codes):
+            codes = _with_lines(codes)
+        if scale.shape[-1] % WORD or not _are_rows(scale, WORD):
+            scale = _with_lines(scale)
+        return cls(codes, scale, codes.stride(-2), scale.stride(-2) // WORD)
+
+
+def _with_lines(matrices: torch.Tensor) -> torch.Tensor:
+    """A copy of [G, rows, bytes] whose rows are whole lines."""
+    *leading, width = matrices.shape
+    lines = matrices.new_empty((*leading, -(-width // LINE) * LINE))
+    return lines[..., :width].copy_(matrices)
+
+
+def _are_rows(codes: torch.Tensor, unit: int = MX_BLOCK_SIZE) -> bool:
+    """Whether the kernel can read codes [..., rows, K] in place. unit: bytes between rows."""
     *leading, row, element = codes.stride()
     collapses = not leading or leading[0] == codes.shape[-2] * row
-    fits = codes.shape[-1] <= row < _MAX_PITCH and row % MX_BLOCK_SIZE == 0
-    return element == 1 and fits and collapses and codes.data_ptr() % 16 == 0
+    fits = codes.shape[-1] <= row < MAX_PITCH and row % unit == 0
+    return element == 1 and fits and collapses and codes.data_ptr() % min(unit, _COPY_BYTES) == 0
 
 
 def _are_planes(scale: torch.Tensor) -> bool:

@@ -29,6 +29,10 @@ reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Synchronise the threads of this warp partition."""
 
+FOLDS_TRANSPOSING_READS = gl.constexpr(hasattr(gl, "barrier"))
+"""Whether transposing reads of a tile in LDS share addresses (AMD): release 3.6 keeps a register
+for the address of each read; later ones copy bytes where a tile is joined from parts instead."""
+
 
 def buffer_load(
     ptr: gl.tensor,
