@@ -65,7 +65,7 @@ def batched_mfma_scaled(
     """
     formats = [_unwrap_if_constexpr(each) for each in (a_format, b_format)]
     kinds = [_semantic._str_to_fp_type(each) for each in formats]
-    b = _semantic._bitcast_to_fp_type(b, formats[1])
+    a, b = (_semantic._bitcast_to_fp_type(*each) for each in zip((a, b), formats, strict=True))
     handle = _semantic.builder.create_dot_scaled(
         a.handle,
         a_scale.handle,

@@ -174,7 +174,7 @@ def test_the_tuner_tries_every_tile(a_format: str) -> None:
         for config in layer_configs(a_problem(a_format, 4096))
         if config.gate_up.kernel is Cdna4Kernel.PREFILL  # type: ignore[union-attr]
     }
-    assert tried == set(prefill_blocks(a_format))
+    assert tried == set(prefill_blocks(a_problem(a_format, 4096)))
 
 
 def test_explain_names_the_kernel_of_many_bf16_rows() -> None:
