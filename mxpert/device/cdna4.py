@@ -112,7 +112,7 @@ def decode_e4m3(words, scale):
     Returns:
         Bfloat16 [slices, halves of fragments, 64, 16], in the order of the codes.
     """
-    parts = gl.inline_asm_elementwise(
+    first, second, third, fourth = gl.inline_asm_elementwise(
         _decode_bytes(),
         _BYTE_CONSTRAINTS,
         [words, scale],
@@ -123,7 +123,7 @@ def decode_e4m3(words, scale):
     # Part 2 w + q at place 2 m + o holds code o of half q of word 2 m + w.
     SLICES: gl.constexpr = words.shape[0]
     FRAGMENTS: gl.constexpr = words.shape[1]
-    low, high = gl.join(parts[0], parts[2]), gl.join(parts[1], parts[3])
+    low, high = gl.join(first, third), gl.join(second, fourth)
     joined = gl.join(low, high).reshape(SLICES, FRAGMENTS, 64, 2, 2, 2, 2)  # m, o, w, q
     return joined.permute(0, 1, 2, 3, 5, 6, 4).reshape(SLICES, FRAGMENTS, 64, 16)
 

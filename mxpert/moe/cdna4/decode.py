@@ -492,18 +492,8 @@ def _moe_gemm_decode_cdna4_kernel(
         routing_block_m,
     )
     SCALED: gl.constexpr = x_scale_ptr is not None
-    shape = Shape(
-        FORMAT=X_FORMAT,
-        ROWS=ROWS,
-        SLICES=SLICES,
-        WAVES=WAVES,
-        DEPTH=DEPTH,
-        ITERATIONS=ITERATIONS,
-        STREAM=STREAM,
-        SCALED=SCALED,
-        ALIGNED=ALIGNED,
-        W_FORMAT=W_FORMAT,
-    )
+    tile_shape = (X_FORMAT, ROWS, SLICES, WAVES, DEPTH, ITERATIONS, STREAM)
+    shape = Shape(*tile_shape, SCALED=SCALED, ALIGNED=ALIGNED, W_FORMAT=W_FORMAT)
     first_row, first_weight_row, split, exists = _locate(plan, row_units, k_splits, WAVES, ROWS)
     first_depth = split * units_per_split
     blocks = num_k_blocks - first_depth * 4

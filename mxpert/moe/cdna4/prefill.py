@@ -351,14 +351,8 @@ def _moe_gemm_prefill_cdna4_kernel(
     x: bytes, rows 16 · x_row_chunks apart: of tokens, in stage 2 (ACTIVATION "") sorted. x_scale:
     by `arrange_scales`; None with bf16. w, w_scale: CDNA4_FRAGMENT, STREAM: read once.
     """
-    plan = Plan(
-        sorted_token_ids_ptr,
-        block_expert_ids_ptr,
-        num_valid_ptr,
-        num_tokens,
-        num_experts,
-        routing_block_m,
-    )
+    sorting = sorted_token_ids_ptr, block_expert_ids_ptr, num_valid_ptr
+    plan = Plan(*sorting, num_tokens, num_experts, routing_block_m)
     operands = Operands(
         x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, x_row_chunks, num_k_blocks, row_units, depth_units
     )
