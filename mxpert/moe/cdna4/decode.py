@@ -483,17 +483,15 @@ def _moe_gemm_decode_cdna4_kernel(
 
     ALIGNED: x_scale_stride counts words; else bytes of a dense matrix of scales, given as words.
     """
-    plan = Plan(
-        sorted_token_ids_ptr,
-        block_expert_ids_ptr,
-        num_valid_ptr,
-        num_tokens,
-        num_experts,
-        routing_block_m,
-    )
+    sorting = sorted_token_ids_ptr, block_expert_ids_ptr, num_valid_ptr
+    plan = Plan(*sorting, num_tokens, num_experts, routing_block_m)
     SCALED: gl.constexpr = x_scale_ptr is not None
-    tile_shape = (X_FORMAT, ROWS, SLICES, WAVES, DEPTH, ITERATIONS, STREAM)
-    shape = Shape(*tile_shape, SCALED=SCALED, ALIGNED=ALIGNED, W_FORMAT=W_FORMAT)
+    shape = Shape(
+        *(X_FORMAT, ROWS, SLICES, WAVES, DEPTH, ITERATIONS, STREAM),
+        SCALED=SCALED,
+        ALIGNED=ALIGNED,
+        W_FORMAT=W_FORMAT,
+    )
     first_row, first_weight_row, split, exists = _locate(plan, row_units, k_splits, WAVES, ROWS)
     first_depth = split * units_per_split
     blocks = num_k_blocks - first_depth * 4
