@@ -34,7 +34,6 @@ from mxpert.moe.hopper.layout import HOPPER_FRAGMENT
 from mxpert.moe.weights import gate_up_rows
 from support.devices import DEVICES
 from support.poison import poison_weights
-from support.weight_formats import in_format
 
 MXFP4, MXFP8 = FORMATS["mxfp4"], FORMATS["mxfp8_e4m3"]
 E, H, F = 3, 96, 160
@@ -353,23 +352,6 @@ def test_gfx950_chooses_its_layout(order: GateUpOrder) -> None:
     assert prepared.layout is prepared.down_proj.layout is Layout.CDNA4_FRAGMENT
     assert prepared.gate_up_order is GateUpOrder.INTERLEAVED_16
     assert_identical(prepared.unprepare(), weights)
-
-
-def test_gfx950_chooses_its_layout_for_mxfp8(tmp_path: Path) -> None:
-    """Prepared MXFP8 weights come back from a file, and are the published ones again."""
-    weights = in_format(make_weights(bias=True), "mxfp8_e4m3", exact=False)
-    with on_device(DEVICES["gfx950"]):
-        prepared = weights.prepare(device="cpu")
-    assert prepared.layout is prepared.down_proj.layout is Layout.CDNA4_FRAGMENT
-    prepared.save(tmp_path / "layer.safetensors")
-    loaded = MoEWeights.load(tmp_path / "layer.safetensors")
-    assert_identical(loaded, prepared)
-    assert_identical(loaded.unprepare(), weights)
-    others = in_format(make_weights(), "nvfp4", exact=False)
-    with on_device(DEVICES["gfx950"]):
-        assert others.prepare(device="cpu").layout is Layout.ROW_MAJOR
-    with pytest.raises(ValueError, match="prepare: layout — need ROW_MAJOR for nvfp4"):
-        others.prepare(device="cpu", layout=Layout.CDNA4_FRAGMENT)
 
 
 @pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
