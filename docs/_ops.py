@@ -152,7 +152,7 @@ def rows_between(target: Target, _: Layout) -> list[Problem]:
 _MX = "mxfp4, mxfp8 e4m3, mxfp8 e5m2"
 _MXFP8, _NAMES = "mxfp8 e4m3, mxfp8 e5m2", ("mxfp8_e4m3", "mxfp8_e5m2")
 _LAYER = "`moe_gate_up`, `moe_down`, `fused_moe`"
-_OTHER = ("mxfp8_e4m3", "nvfp4", "int4_g32", "int4_g128")
+_OTHER = ("nvfp4", "int4_g32", "int4_g128")
 _GEMM, _WGRAD = Op.GROUPED_GEMM, Op.GROUPED_WGRAD
 _SPANS = (ScaleSpan.ROW, ScaleSpan.SPAN128, ScaleSpan.AUTO)
 ROWS = (
@@ -162,10 +162,11 @@ ROWS = (
     Row(_LAYER, "a16w4, a8w4, a4w4; a8w4 with one scale a token (`fp8_token`)", layers(["mxfp4"])),
     Row("the same, experts without a gate (`ReLU2`)", "the same", layers(["mxfp4"], False)),
     Row(
-        "the same with weights in MXFP8, NVFP4 or INT4 ([formats](formats.md#weights))",
+        "the same with weights in MXFP8 ([formats](formats.md#weights))",
         "the same activations",
-        layers(_OTHER),
+        layers(["mxfp8_e4m3"]),
     ),
+    Row("the same with weights in NVFP4 or INT4", "the same activations", layers(_OTHER)),
     Row("`quantize_dual`, a scale for 32 values", _MXFP8, duals([ScaleSpan.BLOCK])),
     Row("`quantize_dual`, other [spans](training-spans.md)", _MXFP8, duals(_SPANS)),
     Row("`quantize_dual` with `stochastic_seed`", _MXFP8, duals([ScaleSpan.BLOCK], True)),

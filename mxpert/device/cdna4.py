@@ -81,6 +81,53 @@ def decode_e2m1(words, scale, NEAR_MFMA: gl.constexpr = True):
     return joined.permute(0, 1, 2, 3, 5, 6, 7, 4).reshape(SLICES, FRAGMENTS, 64, 32)
 
 
+@gluon.constexpr_function
+def _decode_bytes():
+    """Assembly that decodes four words of e4m3 codes, two codes an instruction.
+
+    Operands 0 to 7 are results, 8 to 11 the words, 12 to 15 their scales; op_sel selects a half.
+    The wait states are those of `_decode_words`.
+    """
+    lines = ["s_nop 7"]
+    for word in range(4):
+        for half in range(2):
+            result = 2 * (2 * (word % 2) + half) + word // 2
+            selected = " op_sel:[1,0,0]" if half else ""
+            operands = f"${result}, ${8 + word}, ${12 + word}"
+            lines.append(f"v_cvt_scalef32_pk_bf16_fp8 {operands}{selected}")
+    return "\n".join(lines)
+
+
+_BYTE_CONSTRAINTS = gl.constexpr(",".join(["=&v"] * 8 + ["v"] * 8))
+
+
+@gluon.jit
+def decode_e4m3(words, scale):
+    """Bfloat16 values of e4m3 codes times a power of two, exact.
+
+    Args:
+        words: uint32 [slices, halves of fragments, 64, 4], four codes each; a thread holds all.
+        scale: float32 like `words`; only the exponent field counts.
+
+    Returns:
+        Bfloat16 [slices, halves of fragments, 64, 16], in the order of the codes.
+    """
+    first, second, third, fourth = gl.inline_asm_elementwise(
+        _decode_bytes(),
+        _BYTE_CONSTRAINTS,
+        [words, scale],
+        dtype=(gl.bfloat16,) * 4,
+        is_pure=True,
+        pack=4,
+    )
+    # Part 2 w + q at place 2 m + o holds code o of half q of word 2 m + w.
+    SLICES: gl.constexpr = words.shape[0]
+    FRAGMENTS: gl.constexpr = words.shape[1]
+    low, high = gl.join(first, third), gl.join(second, fourth)
+    joined = gl.join(low, high).reshape(SLICES, FRAGMENTS, 64, 2, 2, 2, 2)  # m, o, w, q
+    return joined.permute(0, 1, 2, 3, 5, 6, 4).reshape(SLICES, FRAGMENTS, 64, 16)
+
+
 @gluon.jit
 def _join(parts, first: gl.constexpr, stride: gl.constexpr):
     """Join eight tensors along three new dimensions, the lowest bit of the index last."""

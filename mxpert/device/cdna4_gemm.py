@@ -22,6 +22,10 @@ phase reads; they were started four phases before.
 Scales lie in planes: plane j holds a byte for each row, the scale of its values 32 j … 32 j + 31.
 LDS rows of codes are permuted (`row_of`, `column_of`), so that the scales of a lane's four 16-row
 blocks of one operand are the four bytes of a word, from which an MFMA selects one.
+
+Without TRANS_B b lies across the reduction: a step has 128 rows of 256 columns, which transposing
+reads (ds_read_b64_tr_b8) bring to the lanes. They keep neighbouring columns together, so that the
+scales of a lane's four blocks are bytes of four words.
 """
 
 from __future__ import annotations
@@ -45,7 +49,7 @@ from .cdna4 import (
     opaque,
     scheduling_fence,
 )
-from .compat import aggregate
+from .compat import FOLDS_TRANSPOSING_READS, aggregate, reinterpret
 
 PART_ROWS = gl.constexpr(128)
 """Rows of a that a phase multiplies: half of a high tile, a whole low one."""
@@ -77,6 +81,34 @@ MFMA = gl.constexpr(
 
 _A = gl.constexpr(gl.DotOperandLayout(0, MFMA.value, 16))
 _B = gl.constexpr(gl.DotOperandLayout(1, MFMA.value, 16))
+
+_QUARTER = gl.constexpr(gl.DotOperandLayout(1, MFMA.value, 8))
+"""Fragments of a quarter: eight values of the reduction a lane."""
+
+_COPY_ACROSS = gl.constexpr(gl.BlockedLayout([1, 16], [4, 16], [NUM_WARPS.value, 1], [1, 0]))
+"""Layout of a copy of b across the reduction: 16 bytes a lane, 4 rows a wave."""
+
+_COLUMNS = gl.constexpr([[0, 1], [0, 2], [0, 4], [0, 8], [0, 64], [0, 128], [0, 16], [0, 32]])
+"""Rows of b's fragments, for the bits of an output column without TRANS_B: the wave of a row of
+four waves that has rows w, w + 4, … of 16 gets 64 consecutive columns."""
+
+_ROWS_ACROSS = gl.constexpr([[1, 64], [2, 128], [4, 16]])
+_ACROSS = gl.constexpr(
+    gl.SharedLinearLayout(_COLUMNS.value + _ROWS_ACROSS.value + [[8, 32], [16, 0]])
+)
+"""LDS of a quarter of a step of b across the reduction, [32, 256]: chunk c of row r lies at place
+``c ^ (r % 16)``, so that the 16 rows of a transposing read of half a wave touch all 64 banks.
+Quarter 2 h + j of a step has the values 64 h + 16 q + 8 j + i, in row 8 q + i."""
+
+_STEP_ACROSS = gl.constexpr(
+    gl.SharedLinearLayout(
+        _COLUMNS.value + _ROWS_ACROSS.value + [[16, 32], [32, 0], [8, 0], [64, 0]]
+    )
+)
+"""The quarters as a step [128, 256]."""
+
+_SCALES_ACROSS = gl.constexpr(gl.SharedLinearLayout(_COLUMNS.value + [[1, 0], [2, 0]]))
+"""LDS of a step's scales of b without TRANS_B: planes of bytes."""
 
 SCALE_COPY = gl.constexpr(gl.BlockedLayout([1, 1], [1, 64], [NUM_WARPS.value, 1], [1, 0]))
 """Layout of a copy of scales: a word a lane, a plane a wave."""
@@ -121,7 +153,8 @@ class Buffers:
     """LDS of a tile's operands.
 
     a: uint8 [4, 128, 128], the top half of both steps, then the bottom half; in low tiles
-    [3, 128, 128], three steps. b: uint8 [2 or 3, 256, 128]. a_scale, b_scale: int32 [2, 8, 64], a
+    [3, 128, 128], three steps. b: uint8 [2 or 3, 256, 128], or quarters of steps
+    [4 x 2 or 3, 32, 256] without TRANS_B. a_scale, b_scale: int32 [2, 8, 64], a
     pair's planes. The reads of a take more addresses; they fit into the instructions' offsets of 16
     bits because a comes first.
     """
@@ -133,13 +166,15 @@ class Buffers:
 
 
 @gluon.jit
-def allocate(BLOCK_M: gl.constexpr):
+def allocate(BLOCK_M: gl.constexpr, TRANS_B: gl.constexpr):
     """Allocate the `Buffers` of tiles with BLOCK_M rows."""
     PARTS: gl.constexpr = 4 if BLOCK_M == HIGH else _SLOTS
     STEPS: gl.constexpr = 2 if BLOCK_M == HIGH else _SLOTS
+    B_SHAPE: gl.constexpr = [STEPS, BLOCK_N, ROW_BYTES] if TRANS_B else [4 * STEPS, 32, BLOCK_N]
+    B_LAYOUT: gl.constexpr = SWIZZLED if TRANS_B else _ACROSS
     return Buffers(
         a=gl.allocate_shared_memory(gl.uint8, [PARTS, PART_ROWS, ROW_BYTES], SWIZZLED),
-        b=gl.allocate_shared_memory(gl.uint8, [STEPS, BLOCK_N, ROW_BYTES], SWIZZLED),
+        b=gl.allocate_shared_memory(gl.uint8, B_SHAPE, B_LAYOUT),
         a_scale=gl.allocate_shared_memory(gl.int32, [2, _PLANES, _SCALE_WORDS], PLAIN),
         b_scale=gl.allocate_shared_memory(gl.int32, [2, _PLANES, _SCALE_WORDS], PLAIN),
     )
@@ -164,7 +199,8 @@ class Sources:
     from, at the first plane. a_pitch, b_pitch: words from a plane to the next. depth: length of the
     reduction, of which the first `lead` values (less than a step) count as zeros. a_top, a_bottom,
     b_rows: of `lds.row_offsets` (a_bottom is unused in low tiles). a_scale_words, b_scale_words: of
-    `scale_offsets`.
+    `scale_offsets`. TRANS_B: whether the reduction is contiguous in b; without it b_rows is of
+    `offsets_across`, and b_step the bytes of a step.
     """
 
     a_first: gl.tensor
@@ -180,6 +216,8 @@ class Sources:
     b_rows: gl.tensor
     a_scale_words: gl.tensor
     b_scale_words: gl.tensor
+    b_step: gl.tensor
+    TRANS_B: gl.constexpr
 
     @gluon.jit
     def copy_codes_0(self, operands, buffers, slot, k, lead):
@@ -190,8 +228,17 @@ class Sources:
     @gluon.jit
     def copy_b(self, operands, buffers, slot, k, lead):
         """Start copying b of the step at value k."""
-        b = operands.b + (self.b_first + k)
-        copy_rows(buffers.b, slot, b, self.b_rows, lead, self.depth - k)
+        if self.TRANS_B:
+            b = operands.b + (self.b_first + k)
+            copy_rows(buffers.b, slot, b, self.b_rows, lead, self.depth - k)
+        else:
+            step = gl.to_tensor(k) // STEP
+            b = operands.b + (self.b_first + step.to(gl.int64) * self.b_step)
+            STEPS: gl.constexpr = buffers.b.shape[0] // 4
+            target = reinterpret(buffers.b, gl.uint8, [STEPS, STEP, BLOCK_N], PLAIN).index(slot)
+            row = gl.arange(0, STEP, gl.SliceLayout(1, _COPY_ACROSS))
+            inside = _value_of(row) // MX_BLOCK < (self.depth - k) // MX_BLOCK
+            async_copy.buffer_load_to_shared(target, b, self.b_rows, mask=inside[:, None])
 
     @gluon.jit
     def copy_a(self, operands, buffers, slot, k, lead):
@@ -238,6 +285,25 @@ class Sources:
 
 
 @gluon.jit
+def _value_of(row):
+    """Value of the reduction in each LDS row of a step of b without TRANS_B; see `_ACROSS`."""
+    return row // 64 * 64 + row // 8 % 4 * 16 + row // 32 % 2 * 8 + row % 8
+
+
+@gluon.jit
+def offsets_across(width, pitch):
+    """Byte offsets [128, 256] of a step of b whose rows are `pitch` bytes apart, int32.
+
+    Chunks past column `width` repeat the last one; both are multiples of 16.
+    """
+    row = gl.arange(0, STEP, gl.SliceLayout(1, _COPY_ACROSS))[:, None]
+    column = gl.arange(0, BLOCK_N, gl.SliceLayout(0, _COPY_ACROSS))[None, :]
+    chunk = gl.minimum((column // 16) ^ (row % 16), width // 16 - 1)
+    offsets = _value_of(row) * pitch + chunk * 16 + column % 16
+    return gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
+
+
+@gluon.jit
 def scale_offsets(words, pitch):
     """Offsets of `words` (int32, a slice of `SCALE_COPY`) of a pair's planes: int32 [8, 64]."""
     plane = gl.arange(0, _PLANES, gl.SliceLayout(1, SCALE_COPY))
@@ -272,6 +338,52 @@ def _b_scales(words):
 
 
 @gluon.jit
+def _read_half(buffers, quarter):
+    """Codes [64, 256] of half a step of b without TRANS_B, whose first quarter this is."""
+    first = async_copy.load_shared_relaxed(buffers.b.index(quarter), _QUARTER)
+    second = async_copy.load_shared_relaxed(buffers.b.index(quarter + 1), _QUARTER)
+    # [4 q, 8 i, column, j] to [q, j, i, column]
+    parts = gl.reshape(gl.join(first, second), [4, 8, BLOCK_N, 2])
+    return gl.reshape(gl.permute(parts, [0, 3, 1, 2]), [64, BLOCK_N])
+
+
+@gluon.jit
+def _read_b(buffers, slot, TRANS_B: gl.constexpr):
+    """Codes of b in a step."""
+    if TRANS_B:
+        return async_copy.load_shared_relaxed(buffers.b.index(slot).permute([1, 0]), _B)
+    elif FOLDS_TRANSPOSING_READS:
+        STEPS: gl.constexpr = buffers.b.shape[0] // 4
+        steps = reinterpret(buffers.b, gl.uint8, [STEPS, STEP, BLOCK_N], _STEP_ACROSS)
+        return async_copy.load_shared_relaxed(steps.index(slot), _B)
+    else:
+        first, second = _read_half(buffers, 4 * slot), _read_half(buffers, 4 * slot + 2)
+        halves = gl.permute(gl.join(first, second), [2, 0, 1])
+        return gl.convert_layout(gl.reshape(halves, [STEP, BLOCK_N]), _B, assert_trivial=True)
+
+
+@gluon.jit
+def _read_b_scales(planes, TRANS_B: gl.constexpr):
+    """Scales of b from a step's planes in LDS: words if TRANS_B, else the MFMA's bytes."""
+    if TRANS_B:
+        return _read_words(planes, 0, _SCALE_WORDS, _scale_layout(_B, _SCALE_WORDS))
+    else:
+        bytes_of_step = reinterpret(planes, gl.uint8, [_GROUPS, BLOCK_N], _SCALES_ACROSS)
+        return async_copy.load_shared_relaxed(
+            bytes_of_step.permute([1, 0]), _scale_layout(_B, BLOCK_N)
+        )
+
+
+@gluon.jit
+def _b_operand_scales(scales, TRANS_B: gl.constexpr):
+    """Scales of b for the MFMA, from `_read_b_scales`."""
+    if TRANS_B:
+        return _b_scales(scales)
+    else:
+        return scales
+
+
+@gluon.jit
 def _multiply(sums, a, a_words, b, b_scale, A_FORMAT: gl.constexpr, B_FORMAT: gl.constexpr):
     """Add ``a x b`` to the sums of a part. a_words: words of a's scales."""
     a_scale = _scales(a_words, _scale_layout(_A, PART_ROWS))
@@ -279,15 +391,15 @@ def _multiply(sums, a, a_words, b, b_scale, A_FORMAT: gl.constexpr, B_FORMAT: gl
 
 
 @gluon.jit
-def _read_high(buffers, pair, SLOT: gl.constexpr):
+def _read_high(buffers, pair, SLOT: gl.constexpr, TRANS_B: gl.constexpr):
     """What memory phase 0 reads: words of a's scales (top, bottom), scales of b, top of a, b."""
     a_planes = buffers.a_scale.index(pair % 2).slice(SLOT * _GROUPS, _GROUPS)
     b_planes = buffers.b_scale.index(pair % 2).slice(SLOT * _GROUPS, _GROUPS)
     top_words = _read_words(a_planes, 0, _A_LANES, _scale_layout(_A, _A_LANES))
     bottom_words = _read_words(a_planes, _A_LANES, _A_LANES, _scale_layout(_A, _A_LANES))
-    b_scale = _b_scales(_read_words(b_planes, 0, _SCALE_WORDS, _scale_layout(_B, _SCALE_WORDS)))
+    b_scale = _b_operand_scales(_read_b_scales(b_planes, TRANS_B), TRANS_B)
     a_top = async_copy.load_shared_relaxed(buffers.a.index(SLOT), _A)
-    b = async_copy.load_shared_relaxed(buffers.b.index(SLOT).permute([1, 0]), _B)
+    b = _read_b(buffers, SLOT, TRANS_B)
     return top_words, bottom_words, b_scale, a_top, b
 
 
@@ -308,7 +420,9 @@ def multiply_high(operands, buffers, sources, A_FORMAT: gl.constexpr, B_FORMAT: 
     for pair in range(pairs):
         for slot in gl.static_range(2):
             k = (2 * pair + slot) * STEP
-            top_words, bottom_words, b_scale, a, b = _read_high(buffers, pair, slot)
+            top_words, bottom_words, b_scale, a, b = _read_high(
+                buffers, pair, slot, sources.TRANS_B
+            )
             sources.copy_codes_1(operands, buffers, 1 - slot, k + STEP, 0)
             async_copy.commit_group()
             end_memory(COPIES)
@@ -323,7 +437,7 @@ def multiply_high(operands, buffers, sources, A_FORMAT: gl.constexpr, B_FORMAT: 
             bottom = _multiply(bottom, a, bottom_words, b, b_scale, A_FORMAT, B_FORMAT)
             end_compute(COPIES)
     if steps % 2 == 1:
-        top_words, bottom_words, b_scale, a, b = _read_high(buffers, pairs, 0)
+        top_words, bottom_words, b_scale, a, b = _read_high(buffers, pairs, 0, sources.TRANS_B)
         end_memory(0)
         top = _multiply(top, a, top_words, b, b_scale, A_FORMAT, B_FORMAT)
         end_compute(0)
@@ -337,12 +451,12 @@ def multiply_high(operands, buffers, sources, A_FORMAT: gl.constexpr, B_FORMAT: 
 
 
 @gluon.jit
-def _read_a_low(buffers, pair, slot, STEP_OF_PAIR: gl.constexpr):
-    """Words of the scales of a and b in a step, and a."""
+def _read_a_low(buffers, pair, slot, STEP_OF_PAIR: gl.constexpr, TRANS_B: gl.constexpr):
+    """Words of the scales of a and b (`_read_b_scales`) in a step, and a."""
     a_planes = buffers.a_scale.index(pair % 2).slice(STEP_OF_PAIR * _GROUPS, _GROUPS)
     b_planes = buffers.b_scale.index(pair % 2).slice(STEP_OF_PAIR * _GROUPS, _GROUPS)
     a_words = _read_words(a_planes, 0, _A_LANES, _scale_layout(_A, _A_LANES))
-    b_words = _read_words(b_planes, 0, _SCALE_WORDS, _scale_layout(_B, _SCALE_WORDS))
+    b_words = _read_b_scales(b_planes, TRANS_B)
     return a_words, b_words, async_copy.load_shared_relaxed(buffers.a.index(slot), _A)
 
 
@@ -355,6 +469,7 @@ def multiply_low(operands, buffers, sources, A_FORMAT: gl.constexpr, B_FORMAT: g
     unknown to the compiler, Triton 3.9 puts a barrier between a read and a later copy.
     """
     COPIES: gl.constexpr = 1
+    TRANS_B: gl.constexpr = sources.TRANS_B
     sums = gl.zeros((PART_ROWS, BLOCK_N), gl.float32, MFMA)
     steps = gl.cdiv(sources.depth, STEP)
     pairs = steps // 2
@@ -367,24 +482,26 @@ def multiply_low(operands, buffers, sources, A_FORMAT: gl.constexpr, B_FORMAT: g
             k = (2 * pair + step + 2) * STEP
             sources.copy_a(operands, buffers, free, k, 0)
             scheduling_fence()
-            a_words, b_words, a = _read_a_low(buffers, pair, slot, step)
+            a_words, b_words, a = _read_a_low(buffers, pair, slot, step, TRANS_B)
             scheduling_fence()
             sources.copy_b(operands, buffers, free, k, 0)
             scheduling_fence()
-            b = async_copy.load_shared_relaxed(buffers.b.index(slot).permute([1, 0]), _B)
+            b = _read_b(buffers, slot, TRANS_B)
             if step == 0:
                 sources.copy_scales(operands, buffers, (pair + 1) % 2, pair + 1, 0)
             async_copy.commit_group()
             end_memory(COPIES)
-            sums = _multiply(sums, a, a_words, b, _b_scales(b_words), A_FORMAT, B_FORMAT)
+            b_scale = _b_operand_scales(b_words, TRANS_B)
+            sums = _multiply(sums, a, a_words, b, b_scale, A_FORMAT, B_FORMAT)
             end_compute(COPIES)
             free = slot
             slot = gl.where(slot == _SLOTS - 1, 0, slot + 1)
     if steps % 2 == 1:
-        a_words, b_words, a = _read_a_low(buffers, pairs, slot, 0)
-        b = async_copy.load_shared_relaxed(buffers.b.index(slot).permute([1, 0]), _B)
+        a_words, b_words, a = _read_a_low(buffers, pairs, slot, 0, TRANS_B)
+        b = _read_b(buffers, slot, TRANS_B)
         end_memory(0)
-        sums = _multiply(sums, a, a_words, b, _b_scales(b_words), A_FORMAT, B_FORMAT)
+        b_scale = _b_operand_scales(b_words, TRANS_B)
+        sums = _multiply(sums, a, a_words, b, b_scale, A_FORMAT, B_FORMAT)
         end_compute(0)
     leave_phases()
     async_copy.wait_group(0)

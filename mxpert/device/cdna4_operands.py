@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from ..core.launch import CACHED_LAUNCHES, Launch
 from ..formats.spec import MX_BLOCK_SIZE, MXFormat
 from ..formats.tensor import MXTensor
-from .cdna4 import decode_e2m1
+from .cdna4 import decode_e2m1, decode_e4m3
 
 # ---- Register and LDS layouts of the GEMMs whose weights come in fragment order.
 #
@@ -32,9 +32,9 @@ from .cdna4 import decode_e2m1
 # batched over slices:
 #
 #     codes    [SLICES, 4 * WAVES, 64, 16] uint8, as loaded: fragment, lane, byte; or four
-#     uint32
+#     uint32. e4m3: [SLICES, 8 * WAVES, 64, 16], halves of fragments
 #     scales   [SLICES, WAVES, 64] uint32, as loaded: unit of 64 rows, lane; a byte per
-#     fragment
+#     fragment. e4m3 that is decoded: [SLICES, 2 * WAVES, 64], those of both halves
 #     x        [SLICES * chunks, ROWS, 16 bytes] in LDS: 16-byte chunks of depth, activation
 #     rows
 #     x_scales [SLICES, ROWS, STEPS] uint32 in LDS: a byte per MX block of a unit of depth
@@ -83,31 +83,50 @@ def items_per_lane(FORMAT):
 
 
 @gluon.constexpr_function
-def code_layout(SLICES, WAVES, FORMAT):
-    """Layout of codes as loaded: a thread's 16 bytes of each of four fragments."""
-    items = items_per_lane(FORMAT)
-    warps = _bases(4 * WAVES, 1, 4, 4) + _bases(SLICES, 0, 4)
-    registers = _bases(items, 3, 4) + _bases(4, 1, 4)
-    return _linear(registers, _bases(64, 2, 4), warps, [SLICES, 4 * WAVES, 64, items])
+def loads_per_unit(W_FORMAT):
+    """Loads of 16 bytes a lane that bring a unit of weights: one for each 64 bytes of a row."""
+    return 8 if W_FORMAT == "e4m3" else 4
 
 
 @gluon.constexpr_function
-def scale_layout(SLICES, WAVES):
-    """Layout of weight scales as loaded: one word a thread."""
-    warps = _bases(WAVES, 1, 3) + _bases(SLICES, 0, 3)
-    return _linear([], _bases(64, 2, 3), warps, [SLICES, WAVES, 64])
+def words_per_lane(FORMAT, W_FORMAT):
+    """Words of weight scales that a lane loads of a unit.
+
+    A lane holds chunks b and b + 4 of e4m3 weights, which MFMA expects and which belong to two MX
+    blocks. Scaled MFMA takes the scale of block b from it, the decoder those of both chunks.
+    """
+    return 2 if FORMAT == "bf16" and W_FORMAT == "e4m3" else 1
 
 
 @gluon.constexpr_function
-def x_layout(SLICES, WAVES, ROWS, FORMAT):
+def code_layout(SLICES, WAVES, FORMAT, W_FORMAT):
+    """Layout of codes as loaded: a thread's 16 bytes of each fragment, or half of one."""
+    items, loads = items_per_lane(FORMAT), loads_per_unit(W_FORMAT)
+    warps = _bases(loads * WAVES, 1, 4, loads) + _bases(SLICES, 0, 4)
+    registers = _bases(items, 3, 4) + _bases(loads, 1, 4)
+    return _linear(registers, _bases(64, 2, 4), warps, [SLICES, loads * WAVES, 64, items])
+
+
+@gluon.constexpr_function
+def scale_layout(SLICES, WAVES, WORDS):
+    """Layout of weight scales as loaded: `words_per_lane` words a thread."""
+    warps = _bases(WORDS * WAVES, 1, 3, WORDS) + _bases(SLICES, 0, 3)
+    return _linear(_bases(WORDS, 1, 3), _bases(64, 2, 3), warps, [SLICES, WORDS * WAVES, 64])
+
+
+@gluon.constexpr_function
+def x_layout(SLICES, WAVES, ROWS, FORMAT, W_FORMAT):
     """Layout of a step's activations as read from LDS; waves of a slice read the same.
 
     Lane 16 b + r has block b of row r, as chunk b of e2m1, chunks b and b + 4 of e4m3, or chunks
-    4 b to 4 b + 3 of bf16.
+    4 b to 4 b + 3 of bf16. With e4m3 weights it has those of bf16 that its weights are multiplied
+    by: 2 b, 2 b + 1 and 2 b + 8, 2 b + 9.
     """
     chunks, elements = chunks_per_unit(FORMAT), elements_per_chunk(FORMAT)
     rows, inside = _bases(16, 1, 3), _bases(elements, 2, 3)
-    if FORMAT == "bf16":
+    if words_per_lane(FORMAT, W_FORMAT) == 2:
+        own, lanes = _bases(2, 0, 3) + _bases(16, 0, 3, 8), _bases(8, 0, 3, 2)
+    elif FORMAT == "bf16":
         own, lanes = _bases(4, 0, 3), _bases(16, 0, 3, 4)
     else:
         own, lanes = _bases(chunks, 0, 3, 4), _bases(4, 0, 3)
@@ -148,13 +167,19 @@ def x_scale_layout(SLICES, WAVES, ROWS):
 
 
 @gluon.jit
-def as_operand(codes, SUMS: gl.constexpr):
-    """Codes as operand A of scaled MFMA, [SLICES, 64 * WAVES, 64] bytes."""
+def as_operand(codes, SUMS: gl.constexpr, W_FORMAT: gl.constexpr):
+    """Codes as operand A of scaled MFMA, [SLICES, 64 * WAVES, 64 bytes, or 128 of e4m3]."""
     SLICES: gl.constexpr = codes.shape[0]
-    TILES: gl.constexpr = codes.shape[1]
-    split = codes.reshape(SLICES, TILES, 4, 16, 16).permute(0, 1, 3, 2, 4)
+    HALVES: gl.constexpr = loads_per_unit(W_FORMAT) // 4
+    TILES: gl.constexpr = codes.shape[1] // HALVES
+    if HALVES == 2:
+        split = codes.reshape(SLICES, TILES, 2, 4, 16, 16).permute(0, 1, 4, 2, 3, 5)
+    else:
+        split = codes.reshape(SLICES, TILES, 4, 16, 16).permute(0, 1, 3, 2, 4)
     return gl.convert_layout(
-        split.reshape(SLICES, TILES * 16, 64), gl.DotOperandLayout(0, SUMS, 16), assert_trivial=True
+        split.reshape(SLICES, TILES * 16, 64 * HALVES),
+        gl.DotOperandLayout(0, SUMS, 16),
+        assert_trivial=True,
     )
 
 
@@ -174,15 +199,20 @@ def as_scale_operand(scales):
 
 
 @gluon.jit
-def as_x_operand(x, SLICES: gl.constexpr, SUMS: gl.constexpr, FORMAT: gl.constexpr):
+def as_x_operand(
+    x, SLICES: gl.constexpr, SUMS: gl.constexpr, FORMAT: gl.constexpr, W_FORMAT: gl.constexpr
+):
     """Activations as operand B, [SLICES, 128 elements of depth, ROWS] (e2m1: 64 bytes).
 
-    bf16: the depth of each of the four MFMA is eight elements of each block.
+    bf16: the depth of each of the four MFMA is eight elements of each block, with e4m3 weights of
+    each lane's chunk.
     """
     CHUNKS: gl.constexpr = chunks_per_unit(FORMAT)
     ROWS: gl.constexpr = x.shape[1]
     WIDTH: gl.constexpr = x.shape[2]
-    if FORMAT == "bf16":
+    if words_per_lane(FORMAT, W_FORMAT) == 2:
+        split = x.reshape(SLICES, 2, 4, 2, ROWS, WIDTH).permute(0, 1, 3, 2, 5, 4)
+    elif FORMAT == "bf16":
         split = x.reshape(SLICES, 4, 4, ROWS, WIDTH).permute(0, 2, 1, 4, 3)
     else:
         split = x.reshape(SLICES, CHUNKS, ROWS, WIDTH).permute(0, 1, 3, 2)
@@ -217,18 +247,27 @@ def unit_x_scales(SLICES: gl.constexpr, WAVES: gl.constexpr, ROWS: gl.constexpr)
 
 
 @gluon.jit
-def decode_operand(codes, scales, SUMS: gl.constexpr):
+def decode_operand(codes, scales, SUMS: gl.constexpr, W_FORMAT: gl.constexpr):
     """Weights as bfloat16 operand A, [SLICES, 64 * WAVES, 128]; depth as in `as_x_operand`."""
     SLICES: gl.constexpr = codes.shape[0]
-    WAVES: gl.constexpr = scales.shape[1]
+    WORDS: gl.constexpr = words_per_lane("bf16", W_FORMAT)
+    WAVES: gl.constexpr = scales.shape[1] // WORDS
     # The exponent field of float32 holds the E8M0 byte as it is.
     first = gl.join((scales & 0xFF) << 23, ((scales >> 16) & 0xFF) << 23)
     second = gl.join(((scales >> 8) & 0xFF) << 23, ((scales >> 24) & 0xFF) << 23)
-    factors = gl.join(first, second).reshape(SLICES, WAVES, 64, 4).permute(0, 1, 3, 2)
-    factors = factors.reshape(SLICES, 4 * WAVES, 64, 1).to(gl.float32, bitcast=True)
+    if WORDS == 2:  # wave, half, lane, fragment
+        factors = gl.join(first, second).reshape(SLICES, WAVES, 2, 64, 4).permute(0, 1, 4, 2, 3)
+    else:
+        factors = gl.join(first, second).reshape(SLICES, WAVES, 64, 4).permute(0, 1, 3, 2)
+    factors = factors.reshape(SLICES, codes.shape[1], 64, 1).to(gl.float32, bitcast=True)
     factors = gl.convert_layout(factors, codes.type.layout, assert_trivial=True)
-    values = decode_e2m1(codes, factors.broadcast_to(codes.shape))
-    blocks = values.reshape(SLICES, 4 * WAVES, 4, 16, 4, 8).permute(0, 1, 3, 4, 2, 5)
+    if WORDS == 2:
+        values = decode_e4m3(codes, factors.broadcast_to(codes.shape))
+        chunks = values.reshape(SLICES, 4 * WAVES, 2, 4, 16, 2, 8)  # half, lane, row, octet
+        blocks = chunks.permute(0, 1, 4, 2, 5, 3, 6)
+    else:
+        values = decode_e2m1(codes, factors.broadcast_to(codes.shape))
+        blocks = values.reshape(SLICES, 4 * WAVES, 4, 16, 4, 8).permute(0, 1, 3, 4, 2, 5)
     return gl.convert_layout(
         blocks.reshape(SLICES, 64 * WAVES, 128),
         gl.DotOperandLayout(0, SUMS, 8),
@@ -245,8 +284,11 @@ WORD = 4
 MAX_ROWS = 1 << 28
 """Rows of an operand: offsets of eight planes fit into int32."""
 
-_MAX_PITCH = 1 << 23
+MAX_PITCH = 1 << 23
 """Distance of rows of codes in bytes: offsets of 256 rows fit into int32."""
+
+_COPY_BYTES = 16
+"""Bytes of codes that a lane copies."""
 
 _BLOCK_ROWS, _BLOCK_PLANES = 128, 32
 
@@ -295,13 +337,33 @@ class Operand:
             scale = to_planes(scale)
         return cls(codes, scale, codes.stride(-2), scale.stride(-1) // WORD)
 
+    @classmethod
+    def across(cls, value: MXTensor) -> Operand:
+        """The same of an operand [G, K, N] that was quantised along K: planes follow each other.
 
-def _are_rows(codes: torch.Tensor) -> bool:
-    """Whether the kernel can read codes [..., rows, K] in place."""
+        Rows that end within 16 bytes of codes or a word of scales are copied.
+        """
+        codes, scale = value.qdata, value.scale
+        if codes.shape[-1] % _COPY_BYTES or not _are_rows(codes):
+            codes = _with_lines(codes)
+        if scale.shape[-1] % WORD or not _are_rows(scale, WORD):
+            scale = _with_lines(scale)
+        return cls(codes, scale, codes.stride(-2), scale.stride(-2) // WORD)
+
+
+def _with_lines(matrices: torch.Tensor) -> torch.Tensor:
+    """A copy of [G, rows, bytes] whose rows are whole lines."""
+    *leading, width = matrices.shape
+    lines = matrices.new_empty((*leading, -(-width // LINE) * LINE))
+    return lines[..., :width].copy_(matrices)
+
+
+def _are_rows(codes: torch.Tensor, unit: int = MX_BLOCK_SIZE) -> bool:
+    """Whether the kernel can read codes [..., rows, K] in place. unit: bytes between rows."""
     *leading, row, element = codes.stride()
     collapses = not leading or leading[0] == codes.shape[-2] * row
-    fits = codes.shape[-1] <= row < _MAX_PITCH and row % MX_BLOCK_SIZE == 0
-    return element == 1 and fits and collapses and codes.data_ptr() % 16 == 0
+    fits = codes.shape[-1] <= row < MAX_PITCH and row % unit == 0
+    return element == 1 and fits and collapses and codes.data_ptr() % min(unit, _COPY_BYTES) == 0
 
 
 def _are_planes(scale: torch.Tensor) -> bool:

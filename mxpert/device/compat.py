@@ -29,6 +29,10 @@ reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Synchronise the threads of this warp partition."""
 
+FOLDS_TRANSPOSING_READS = gl.constexpr(hasattr(gl, "barrier"))
+"""Whether transposing reads of a tile in LDS share addresses (AMD): release 3.6 keeps a register
+for the address of each read; later ones copy bytes where a tile is joined from parts instead."""
+
 
 def buffer_load(
     ptr: gl.tensor,
@@ -61,7 +65,7 @@ def batched_mfma_scaled(
     """
     formats = [_unwrap_if_constexpr(each) for each in (a_format, b_format)]
     kinds = [_semantic._str_to_fp_type(each) for each in formats]
-    b = _semantic._bitcast_to_fp_type(b, formats[1])
+    a, b = (_semantic._bitcast_to_fp_type(*each) for each in zip((a, b), formats, strict=True))
     handle = _semantic.builder.create_dot_scaled(
         a.handle,
         a_scale.handle,

@@ -12,7 +12,7 @@ from ..core.launch import CACHED_LAUNCHES, Launch
 from ..core.problem import GemmConfig, GroupedProblem, Op, resident_programs
 from ..device.cdna4 import NUM_WARPS, NUM_XCDS, ROW_BYTES, WITHOUT_ACCUMULATOR_REGISTERS
 from ..device.cdna4_gemm import BLOCK_N
-from ..device.cdna4_operands import MAX_ROWS, WORD, Operand
+from ..device.cdna4_operands import LINE, MAX_PITCH, MAX_ROWS, WORD, Operand
 from ..device.groups import MAX_GROUPS
 from ..formats.spec import FLOAT_DTYPES, get_format
 from ..formats.tensor import MXTensor
@@ -42,11 +42,8 @@ class _Grouped(Grouped):
         if problem.op is Op.GROUPED_WGRAD:
             if problem.num_groups > MAX_GROUPS:
                 return f"holds at most {MAX_GROUPS} groups, got {problem.num_groups}"
-        elif not problem.trans_b:
-            return (
-                "reads b as [G, N, K] with the reduction contiguous; pass the other copy of "
-                "quantize_dual with trans_b=True"
-            )
+        elif not problem.trans_b and problem.n > MAX_PITCH - LINE:
+            return f"reads b across the reduction with at most {MAX_PITCH - LINE} columns"
         elif max(problem.num_rows, problem.num_groups * (problem.n + WORD)) > MAX_ROWS:
             return f"reads operands of at most {MAX_ROWS} rows"
         return None
@@ -83,7 +80,8 @@ class _Grouped(Grouped):
     ) -> None:
         assert isinstance(a, MXTensor)  # checked by `unsupported`
         assert isinstance(b, MXTensor)  # checked by `unsupported`
-        first, second = Operand.of(a), Operand.of(b)
+        along = problem.op is Op.GROUPED_WGRAD or problem.trans_b
+        first, second = Operand.of(a), Operand.of(b) if along else Operand.across(b)
         pitches = first.pitch, second.pitch, first.scale_pitch, second.scale_pitch
         _gemm_launch(problem, config, pitches)(
             out=out,
@@ -157,6 +155,7 @@ def _gemm_launch(
         WGRAD=wgrad,
         ACCUMULATE=problem.accumulate,
         num_warps=NUM_WARPS.value,
+        TRANS_B=wgrad or problem.trans_b,
         **WITHOUT_ACCUMULATOR_REGISTERS,
     )
 

@@ -1,7 +1,7 @@
 """Grouped GEMM on scaled MFMA: MXFP8 operands with any scales, each applied exactly.
 
 A persistent workgroup, one a compute unit, computes tiles of BLOCK_M x 256. The reduction axis is
-contiguous in both operands.
+contiguous in both operands, without TRANS_B in a alone.
 
 Roles: eight waves, two groups of four that alternate between memory and compute phases
     (`lib.phases`). Every wave computes (BLOCK_M / 2) x 64 sums.
@@ -40,6 +40,7 @@ from ..device.cdna4_gemm import (
     column_of,
     multiply_high,
     multiply_low,
+    offsets_across,
     row_of,
     scale_offsets,
 )
@@ -58,10 +59,11 @@ class Tile:
 
     The tile multiplies rows a_row … a_row_end of a and b_row … b_row_end of b, `depth` values from
     column `start` on, of which the first `lead` are not the group's. Rows of b in a plane of scales
-    begin at b_scale_row; in one of a they have the same number as in a. The sums of row a_row go to
-    row out_row of the output, and rows out_row_begin … out_row_end alone are written, columns
-    column … (up to the width of the output). depth is 0 for rows without a group; out_row_end is 0
-    past the last tile.
+    begin at b_scale_row; in one of a they have the same number as in a. Without TRANS_B row b_row
+    of b is the first of its matrix, and the tile has columns b_scale_row … b_row_end of it. The
+    sums of row a_row go to row out_row of the output, and rows out_row_begin … out_row_end alone
+    are written, columns column … (up to the width of the output). depth is 0 for rows without a
+    group; out_row_end is 0 past the last tile.
     """
 
     a_row: gl.tensor
@@ -114,6 +116,7 @@ class Scheduler:
     BLOCK_N: gl.constexpr
     BAND: gl.constexpr
     WGRAD: gl.constexpr
+    TRANS_B: gl.constexpr
 
     @gluon.jit
     def start(self):
@@ -200,13 +203,19 @@ class Scheduler:
         row = gl.where(exists, _round_down(start, WORD_ROWS) + row_tile * self.BLOCK_M, 0)
         column = gl.where(exists, column_tile * self.BLOCK_N, 0)
         matrix = gl.where(grouped, group, 0)
+        if self.TRANS_B:
+            b_row = matrix * self.num_n + column
+            b_row_end = (matrix + 1) * self.num_n
+            b_scale_row = matrix * gl.cdiv(self.num_n, WORD_ROWS) * WORD_ROWS + column
+        else:
+            b_row, b_row_end, b_scale_row = matrix * self.num_k, self.num_n, column
         found = Cursor(group=group, start=start, end=end, first_tile=first_tile, end_tile=end_tile)
         return found, Tile(
             a_row=row,
             a_row_end=end,
-            b_row=matrix * self.num_n + column,
-            b_row_end=(matrix + 1) * self.num_n,
-            b_scale_row=matrix * gl.cdiv(self.num_n, WORD_ROWS) * WORD_ROWS + column,
+            b_row=b_row,
+            b_row_end=b_row_end,
+            b_scale_row=b_scale_row,
             start=0,
             lead=0,
             depth=gl.where(grouped, self.num_k, 0),
@@ -222,6 +231,9 @@ class Scheduler:
 # LDS rows of a and b are tile rows `row_of` and output columns `column_of`. Therefore each lane has
 # 16 consecutive columns, and a row's stores are whole lines of 128 bytes (bfloat16).
 
+_CHUNK = gl.constexpr(16)
+"""Bytes that a lane copies."""
+
 _BLOCK_ROWS = gl.constexpr(32)
 """Rows that are stored together: 16 of each row of four waves."""
 
@@ -236,12 +248,32 @@ _STORE = gl.constexpr(
 )
 """Layout of a block of sums in output order: 16 consecutive columns a lane."""
 
+_STORE_ACROSS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2]],
+        lane_bases=[[1, 0], [2, 0], [4, 0], [8, 0], [0, 4], [0, 8]],
+        warp_bases=[[0, 16], [0, 32], [16, 0]],
+        block_bases=[],
+        shape=[_BLOCK_ROWS.value, 64],
+    )
+)
+"""Layout of 16 columns of each wave of a row of four: four consecutive columns a lane."""
+
 
 @gluon.jit
 def _halves(sums):
     """Upper and lower half of the rows."""
     ROWS: gl.constexpr = sums.shape[0] // 2
     return gl.split(gl.permute(gl.reshape(sums, [2, ROWS, BLOCK_N]), [1, 2, 0]))
+
+
+@gluon.jit
+def _columns_across(sums):
+    """Quarters of sums [32, 256] without TRANS_B: 16 of each wave's 64 columns, `_STORE_ACROSS`."""
+    even, odd = gl.split(gl.permute(gl.reshape(sums, [_BLOCK_ROWS, 2, 2, 64]), [0, 1, 3, 2]))
+    first, third = gl.split(gl.permute(even, [0, 2, 1]))
+    second, fourth = gl.split(gl.permute(odd, [0, 2, 1]))
+    return first, second, third, fourth
 
 
 @aggregate
@@ -251,6 +283,7 @@ class Output:
     base: gl.tensor
     num_n: gl.tensor
     ACCUMULATE: gl.constexpr
+    TRANS_B: gl.constexpr
 
     @gluon.jit
     def store(self, sums, tile, PART: gl.constexpr):
@@ -269,20 +302,38 @@ class Output:
 
         The fence keeps the registers of a block's addresses short-lived.
         """
-        # [32, block, wave, quarter, 4] to [32, wave, quarter, 4, block]
-        parts = gl.permute(gl.reshape(sums, [_BLOCK_ROWS, 4, 4, 4, 4]), [0, 2, 3, 4, 1])
-        value = gl.convert_layout(gl.reshape(parts, [_BLOCK_ROWS, BLOCK_N]), _STORE)
-        m = row_of(gl.arange(0, _BLOCK_ROWS, gl.SliceLayout(1, _STORE)), 0)
-        n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, _STORE))
+        if self.TRANS_B:
+            # [32, block, wave, quarter, 4] to [32, wave, quarter, 4, block]
+            parts = gl.permute(gl.reshape(sums, [_BLOCK_ROWS, 4, 4, 4, 4]), [0, 2, 3, 4, 1])
+            value = gl.convert_layout(gl.reshape(parts, [_BLOCK_ROWS, BLOCK_N]), _STORE)
+            m = row_of(gl.arange(0, _BLOCK_ROWS, gl.SliceLayout(1, _STORE)), 0)
+            n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, _STORE))
+            self._store(value, tile, first, m, n, 0)
+        else:
+            parts = _columns_across(sums)
+            m = row_of(gl.arange(0, _BLOCK_ROWS, gl.SliceLayout(1, _STORE_ACROSS)), 0)
+            n = gl.arange(0, 64, gl.SliceLayout(0, _STORE_ACROSS))
+            n = n // 16 * 64 + n % 16
+            for part in gl.static_range(4):
+                value = gl.convert_layout(parts[part], _STORE_ACROSS, assert_trivial=True)
+                self._store(value, tile, first, m, n, part * 16)
+        scheduling_fence()
+
+    @gluon.jit
+    def _store(self, value, tile, first, m, n, SHIFT: gl.constexpr):
+        """Store rows m, columns n + SHIFT of the tile's rows from `first` on."""
         row = tile.out_row + first
         base = self.base + row.to(gl.int64) * self.num_n + tile.column
         offsets = m[:, None] * self.num_n + n[None, :]
         rows = (m >= tile.out_row_begin - row) & (m < tile.out_row_end - row)
-        mask = rows[:, None] & (n < self.num_n - tile.column)[None, :]
+        width = self.num_n - tile.column
+        if SHIFT:
+            offsets += SHIFT
+            width -= SHIFT
+        mask = rows[:, None] & (n < width)[None, :]
         if self.ACCUMULATE:
             value += cdna4.buffer_load(base, offsets, mask=mask, other=0.0)
         cdna4.buffer_store(value.to(self.base.dtype.element_ty), base, offsets, mask=mask)
-        scheduling_fence()
 
 
 @aggregate
@@ -293,6 +344,7 @@ class Matrices:
     b_pitch: gl.tensor
     a_scale_pitch: gl.tensor
     b_scale_pitch: gl.tensor
+    TRANS_B: gl.constexpr
 
     @gluon.jit
     def of_tile(self, tile):
@@ -301,16 +353,16 @@ class Matrices:
         column = column_of(gl.arange(0, BLOCK_N, gl.SliceLayout(1, COPY)))
         word = gl.arange(0, BLOCK_N // WORD_ROWS, gl.SliceLayout(0, SCALE_COPY))
         a_last = gl.maximum(tile.a_row_end - tile.a_row, 1) - 1
-        b_last = gl.maximum(tile.b_row_end - tile.b_row, 1) - 1
+        b_last = gl.maximum(tile.b_row_end - self._b_start(tile), 1) - 1
         # Tell the compiler that copies of 16 bytes are aligned.
         start = tile.start // STEP * STEP
         lead = tile.lead // MX_BLOCK * MX_BLOCK
         depth = tile.depth // MX_BLOCK * MX_BLOCK
         a_plane = (start // MX_BLOCK).to(gl.int64) * self.a_scale_pitch
-        b_plane = (start // MX_BLOCK).to(gl.int64) * self.b_scale_pitch
+        b_plane = (self._b_value(tile, start) // MX_BLOCK).to(gl.int64) * self.b_scale_pitch
         return Sources(
             a_first=tile.a_row.to(gl.int64) * self.a_pitch + start,
-            b_first=tile.b_row.to(gl.int64) * self.b_pitch + start,
+            b_first=tile.b_row.to(gl.int64) * self.b_pitch + self._b_byte(tile, start),
             a_scale_first=a_plane + tile.a_row // WORD_ROWS,
             b_scale_first=b_plane + tile.b_scale_row // WORD_ROWS,
             a_pitch=self.a_scale_pitch,
@@ -319,10 +371,35 @@ class Matrices:
             depth=depth,
             a_top=row_offsets(gl.minimum(row_of(row, 0), a_last), self.a_pitch),
             a_bottom=row_offsets(gl.minimum(row_of(row, 1), a_last), self.a_pitch),
-            b_rows=row_offsets(gl.minimum(column, b_last), self.b_pitch),
+            b_rows=self._b_rows(column, b_last),
             a_scale_words=scale_offsets(gl.minimum(word, a_last // WORD_ROWS), self.a_scale_pitch),
             b_scale_words=scale_offsets(gl.minimum(word, b_last // WORD_ROWS), self.b_scale_pitch),
+            b_step=self.b_pitch * STEP,
+            TRANS_B=self.TRANS_B,
         )
+
+    @gluon.jit
+    def _b_start(self, tile):
+        """What b_row_end of a tile counts from: its first row, or without TRANS_B its column."""
+        return tile.b_row if self.TRANS_B else tile.b_scale_row
+
+    @gluon.jit
+    def _b_byte(self, tile, start):
+        """First byte of a tile in row b_row."""
+        return start if self.TRANS_B else tile.b_scale_row
+
+    @gluon.jit
+    def _b_value(self, tile, start):
+        """First value of a tile that the planes of b's scales count."""
+        return start if self.TRANS_B else tile.b_row
+
+    @gluon.jit
+    def _b_rows(self, column, last):
+        """Offsets of the copies of b. last: the tile's last column."""
+        if self.TRANS_B:
+            return row_offsets(gl.minimum(column, last), self.b_pitch)
+        else:
+            return offsets_across(gl.cdiv(last + 1, _CHUNK) * _CHUNK, self.b_pitch)
 
 
 @gluon.jit(
@@ -355,6 +432,7 @@ def _grouped_gemm_cdna4_kernel(
     WGRAD: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     num_warps: gl.constexpr,
+    TRANS_B: gl.constexpr = True,
 ):
     """out[r] = a[r] b[g].T for rows r of group g, [num_rows, num_n]; zeros in rows without a group.
 
@@ -362,6 +440,7 @@ def _grouped_gemm_cdna4_kernel(
     reduction; offsets are multiples of 32. Codes: rows of a and b, a_pitch and b_pitch bytes apart,
     multiples of 32. Scales: planes of bytes for all rows, a_scale_pitch and b_scale_pitch words
     apart; each matrix of b has whole words. Both are aligned to a word.
+    TRANS_B: without it b is [G, num_k, num_n], and the planes of a matrix follow each other.
     Grid: (workgroups,), a multiple of 8 and at most one a compute unit.
     """
     gl.static_assert(num_warps == NUM_WARPS)
@@ -376,6 +455,7 @@ def _grouped_gemm_cdna4_kernel(
         BLOCK_N=BLOCK_N,
         BAND=BAND,
         WGRAD=WGRAD,
+        TRANS_B=TRANS_B,
     )
     operands = Operands(
         a=a,
@@ -388,9 +468,10 @@ def _grouped_gemm_cdna4_kernel(
         b_pitch=b_pitch // MX_BLOCK * MX_BLOCK,
         a_scale_pitch=a_scale_pitch,
         b_scale_pitch=b_scale_pitch,
+        TRANS_B=TRANS_B,
     )
-    output = Output(base=out, num_n=num_n, ACCUMULATE=ACCUMULATE)
-    buffers = allocate(BLOCK_M)
+    output = Output(base=out, num_n=num_n, ACCUMULATE=ACCUMULATE, TRANS_B=TRANS_B)
+    buffers = allocate(BLOCK_M, TRANS_B)
     number = first_tile()
     cursor, tile = scheduler.locate(number, scheduler.start())
     matrices.of_tile(tile).start(operands, buffers, BLOCK_M)

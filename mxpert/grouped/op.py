@@ -40,7 +40,9 @@ def grouped_gemm(
     where the device finds that one scale a row is enough; it reserves memory for bf16 copies of
     both operands in case it is not.
     All other operands, and MX operands with ``trans_b=False``, are multiplied in bf16 and summed in
-    float32. Where a request misses the fast kernel of its device, a PerformanceWarning says why.
+    float32. Where the device's own kernels use block scales of the tensor cores, all MX operands
+    are multiplied as they are, with ``trans_b=False``, too. Where a request misses the fast kernel
+    of its device, a PerformanceWarning says why.
     The op is not differentiable; `mxpert.training.grouped_linear` is, and calls it.
 
     Forward: ``grouped_gemm(x_row, weight_row, offsets)``. dgrad: ``grouped_gemm(dout_row,

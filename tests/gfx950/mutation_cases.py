@@ -32,6 +32,7 @@ from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from support.gfx950_exchange import captured
 from support.gfx950_mutants import Launch, Mutant, Trial, capture, digest, sample, tally
 from support.layers import run_layer
+from support.weight_formats import in_format
 
 RECORD = Path(__file__).with_name("mutants.json")
 """By case: the kernel, Triton's version, a digest of the listing, how many mutants of each kind
@@ -50,7 +51,7 @@ class Layer(NamedTuple):
 
     Args:
         backend: "triton" or "cdna4". a_format: of the activations. block_m: rows of the expert
-            and of a tile. depth: H and F. stage: 1 or 2.
+            and of a tile. depth: H and F. stage: 1 or 2. w_format: of the weights.
     """
 
     backend: str
@@ -58,18 +59,20 @@ class Layer(NamedTuple):
     block_m: int
     depth: int
     stage: int
+    w_format: str = "mxfp4"
 
 
 class Grouped(NamedTuple):
     """A grouped GEMM with MXFP8 operands and two groups, one of which is ragged.
 
     Args:
-        block_m: rows of a tile. n, k: columns of the result, and depth.
+        block_m: rows of a tile. n, k: columns of the result, and depth. trans_b: of the op.
     """
 
     block_m: int
     n: int
     k: int
+    trans_b: bool = True
 
 
 class Exchange(NamedTuple):
@@ -88,7 +91,10 @@ CASES: dict[str, Layer | Grouped | Exchange] = {
     "cdna4 decode a16w4 stage 1": Layer("cdna4", "bf16", 16, 1024, 1),
     "cdna4 prefill a8w4 stage 1": Layer("cdna4", "mxfp8", 256, 768, 1),
     "cdna4 prefill a4w4 stage 1": Layer("cdna4", "mxfp4", 256, 768, 1),
+    "cdna4 decode a8w8 stage 1": Layer("cdna4", "mxfp8", 16, 1024, 1, "mxfp8_e4m3"),
+    "cdna4 prefill a8w8 stage 1": Layer("cdna4", "mxfp8", 128, 768, 1, "mxfp8_e4m3"),
     "cdna4 grouped gemm": Grouped(256, 256, 640),
+    "cdna4 grouped gemm across": Grouped(256, 256, 640, trans_b=False),
     "exchange dispatch": Exchange("_exchange_dispatch_kernel"),
     "exchange combine": Exchange("_exchange_combine_kernel"),
     "exchange sort": Exchange("_routing_plan_expert_kernel"),
@@ -109,6 +115,8 @@ def inputs_of(case: Layer) -> MoEInputs:
     """Random data whose block scales differ, so that a wrong scale byte changes the result."""
     shape = MoEShape(case.depth, case.depth, 1, 1, mxpert.SiLU(), has_bias=True)
     inputs = random_moe_problem(shape, case.block_m, seed=3)
+    weights = in_format(inputs.weights, case.w_format, exact=True)
+    inputs = replace(inputs, weights=weights)
     return replace(inputs, x=inputs.x * blocks(case.block_m, case.depth, 4).bfloat16())
 
 
@@ -142,13 +150,17 @@ def grouped_launch(case: Grouped) -> Launch:
     x = torch.randn(rows, case.k, generator=draw(3)) * blocks(rows, case.k, 4)
     w = torch.randn(2 * case.n, case.k, generator=draw(5)) * blocks(2 * case.n, case.k, 6)
     a = mxpert.quantize(x, "mxfp8_e4m3")
-    b = mxpert.quantize(w.view(2, case.n, case.k), "mxfp8_e4m3")
-    formats = ("mxfp8_e4m3", "mxfp8_e4m3", True, torch.float32)
+    w = w.view(2, case.n, case.k)
+    if case.trans_b:
+        b = mxpert.quantize(w, "mxfp8_e4m3")
+    else:
+        b = mxpert.quantize(w.mT.contiguous(), "mxfp8_e4m3", axis=-2)
+    formats = ("mxfp8_e4m3", "mxfp8_e4m3", case.trans_b, torch.float32)
     problem = GroupedProblem(Op.GROUPED_GEMM, MI355X, rows, 2, case.n, case.k, *formats)
     config = next(each for each in GROUPED_GEMM.configs(problem) if each.block_m == case.block_m)
     override = mxpert.override(backend="cdna4", config=config)
     with capture(("_grouped_gemm",), 1) as launches, override:
-        mxpert.grouped_gemm(a, b, offsets, out_dtype=torch.float32)
+        mxpert.grouped_gemm(a, b, offsets, trans_b=case.trans_b, out_dtype=torch.float32)
     return launches[-1]
 
 

@@ -347,6 +347,68 @@ def test_hot_loop(config: Any, mfma: int, barriers: int, others: int, efficiency
     assert not [name for name in emulation.last.counts if name.endswith(single_bytes)]
 
 
+@pytest.mark.parametrize(
+    "config, others, efficiency",
+    [pytest.param(HIGH, 5, 0.85, id="high"), pytest.param(LOW, 7.5, 0.72, id="low")],
+)
+def test_hot_loop_across_the_reduction(config: Any, others: float, efficiency: float) -> None:
+    """b [G, K, N] is multiplied by scaled MFMA as it lies, through transposing reads of LDS."""
+    a = mxpert.quantize(integers(config.block_m, 1280), "mxfp8_e4m3")
+    b = mxpert.quantize(integers(1, 1280, 256, seed=1), "mxfp8_e4m3", axis=-2)
+    with (
+        emulate(checks=False, trace=True) as emulation,
+        mxpert.override(backend="cdna4", config=config),
+    ):
+        mxpert.grouped_gemm(a, b, torch.tensor([0, config.block_m]), trans_b=False)
+    assert emulation.kernels["_grouped_gemm_cdna4_kernel"].launches == 1
+    report = model_loop(Execution.of(emulation.reports[-1]))
+    assert emulation.last is not None
+    assert emulation.last.program.metadata["vgpr_spill_count"] == 0
+    steps, waves, blocks = 10, 8, config.block_m // 16 * 16
+    assert emulation.counts["v_mfma_scale_f32_16x16x128_f8f6f4"] == steps * blocks
+    assert emulation.counts["ds_read_b64_tr_b8"] == steps * waves * 16
+    assert report.other_per_mfma <= others
+    assert report.mfma_efficiency >= efficiency
+
+
+def gapped(values: torch.Tensor, gap: int, poison: int) -> torch.Tensor:
+    """The same [G, rows, bytes], with `gap` bytes of poison after each row."""
+    storage = values.new_full((*values.shape[:-1], values.shape[-1] + gap), poison)
+    return storage[..., : values.shape[-1]].copy_(values)
+
+
+@pytest.mark.parametrize("config", [HIGH, LOW], ids=["high", "low"])
+@pytest.mark.parametrize("n", [304, 290])
+def test_gaps_across_the_reduction_reach_no_result(config: Any, n: int) -> None:
+    """Rows of b that do not end at 16 bytes are copied, others read in place."""
+    a, _, offsets = gemm_operands("ragged", "e4m3", n, 416)
+    weight = scaled(len(offsets) - 1, n, 416, seed=1).mT.contiguous()
+    b = mxpert.quantize(weight, "mxfp8_e4m3", axis=-2)
+    expected = reference(mxpert.grouped_gemm, a, b, offsets, trans_b=False)
+    codes = gapped(b.qdata, -n % 32 + 32, 0x7F)
+    far = MXTensor(codes, gapped(b.scale, -n % 4 + 4, 255), b.format, -2)
+    operand = Operand.across(far)
+    in_place = operand.codes.data_ptr() == codes.data_ptr()
+    assert in_place == (operand.scale.data_ptr() == far.scale.data_ptr()) == (n % 16 == 0)
+    config = config if n % 16 == 0 else LOW
+    with emulate(), mxpert.override(backend="cdna4", config=config):
+        actual = mxpert.grouped_gemm(a, far, offsets, trans_b=False, out_dtype=torch.float32)
+    assert_exact(actual, expected.float(), "gaps", ignore_zero_sign=True)
+
+
+@pytest.mark.parametrize("config", [HIGH, LOW], ids=["high", "low"])
+def test_values_past_the_reduction_are_not_multiplied(config: Any) -> None:
+    """The last step of a matrix is a part of one; the next matrix, which follows it, is NaN."""
+    a, _, _ = gemm_operands("ragged", "e5m2_right", 320, 160)
+    b = mxpert.quantize(scaled(2, 320, 160, seed=1).mT.contiguous(), "mxfp8_e5m2", axis=-2)
+    b.qdata[1], b.scale[1] = 0x7F, 255
+    offsets = torch.tensor([0, 310, 310])
+    with emulate(), mxpert.override(backend="cdna4", config=config):
+        actual = mxpert.grouped_gemm(a, b, offsets, trans_b=False, out_dtype=torch.float32)
+    expected = reference(mxpert.grouped_gemm, a, b, offsets, trans_b=False)
+    assert_exact(actual, expected.float(), "next matrix", ignore_zero_sign=True)
+
+
 @pytest.mark.parametrize("config", [HIGH, LOW], ids=["high", "low"])
 @pytest.mark.parametrize("steps", [2, 3])
 def test_no_step_of_zeros_is_multiplied(config: Any, steps: int) -> None:
@@ -379,7 +441,7 @@ def test_rows_are_whole_lines(size: int) -> None:
 REFUSALS = {
     "elsewhere": (dict(target=replace(MI355X, arch="gfx942")), "needs gfx950"),
     "bf16": (dict(a_format="bf16", b_format="bf16"), "multiplies MXFP8 operands"),
-    "reduction": (dict(trans_b=False), "pass the other copy of quantize_dual"),
+    "wide": (dict(trans_b=False, n=1 << 23), "across the reduction with at most"),
     "float64": (dict(out_dtype=torch.float64), "writes bfloat16, float16 or float32"),
 }
 

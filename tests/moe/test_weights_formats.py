@@ -13,9 +13,12 @@ import torch
 
 import mxpert
 from mxpert import MoEWeights
+from mxpert.core.target import on_device
 from mxpert.formats import WeightTensor
+from mxpert.formats.tensor import Layout
 from mxpert.modules import requantize_
 from mxpert.moe.local_weights import take_experts
+from support.devices import DEVICES
 
 FORMATS = ("mxfp8", "nvfp4", "int4_g32", "int4_g64")
 DRAW = torch.Generator().manual_seed(0)
@@ -158,3 +161,25 @@ def test_zero_points_lie_as_the_scales() -> None:
     with pytest.raises(ValueError, match=r"down_proj\.zero_point\.stride\(\) — need \(256, 2, 1\)"):
         run(strided)
     assert torch.equal(run(strided.prepare(device="cpu")), run(weights))
+
+
+def test_gfx950_chooses_its_layout_for_mxfp8(tmp_path: Path) -> None:
+    """Prepared MXFP8 weights come back from a file, and are the published ones again."""
+    plain = {name: weights_in(name) for name in ("mxfp8", "nvfp4")}
+    with on_device(DEVICES["gfx950"]):
+        prepared, others = (weights.prepare(device="cpu") for weights in plain.values())
+    assert prepared.layout is prepared.down_proj.layout is Layout.CDNA4_FRAGMENT
+    assert others.layout is Layout.ROW_MAJOR
+    prepared.save(tmp_path / "layer.safetensors")
+    loaded = MoEWeights.load(tmp_path / "layer.safetensors")
+    for found, wanted in ((loaded, prepared), (loaded.unprepare(), plain["mxfp8"])):
+        assert (found.layout, found.gate_up_order) == (wanted.layout, wanted.gate_up_order)
+        for name in ("gate_up_proj", "down_proj"):
+            left, right = getattr(found, name), getattr(wanted, name)
+            assert torch.equal(left.qdata, right.qdata)
+            assert torch.equal(left.scale, right.scale)
+        assert found.gate_up_bias is not None
+        assert wanted.gate_up_bias is not None
+        assert torch.equal(found.gate_up_bias, wanted.gate_up_bias)
+    with pytest.raises(ValueError, match="prepare: layout — need ROW_MAJOR for nvfp4"):
+        plain["nvfp4"].prepare(device="cpu", layout=Layout.CDNA4_FRAGMENT)

@@ -106,7 +106,7 @@ def poison_like(tensor: torch.Tensor) -> torch.Tensor:
 def poison_prepared(tensor: MXTensor) -> None:
     """Fill what pads a prepared tensor, in place; its values stay as they are.
 
-    `Layout.CDNA4_FRAGMENT`: the largest codes with NaN scales; kernels read none of them.
+    `Layout.CDNA4_FRAGMENT`: the largest codes, or NaN, with NaN scales; kernels read none of them.
     `Layout.HOPPER_FRAGMENT`: rows get NaN scales and codes that decode to anything. Depth gets the
     largest weights there are: activations are zero there, so that finite weights add nothing.
     """
@@ -131,7 +131,7 @@ def _poison_cdna4(tensor: MXTensor) -> None:
     whole = (experts, units[0] * UNIT_ROWS, units[1] * UNIT_CODES)
     plain = CDNA4_FRAGMENT.unpack(replace(tensor, logical_shape=whole))
     for part, width, byte in (
-        (plain.qdata, depth // 2, POISON_CODES),
+        (plain.qdata, depth // tensor.format.codes_per_byte, _poison_byte(tensor)),
         (plain.scale, depth // MX_BLOCK_SIZE, E8M0_NAN),
     ):
         part[:, num_rows:] = byte

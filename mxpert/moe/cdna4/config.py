@@ -114,9 +114,8 @@ DECODE_BLOCKS_M = (16, 32)
 _MOST_BYTES = 1 << 31
 """Activations and float32 outputs must have fewer bytes: offsets of buffers have 31 bits."""
 
-PREFILL_BLOCKS_M = (64, 128, 256)
-"""Sorted rows of a prefill tile; the least is not for bf16 activations."""
-PREFILL_BLOCK_N = 256
+_LOW_BLOCK_M, PREFILL_BLOCK_N = 64, 256
+"""Sorted rows of a prefill tile with four waves, and weight rows of all."""
 PREFILL_GROUP_M = 8
 """`group_m` of the heuristic."""
 
@@ -124,11 +123,13 @@ _STEP_CYCLES = {
     "bf16": {256: 4168, 128: 2084},
     "mxfp4": {64: 790, 128: 747, 256: 1084},
     "mxfp8": {64: 658, 128: 1052, 256: 2066},
+    "mxfp8 mxfp8_e4m3": {128: 1321},
 }
-"""Modelled cycles of a CU for 128 elements of depth of a prefill tile (Triton 3.6.0, L2 hits).
+"""Modelled cycles of a CU for 128 elements of depth of a prefill tile (Triton 3.6.0, L2 hits), by
+activations, and weights other than MXFP4. Formats without an entry have the decode kernel alone.
 
-The first of equals is chosen. 32 rows of the decode kernel with bf16 take 1220 cycles.
-"""
+The first of equals is chosen. 32 rows of the decode kernel take 1220 cycles with bf16, with MXFP8
+weights 934 and 1478. There 256 rows do not fit into LDS, and 64 take 1519 cycles."""
 
 _RASTERS = ((1, 1), (2, 4), (4, 8), (16, 8), (8, 1))
 """`group_m` and `num_runs` that the tuner tries. FlyDSL's stage 2 has the second."""
@@ -153,8 +154,9 @@ def unsupported(problem: MoEProblem) -> str | None:
         return f"needs gfx950, not {problem.target.arch}"
     if not problem.options.activation.is_gated:
         return "multiplies gate and up rows; experts without a gate run on portable kernels"
-    if problem.weight_format != MXFP4.name:
-        return f"multiplies MXFP4 weights; {problem.weight_format} runs on portable kernels"
+    if problem.weight_format not in CDNA4_FRAGMENT.formats:
+        format = problem.weight_format
+        return f"multiplies MXFP4 and MXFP8 weights; {format} runs on portable kernels"
     if problem.weight_layout is not CDNA4_FRAGMENT:
         return "needs weights in CDNA4_FRAGMENT layout: call weights.prepare(device=...)"
     if problem.options.out_dtype not in FLOAT_DTYPES:
@@ -224,22 +226,32 @@ def decode_config(problem: MoEProblem, op: Op, block_m: int) -> Cdna4GemmConfig:
         block_m,
         block_n=4 // k_slices * UNIT_ROWS,
         num_warps=4,
-        num_stages=4,
+        num_stages=_decode_stages(problem, block_m),
         k_splits=k_splits,
         k_slices=k_slices,
         weight_cache=weight_cache_for(problem, block_m),
     )
 
 
-def prefill_blocks(activation_format: str) -> tuple[int, ...]:
-    """Sorted rows that a prefill tile may have with these activations."""
-    return PREFILL_BLOCKS_M[1:] if activation_format == "bf16" else PREFILL_BLOCKS_M
+def _decode_stages(problem: MoEProblem, block_m: int) -> int:
+    """Units of weights in flight of a wave.
+
+    Four of MXFP8 weights need too many registers beside 32 rows of bf16 for a second workgroup.
+    """
+    many = problem.weight_format != MXFP4.name and block_m > min(DECODE_BLOCKS_M)
+    return 2 if many and problem.options.activation_format == "bf16" else 4
+
+
+def prefill_blocks(problem: MoEProblem) -> tuple[int, ...]:
+    """Sorted rows that a prefill tile may have with the formats of a problem."""
+    return tuple(sorted(_step_cycles(problem)))
 
 
 def _step_cycles(problem: MoEProblem) -> dict[int, int]:
-    """`_STEP_CYCLES` of a problem's format."""
-    name = problem.options.activation_format
-    return _STEP_CYCLES["mxfp8" if name == "fp8_token" else name]
+    """`_STEP_CYCLES` of a problem's formats."""
+    rows, weights = problem.options.activation_format, problem.weight_format
+    rows = "mxfp8" if rows == "fp8_token" else rows
+    return _STEP_CYCLES.get(rows if weights == MXFP4.name else f"{rows} {weights}", {})
 
 
 def prefill_block_m(problem: MoEProblem) -> int | None:
@@ -248,9 +260,9 @@ def prefill_block_m(problem: MoEProblem) -> int | None:
     The decode kernel has the experts with few rows.
     """
     rows = problem.rows_per_expert
-    if rows <= DECODE_BLOCKS_M[-1]:
-        return None
     cycles = _step_cycles(problem)
+    if rows <= DECODE_BLOCKS_M[-1] or not cycles:
+        return None
     return min(cycles, key=lambda block: -(-rows // block) * cycles[block])
 
 
@@ -289,7 +301,7 @@ def stage_heuristic(problem: MoEProblem) -> Cdna4GemmConfig:
     pair = prefill_blocks_m(problem)
     if pair is not None:
         wanted = pair[STAGE_OPS.index(problem.op)]
-        blocks = prefill_blocks(problem.options.activation_format)
+        blocks = prefill_blocks(problem)
         allowed = [b for b in blocks if problem.routing_block_m % b == 0 and b <= wanted]
         if allowed:
             return _prefill_config(problem, problem.op, allowed[-1])
@@ -326,7 +338,7 @@ def _variants(problem: MoEProblem, config: Cdna4GemmConfig) -> Iterator[Cdna4Gem
 
 
 def _prefill_configs(problem: MoEProblem, op: Op) -> Iterator[Cdna4GemmConfig]:
-    for block_m in prefill_blocks(problem.options.activation_format):
+    for block_m in prefill_blocks(problem):
         yield _prefill_config(problem, op, block_m)
 
 
@@ -435,7 +447,7 @@ def prefill_config(block_m: int, weight_cache: WeightCache = WeightCache.KEEP) -
         Cdna4Kernel.PREFILL,
         block_m,
         PREFILL_BLOCK_N,
-        num_warps=4 if block_m == min(PREFILL_BLOCKS_M) else 8,
+        num_warps=4 if block_m == _LOW_BLOCK_M else 8,
         num_stages=3,
         weight_cache=weight_cache,
         group_m=PREFILL_GROUP_M,
@@ -451,7 +463,7 @@ def require_valid(config: Cdna4GemmConfig, problem: MoEProblem) -> None:
     """Raise ValueError for a pinned or tuned config that no kernel of this backend implements."""
     if config.kernel is Cdna4Kernel.PREFILL:
         activation_format = problem.options.activation_format
-        tiles = [prefill_config(rows) for rows in prefill_blocks(activation_format)]
+        tiles = [prefill_config(rows) for rows in prefill_blocks(problem)]
         need = f"with {activation_format} activations the tile of one of {tiles}"
         valid = any(
             all(getattr(config, name) == getattr(tile, name) for name in _TILE_SIZES)

@@ -3,7 +3,8 @@
 The problem is transposed: weights are operand A of MFMA and activation rows its N, so that a tile
 has as few as 16 rows. Weights come in `Layout.CDNA4_FRAGMENT`: each wave streams its own units of
 64 weight rows × 128 elements of depth with 16-byte loads straight into the registers that MFMA
-reads, and a word of scales a lane for the four fragments of a unit. Activation rows go to LDS by
+reads, and a word of scales a lane for the four fragments of a unit. MXFP8 weights take twice the
+loads of codes. Activation rows go to LDS by
 direct copies, in chunks of 16 bytes, and all waves read them from there.
 
 Grid: one dimension, a workgroup for each split of each tile of [64 * WAVES weight rows, ROWS sorted
@@ -34,12 +35,11 @@ from triton.experimental.gluon import language as gl
 
 from ...device.activation import gated_activation
 from ...device.cdna4 import NUM_XCDS
-from ...device.cdna4_operands import elements_per_chunk, items_per_lane
+from ...device.cdna4_operands import elements_per_chunk
 from ...device.compat import aggregate, buffer_load
 from ...device.mx_codec import quantize_tile
 from ...routing.plan import TOKEN_MASK
 from .mainloop import (
-    UNIT_LANES,
     UNIT_WORDS,
     Shape,
     Units,
@@ -47,6 +47,7 @@ from .mainloop import (
     open_activations,
     open_weights,
     sum_slices,
+    unit_items,
 )
 
 # ---- Epilogues of the gfx950 MoE GEMMs: bias, routing weight, activation, MX encoding, stores.
@@ -353,7 +354,7 @@ def _open_tile_weights(codes, scales, tile, first_depth, units, shape):
     """`WeightStream` of a tile from a unit of depth on; codes and scales of all experts."""
     first_unit = tile.first_weight_row // 64
     unit = (tile.expert.to(gl.int64) * units.rows + first_unit) * units.depth + first_depth
-    codes += unit * (UNIT_LANES * items_per_lane(shape.FORMAT))
+    codes += unit * unit_items(shape.FORMAT, shape.W_FORMAT)
     return open_weights(codes, scales + unit * UNIT_WORDS, first_unit, units, shape)
 
 
@@ -476,22 +477,20 @@ def _moe_gemm_decode_cdna4_kernel(
     ITERATIONS: gl.constexpr,
     STREAM: gl.constexpr,
     ALIGNED: gl.constexpr = True,
+    W_FORMAT: gl.constexpr = "e2m1",
 ):
     """Multiply the rows of a block by its expert's weights and run the epilogue.
 
     ALIGNED: x_scale_stride counts words; else bytes of a dense matrix of scales, given as words.
     """
-    plan = Plan(
-        sorted_token_ids_ptr,
-        block_expert_ids_ptr,
-        num_valid_ptr,
-        num_tokens,
-        num_experts,
-        routing_block_m,
-    )
+    sorting = sorted_token_ids_ptr, block_expert_ids_ptr, num_valid_ptr
+    plan = Plan(*sorting, num_tokens, num_experts, routing_block_m)
     SCALED: gl.constexpr = x_scale_ptr is not None
     shape = Shape(
-        X_FORMAT, ROWS, SLICES, WAVES, DEPTH, ITERATIONS, STREAM, SCALED=SCALED, ALIGNED=ALIGNED
+        *(X_FORMAT, ROWS, SLICES, WAVES, DEPTH, ITERATIONS, STREAM),
+        SCALED=SCALED,
+        ALIGNED=ALIGNED,
+        W_FORMAT=W_FORMAT,
     )
     first_row, first_weight_row, split, exists = _locate(plan, row_units, k_splits, WAVES, ROWS)
     first_depth = split * units_per_split

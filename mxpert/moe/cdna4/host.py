@@ -15,7 +15,7 @@ from ...core.problem import Combine, MoEConfig, MoEProblem, Op, WeightCache, res
 from ...device.cdna4 import NUM_XCDS, WITHOUT_ACCUMULATOR_REGISTERS
 from ...errors import UnsupportedError, message
 from ...formats.layouts import UNIT_ROWS
-from ...formats.spec import MX_BLOCK_SIZE
+from ...formats.spec import MX_BLOCK_SIZE, get_format
 from ...formats.tensor import MXTensor
 from ...routing.plan import RoutingPlan
 from ..finish import _moe_down_finish_kernel, _moe_gate_up_finish_kernel
@@ -232,6 +232,7 @@ def _decode_launches(
         ITERATIONS=heuristics.iterations_per_copy(config, problem.options.activation_format),
         STREAM=config.weight_cache is WeightCache.STREAM,
         ALIGNED=gemm.aligned,
+        W_FORMAT=get_format(problem.weight_format).element.name,
         num_warps=config.num_warps,
         **both,
     )
@@ -263,6 +264,7 @@ def _prefill_launches(
         PERSISTENT=config.persistent,
         STREAM=config.weight_cache is WeightCache.STREAM,
         ARRANGED=gemm.arranged,
+        W_FORMAT=get_format(problem.weight_format).element.name,
         num_warps=config.num_warps,
         **WITHOUT_ACCUMULATOR_REGISTERS,
         **_epilogue(problem, gemm),

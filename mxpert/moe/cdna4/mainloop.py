@@ -16,18 +16,25 @@ from ...device.cdna4_operands import (
     decode_operand,
     elements_per_chunk,
     items_per_lane,
+    loads_per_unit,
     scale_layout,
     sum_layout,
     unit_x_scales,
+    words_per_lane,
     x_layout,
     x_scale_layout,
 )
 from ...device.compat import aggregate, barrier, batched_mfma_scaled, buffer_load, reinterpret
 
 _async_copy = gl.amd.cdna4.async_copy
-UNIT_LANES = gl.constexpr(256)
 UNIT_WORDS = gl.constexpr(64)
-"""A unit of 64 x 128 weights: lanes of four fragments, 16 bytes each, and words of scales."""
+"""Words of scales of a unit of 64 x 128 weights."""
+
+
+@gluon.constexpr_function
+def unit_items(FORMAT, W_FORMAT):
+    """Elements of codes of a unit: bytes, or words to decode."""
+    return 64 * loads_per_unit(W_FORMAT) * items_per_lane(FORMAT)
 
 
 @aggregate
@@ -37,7 +44,8 @@ class Shape:
     FORMAT: of the activations, "bf16", "e4m3" or "e2m1". ROWS: activation rows of a tile. SLICES,
     WAVES: see `lib.fragments`. DEPTH: steps of weights in flight. ITERATIONS: iterations that a
     copy of activations lasts. STREAM: weights are read once, so that they need no cache. SCALED:
-    activations have E8M0 scales. ALIGNED: their rows begin at words.
+    activations have E8M0 scales. ALIGNED: their rows begin at words. W_FORMAT: of the weights,
+    "e2m1" or "e4m3".
     """
 
     FORMAT: gl.constexpr
@@ -49,6 +57,7 @@ class Shape:
     STREAM: gl.constexpr
     SCALED: gl.constexpr
     ALIGNED: gl.constexpr
+    W_FORMAT: gl.constexpr
 
 
 @aggregate
@@ -77,8 +86,8 @@ class WeightStream:
         """
         SLICES: gl.constexpr = self.shape.SLICES
         unit = step * SLICES
-        ITEMS: gl.constexpr = items_per_lane(self.shape.FORMAT)
-        codes = self.codes + unit.to(gl.int64) * (UNIT_LANES * ITEMS)
+        ITEMS: gl.constexpr = unit_items(self.shape.FORMAT, self.shape.W_FORMAT)
+        codes = self.codes + unit.to(gl.int64) * ITEMS
         scales = self.scales + unit.to(gl.int64) * UNIT_WORDS
         code_mask = unit * 4 < self.code_blocks
         scale_mask = unit * 4 < self.scale_blocks
@@ -137,22 +146,30 @@ def open_weights(codes, scales, first_unit, units, shape):
     SLICES: gl.constexpr = shape.SLICES
     WAVES: gl.constexpr = shape.WAVES
     ITEMS: gl.constexpr = items_per_lane(shape.FORMAT)
-    CL: gl.constexpr = code_layout(SLICES, WAVES, shape.FORMAT)
-    SL: gl.constexpr = scale_layout(SLICES, WAVES)
-    fragment, wave = along(4 * WAVES, 1, 4, CL), along(WAVES, 1, 3, SL)
+    LOADS: gl.constexpr = loads_per_unit(shape.W_FORMAT)
+    WORDS: gl.constexpr = words_per_lane(shape.FORMAT, shape.W_FORMAT)
+    CL: gl.constexpr = code_layout(SLICES, WAVES, shape.FORMAT, shape.W_FORMAT)
+    SL: gl.constexpr = scale_layout(SLICES, WAVES, WORDS)
+    fragment, wave = along(LOADS * WAVES, 1, 4, CL), along(WORDS * WAVES, 1, 3, SL)
     code_slice, scale_slice = along(SLICES, 0, 4, CL), along(SLICES, 0, 3, SL)
     code_lane, word = along(64, 2, 4, CL), along(64, 2, 3, SL)
-    place = code_slice + fragment // 4 * units.depth
-    lane = fragment % 4 * 64 + code_lane
+    code_block = code_lane // 16
+    if LOADS == 8:
+        code_block = fragment % 2 * 2 + code_lane // 32
+    if WORDS == 2:
+        word = (wave % 2 * 2 + word // 32) * 16 + word % 16
+        wave = wave // 2
+    place = code_slice + fragment // LOADS * units.depth
+    lane = fragment % LOADS * 64 + code_lane
     words = (scale_slice + wave * units.depth) * UNIT_WORDS + word
-    code_blocks = units.blocks - code_slice * 4 - code_lane // 16
+    code_blocks = units.blocks - code_slice * 4 - code_block
     scale_blocks = units.blocks - scale_slice * 4 - word // 16
     return WeightStream(
         codes=codes,
         scales=scales,
-        code_offsets=(place * UNIT_LANES + lane) * ITEMS + along(ITEMS, 3, 4, CL),
+        code_offsets=(place * (64 * LOADS) + lane) * ITEMS + along(ITEMS, 3, 4, CL),
         scale_offsets=words,
-        code_blocks=gl.where(first_unit + fragment // 4 < units.rows, code_blocks, 0),
+        code_blocks=gl.where(first_unit + fragment // LOADS < units.rows, code_blocks, 0),
         scale_blocks=gl.where(first_unit + wave < units.rows, scale_blocks, 0),
         num_blocks=units.blocks,
         shape=shape,
@@ -303,12 +320,12 @@ def _multiply(sums, weights, x, x_scales, shape):
     """Add the products of one step to the sums."""
     LAYOUT: gl.constexpr = sums.type.layout
     if shape.FORMAT == "bf16":
-        operand = decode_operand(weights.codes, weights.scales, LAYOUT)
+        operand = decode_operand(weights.codes, weights.scales, LAYOUT, shape.W_FORMAT)
         return gl.amd.cdna4.mfma(operand, x, sums)
     else:
-        operand = as_operand(weights.codes, LAYOUT)
+        operand = as_operand(weights.codes, LAYOUT, shape.W_FORMAT)
         scales = as_scale_operand(weights.scales)
-        return batched_mfma_scaled(operand, scales, "e2m1", x, x_scales, shape.FORMAT, sums)
+        return batched_mfma_scaled(operand, scales, shape.W_FORMAT, x, x_scales, shape.FORMAT, sums)
 
 
 @gluon.jit
@@ -328,7 +345,7 @@ def accumulate(weights, activations, shape):
     WAVES: gl.constexpr = shape.WAVES
     ROWS: gl.constexpr = shape.ROWS
     SUMS: gl.constexpr = sum_layout(SLICES, WAVES, FORMAT)
-    X: gl.constexpr = x_layout(SLICES, WAVES, ROWS, FORMAT)
+    X: gl.constexpr = x_layout(SLICES, WAVES, ROWS, FORMAT, shape.W_FORMAT)
     sums = gl.zeros((SLICES, 64 * WAVES, ROWS), gl.float32, SUMS)
     iterations = gl.cdiv(weights.num_blocks, 4 * STEPS * SLICES)
     # One view for each step of the two buffers, and for each iteration.
@@ -369,7 +386,7 @@ def accumulate(weights, activations, shape):
                 x = _async_copy.load_shared_relaxed(x_steps.index(place * STEPS + step), X)
                 if shape.SCALED:
                     x_scales = as_x_scale_operand(words, step, WAVES)
-                x = as_x_operand(x, SLICES, SUMS, FORMAT)
+                x = as_x_operand(x, SLICES, SUMS, FORMAT, shape.W_FORMAT)
                 sums = _multiply(sums, queue[step % shape.DEPTH], x, x_scales, shape)
                 following = weights.load(iteration * STEPS + step + shape.DEPTH)
                 queue = _replace(queue, step % shape.DEPTH, following)

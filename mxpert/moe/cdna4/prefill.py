@@ -37,6 +37,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...device.cdna4_operands import loads_per_unit
 from ...device.compat import aggregate
 from .decode import Plan
 from .prefill_bf16 import (
@@ -185,6 +186,7 @@ def _source(tile, operands, plan, variant, GATHER: gl.constexpr):
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
     UNITS: gl.constexpr = copied_units(gl.num_warps())
+    LOADS: gl.constexpr = loads_per_unit(variant.W_FORMAT)
     ids, first = plan.sorted_token_ids, tile.first
     row_units, depth_units = operands.row_units, operands.depth_units
     stride = operands.x_row_chunks * 16
@@ -197,8 +199,8 @@ def _source(tile, operands, plan, variant, GATHER: gl.constexpr):
         rows=rows,
         row_offset=row_offset,
         row_bytes=row_bytes,
-        weights=operands.w + units * 4096,
-        weight_offset=offsets_of_weights(tile.n * 4, row_units, depth_units, LAYOUT),
+        weights=operands.w + units * (LOADS * 1024),
+        weight_offset=offsets_of_weights(tile.n * 4, row_units, depth_units, LAYOUT, LOADS),
         row_scales=row_scales,
         row_scale_offset=offsets_of_scales(UNITS, 0, BLOCK_M // 64, depth_units),
         weight_scales=operands.w_scale + units * 256,
@@ -221,7 +223,7 @@ def _dense_source(tile, operands, plan, variant, GATHER: gl.constexpr):
         row_offset=_row_offsets(ids, first, plan.num_tokens, stride, variant.BLOCK_M, GATHER),
         row_bytes=operands.num_k_blocks * 64,
         weights=operands.w + units * 4096,
-        weight_offset=offsets_of_weights(tile.n * 4, row_units, depth_units, LAYOUT),
+        weight_offset=offsets_of_weights(tile.n * 4, row_units, depth_units, LAYOUT, 4),
         scales=operands.w_scale + units * 256,
         scale_offset=offsets_of_unit_scales(tile.n * 4, row_units, depth_units),
         num_blocks=operands.num_k_blocks,
@@ -342,20 +344,15 @@ def _moe_gemm_prefill_cdna4_kernel(
     STREAM: gl.constexpr,
     PERSISTENT: gl.constexpr,
     ARRANGED: gl.constexpr = False,
+    W_FORMAT: gl.constexpr = "e2m1",
 ):
     """One stage: ``x @ w[expert].T`` and its epilogue; see the module.
 
     x: bytes, rows 16 · x_row_chunks apart: of tokens, in stage 2 (ACTIVATION "") sorted. x_scale:
     by `arrange_scales`; None with bf16. w, w_scale: CDNA4_FRAGMENT, STREAM: read once.
     """
-    plan = Plan(
-        sorted_token_ids_ptr,
-        block_expert_ids_ptr,
-        num_valid_ptr,
-        num_tokens,
-        num_experts,
-        routing_block_m,
-    )
+    sorting = sorted_token_ids_ptr, block_expert_ids_ptr, num_valid_ptr
+    plan = Plan(*sorting, num_tokens, num_experts, routing_block_m)
     operands = Operands(
         x_ptr, x_scale_ptr, w_ptr, w_scale_ptr, x_row_chunks, num_k_blocks, row_units, depth_units
     )
@@ -376,7 +373,7 @@ def _moe_gemm_prefill_cdna4_kernel(
         THRESHOLD=THRESHOLD,
         ARRANGED=ARRANGED,
     )
-    variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT, STREAM=STREAM)
+    variant = Variant(BLOCK_M=BLOCK_M, FORMAT=X_FORMAT, STREAM=STREAM, W_FORMAT=W_FORMAT)
     buffers = _make_buffers(variant)
     raster = Raster(gl.cdiv(row_units, 4), BLOCK_M, GROUP_M, NUM_RUNS)
     if PERSISTENT:

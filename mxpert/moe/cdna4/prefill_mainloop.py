@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ...device.cdna4 import NUM_WARPS, end_compute, end_memory, enter_phases, leave_phases, opaque
+from ...device.cdna4_operands import loads_per_unit
 from ...device.compat import aggregate, reinterpret
 from .prefill_tiles import (
     fragment_copy_layout,
@@ -39,7 +40,7 @@ from .prefill_tiles import (
 #
 #     rows            e4m3, e5m2: 3 buffers of 1 step; e2m1: 2 buffers of 2 steps; 32 KiB each
 #     weights         e4m3, e5m2: 3 buffers of 1 step; e2m1: 2 of even and 2 of odd steps; 16
-#     KiB each
+#     KiB each. MXFP8 weights: 3 buffers of 1 step of 32 KiB, beside 128 rows at most
 #     scales          2 buffers of 2 steps, 2 KiB each, for rows and for weights
 #
 # A copy must not leave out a wave, because waits count each wave's own copies.
@@ -49,7 +50,7 @@ async_copy = gl.amd.cdna4.async_copy
 
 @aggregate
 class Variant:
-    """Constants that select the code: rows of a tile, element format of the sorted rows.
+    """Constants that select the code: rows of a tile, element formats of the sorted rows, weights.
 
     STREAM: weights are read once, so that they need no cache.
     """
@@ -57,6 +58,7 @@ class Variant:
     BLOCK_M: gl.constexpr
     FORMAT: gl.constexpr
     STREAM: gl.constexpr
+    W_FORMAT: gl.constexpr
 
 
 @aggregate
@@ -64,10 +66,10 @@ class Source:
     """Global memory that a tile reads. Pointers are to the tile's first byte, offsets int32.
 
     rows: uint8 codes. row_offset: of the tile's rows, [BLOCK_M]. row_bytes: bytes of a row.
-    weights, weight_offset: of the fragments of a step, [16]. row_scales and weight_scales:
-    units [64 rows][step][256 bytes]. row_scale_offset, weight_scale_offset: of each unit that is
-    copied. steps: of the contracted dimension. num_blocks: its MX blocks; the last step may have
-    fewer than four.
+    weights, weight_offset: of the fragments of a step, [16] (MXFP8: halves, [32]). row_scales and
+    weight_scales: units [64 rows][step][256 bytes]. row_scale_offset, weight_scale_offset: of each
+    unit that is copied. steps: of the contracted dimension. num_blocks: its MX blocks; the last
+    step may have fewer than four.
     """
 
     rows: gl.tensor
@@ -134,9 +136,10 @@ def make_buffers(variant):
     SLOTS: gl.constexpr = steps_ahead(variant.FORMAT) // PER_BUFFER
     LINEAR: gl.constexpr = linear_in_lds()
     UNITS: gl.constexpr = copied_units(gl.num_warps())
+    LOADS: gl.constexpr = 4 * loads_per_unit(variant.W_FORMAT)
     weights = ()
     for _ in gl.static_range(PER_BUFFER):
-        weights += (gl.allocate_shared_memory(gl.uint8, [SLOTS, 16, 1024], LINEAR),)
+        weights += (gl.allocate_shared_memory(gl.uint8, [SLOTS, LOADS, 1024], LINEAR),)
     return Buffers(
         rows=gl.allocate_shared_memory(gl.uint8, [SLOTS, variant.BLOCK_M, 128], LINEAR),
         weights=weights,
@@ -153,11 +156,14 @@ def copied_rows(BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def offsets_of_weights(first_unit, num_units, steps, LAYOUT: gl.constexpr):
-    """Offsets [16] of a step's fragments, for copies in LAYOUT. Units past the last repeat it."""
-    fragment = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
-    unit = gl.minimum(first_unit + fragment // 4, num_units - 1) - first_unit
-    return unit * (steps * 4096) + fragment % 4 * 1024
+def offsets_of_weights(first_unit, num_units, steps, LAYOUT: gl.constexpr, LOADS: gl.constexpr):
+    """Offsets of a step's fragments, for copies in LAYOUT: LOADS of 1 KiB of each of four units.
+
+    Units past the last repeat it.
+    """
+    fragment = gl.arange(0, 4 * LOADS, gl.SliceLayout(1, LAYOUT))
+    unit = gl.minimum(first_unit + fragment // LOADS, num_units - 1) - first_unit
+    return unit * (steps * (LOADS * 1024)) + fragment % LOADS * 1024
 
 
 @gluon.constexpr_function
@@ -208,13 +214,19 @@ def copy_rows(source, slots, slot, first):
 def _copy_weights(source, buffers, variant, slot, step, ODD: gl.constexpr):
     """Copy the weights of `step` to LDS; steps past the last one repeat it. ODD: its last bit.
 
-    Codes that pad the depth are read. They are finite, and their rows and scales are zeros.
+    Codes that pad the depth are read if they are e2m1: they are finite, and their rows and scales
+    are zeros. Those of e4m3 may be NaN and become zeros.
     """
     LAYOUT: gl.constexpr = fragment_copy_layout(gl.num_warps())
+    LOADS: gl.constexpr = loads_per_unit(variant.W_FORMAT)
     INDEX: gl.constexpr = ODD if steps_per_buffer(variant.FORMAT) == 2 else 0
     byte = gl.arange(0, 1024, gl.SliceLayout(0, LAYOUT))
-    first = gl.minimum(step, source.steps - 1) * 4096
+    first = gl.minimum(step, source.steps - 1) * (LOADS * 1024)
     offsets = source.weight_offset[:, None] + first + byte[None, :]
+    if LOADS == 8:
+        half = gl.arange(0, 4 * LOADS, gl.SliceLayout(1, LAYOUT)) % 2
+        block = half[:, None] * 2 + byte[None, :] // 512
+        offsets += past_end(step * 4 >= source.num_blocks - block)
     offsets = gl.max_contiguous(gl.multiple_of(offsets, [1, 16]), [1, 16])
     slots = buffers.weights[INDEX]
     copy_streamed(slots.index(slot), source.weights, offsets, variant.STREAM)
@@ -309,7 +321,7 @@ class Fragments:
 
 @gluon.constexpr_function
 def element_type(FORMAT):
-    """Type of the sorted rows in LDS."""
+    """Type of rows or weights in LDS."""
     return {"e2m1": gl.uint8, "e4m3": gl.float8e4nv, "e5m2": gl.float8e5}[FORMAT]
 
 
@@ -339,11 +351,13 @@ def _read_rows(buffers, variant, slot, ODD: gl.constexpr):
 
 @gluon.jit
 def _read_weights(buffers, variant, slot, ODD: gl.constexpr):
-    """Fragments of the weights in a step, [64 bytes, 256]."""
+    """Fragments of the weights in a step, [64 bytes, 256], of e4m3 [128, 256]."""
     BLOCK_M: gl.constexpr = variant.BLOCK_M
     INDEX: gl.constexpr = ODD if steps_per_buffer(variant.FORMAT) == 2 else 0
     weights = buffers.weights[INDEX].index(slot)
-    weights = reinterpret(weights, gl.uint8, [64, 256], weights_in_lds(BLOCK_M, variant.FORMAT))
+    BYTES: gl.constexpr = 16 * loads_per_unit(variant.W_FORMAT)
+    LDS: gl.constexpr = weights_in_lds(BLOCK_M, variant.FORMAT, BYTES)
+    weights = reinterpret(weights, element_type(variant.W_FORMAT), [BYTES, 256], LDS)
     return async_copy.load_shared_relaxed(weights, operand_layout(BLOCK_M, variant.FORMAT, 1))
 
 
@@ -446,7 +460,7 @@ def _multiply(sums, fragments, variant):
         variant.FORMAT,
         fragments.weights,
         weight_scales,
-        "e2m1",
+        variant.W_FORMAT,
         acc=sums,
     )
 

@@ -111,12 +111,13 @@ def rows_in_lds(BLOCK_M, FORMAT):
 
 
 @gluon.constexpr_function
-def weights_in_lds(BLOCK_M, FORMAT):
-    """[64 bytes, 256 weight rows]: units of fragments [block of 32 codes][row][16 bytes].
+def weights_in_lds(BLOCK_M, FORMAT, BYTES=64):
+    """[BYTES, 256 weight rows]: units of fragments [chunk of 16 bytes][row][16 bytes].
 
     That is their order in memory.
     """
-    lane = _along(0, [1, 2, 4, 8]) + _along(1, [1, 2, 4, 8]) + _along(0, [16, 32])
+    chunks = [16 * bit for bit in _bits(BYTES // 16)]
+    lane = _along(0, [1, 2, 4, 8]) + _along(1, [1, 2, 4, 8]) + _along(0, chunks)
     rows, waves = mfma_rows(FORMAT), warps_n(BLOCK_M, FORMAT)
     if rows == 32:  # MFMA (fragment), wave, unit, row
         fragments, units = [32 * waves * bit for bit in _bits(4)], [16]

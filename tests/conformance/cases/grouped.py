@@ -136,7 +136,7 @@ class GroupedCase:
         if backend == "reference":
             return not self.limited
         if backend == "cdna4":
-            return mx and (self.is_wgrad or self.trans_b)
+            return mx
         if backend == "hopper":
             columns = self.k if self.is_wgrad else self.n
             return columns % 8 == 0 and (mx or not (self.is_wgrad or self.k % 8))
@@ -339,6 +339,9 @@ SHAPES: Cases = {
     ),
     "large_last": _gemm("e5m2_right", LARGE["all_in_last"], n=304, k=544, tile="large"),
     "large_empty": _gemm("e4m3", LARGE["empty"], n=304, k=416, tile="large"),
+    "large_nn": _gemm("e5m2_right", LARGE["ragged"], n=304, k=416, tile="large", trans_b=False),
+    "lines_nn": _gemm("hybrid", LARGE["ragged"], n=320, k=288, tile="large", trans_b=False),
+    "odd_mx_nn": _gemm("e4m3", LARGE["all_in_last"], n=259, k=288, tile="large", trans_b=False),
     "large_rounded": _gemm(
         "e5m2_right",
         Groups((100, 156)),
@@ -382,6 +385,12 @@ POISONED: Cases = {
     **{
         f"{pair}-{tile}": _gemm(pair, LARGE["ragged"], n=304, k=416, tile=tile, poisoned=True)
         for pair, tile in (("e4m3", "small"), ("hybrid", "large"))
+    },
+    **{
+        f"{pair}-{tile}-nn": _gemm(
+            pair, LARGE["ragged"], n=304, k=416, tile=tile, poisoned=True, trans_b=False
+        )
+        for pair, tile in (("e4m3", "small"), ("e5m2", "large"))
     },
     **{
         f"{pair}-wgrad": _wgrad(pair, GROUPS["ragged"], poisoned=True, tile=tile)

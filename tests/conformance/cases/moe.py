@@ -242,6 +242,42 @@ WEIGHTS: Cases = {
     "mxfp8-bf16": MoECase("bf16", w_format="mxfp8_e4m3", tile="split"),
     "mxfp8-mxfp8": MoECase("mxfp8", SiLU(), w_format="mxfp8_e4m3", poisoned=True),
     "mxfp8-mxfp4": MoECase("mxfp4", SiTUv2(), w_format="mxfp8_e4m3", tile="wide"),
+    "mxfp8-bf16-deep": MoECase(
+        "bf16", SiLU(), w_format="mxfp8_e4m3", poisoned=True, sizes=DEEP, tile="sliced_and_split"
+    ),
+    "mxfp8-mxfp8-deep": MoECase(
+        "mxfp8",
+        order=GateUpOrder.CONCATENATED,
+        combine=Combine.ATOMIC,
+        w_format="mxfp8_e4m3",
+        poisoned=True,
+        sizes=replace(DEEP, tokens=40),
+        tile="sliced",
+    ),
+    "mxfp8-mxfp4-deep": MoECase(
+        "mxfp4", w_format="mxfp8_e4m3", poisoned=True, sizes=DEEP, tile="deep"
+    ),
+    "mxfp8-mxfp8-128": MoECase(
+        "mxfp8",
+        w_format="mxfp8_e4m3",
+        poisoned=True,
+        sizes=replace(HIGH_DEEP, tokens=150),
+        tile="high_128",
+    ),
+    "mxfp8-mxfp8-128-units": MoECase(
+        "mxfp8",
+        ClampedSiLU(),
+        GateUpOrder.INTERLEAVED_16,
+        Combine.ATOMIC,
+        on_input=True,
+        w_format="mxfp8_e4m3",
+        poisoned=True,
+        sizes=replace(HIGH, tokens=100),
+        tile="high_128_in_units",
+    ),
+    "mxfp8-fp8_token-128": MoECase(
+        "fp8_token", SiLU(), w_format="mxfp8_e4m3", exact=False, sizes=HIGH, tile="high_128"
+    ),
     "nvfp4-bf16": MoECase("bf16", w_format="nvfp4", poisoned=True, tile="wide"),
     "nvfp4-mxfp8": MoECase("mxfp8", combine=Combine.ATOMIC, w_format="nvfp4", tile="split"),
     "nvfp4-mxfp4": MoECase("mxfp4", SiLU(), w_format="nvfp4"),

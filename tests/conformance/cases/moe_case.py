@@ -104,22 +104,30 @@ class MoECase:
     w_format: str = "mxfp4"
     seed: int = 0
 
-    def problem(self, target: Target, layout: Layout) -> MoEProblem:
+    def problem(self, target: Target, backend: str) -> MoEProblem:
         """The problem that a backend is asked for."""
         sizes = self.sizes
         options = MoEOptions(
             self.activation, self.a_format, self.rule, self.on_input, self.combine, self.out_dtype
         )
         dimensions = sizes.tokens, sizes.top_k, sizes.experts, sizes.hidden, sizes.inner
-        held = layout if self.w_format == "mxfp4" else Layout.ROW_MAJOR
+        held = self.layout_on(backend)
         return MoEProblem(
             Op.FUSED_MOE, target, *dimensions, options, held, weight_format=self.w_format
         )
 
+    def layout_on(self, backend: str) -> Layout:
+        """The layout of the weights that a backend's kernels read."""
+        own = BACKENDS[backend]
+        layouts = (own.weight_layout, *own.other_layouts)
+        held = (each for each in layouts if each is not None and self.w_format in each.formats)
+        return next(held, Layout.ROW_MAJOR)
+
     def served_by(self, backend: str) -> bool:
         """`test_backends_serve_what_the_cases_say` compares this with the kernels."""
-        everywhere = self.activation.is_gated and self.w_format == "mxfp4"
-        return backend in (BACKENDS if everywhere else ("reference", "triton"))
+        if backend in ("reference", "triton"):
+            return True
+        return self.activation.is_gated and self.layout_on(backend) is not Layout.ROW_MAJOR
 
     def is_exact_on(self, backend: str) -> bool:
         """Whether to compare bits. Scales of fp8_token are no powers of two, and FP8 tensor cores
@@ -204,7 +212,7 @@ class MoECase:
 
     def _prepared(self, weights: MoEWeights, executor: Executor) -> MoEWeights:
         """Weights as the executor's kernels read them; preparing copies to dense storage."""
-        layout = layout_of(executor.backend)
+        layout = self.layout_on(executor.backend)
         if not self.poisoned:
             return weights.prepare(device=executor.device, layout=layout)
         if layout is Layout.ROW_MAJOR:
@@ -381,12 +389,6 @@ class MoECase:
                 self.a_format, self.out_dtype, self.sizes.inner, **self._sum(expected, y)
             )
         assert_close_relative(y, wanted, bound, "stage 2")
-
-
-def layout_of(backend: str) -> Layout:
-    """The layout that a backend's kernels read."""
-    own = BACKENDS[backend].weight_layout
-    return Layout.ROW_MAJOR if own is None else own
 
 
 def _rows_of(h: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor | MXTensor:

@@ -35,7 +35,9 @@ def meta(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
 
 
 @functools.cache
-def compiled(op: Op, a_format: str, rows: int, k_slices: int = 1) -> CompiledKernel:
+def compiled(
+    op: Op, a_format: str, rows: int, k_slices: int = 1, w_format: str = "mxfp4"
+) -> CompiledKernel:
     """The binary that the heuristic's config runs, with biases.
 
     Stage 2 reads rows of 90 scales as stage 1 stores them: they do not begin at words.
@@ -51,6 +53,7 @@ def compiled(op: Op, a_format: str, rows: int, k_slices: int = 1) -> CompiledKer
         MoEOptions(SwiGLU(), a_format),
         Layout.CDNA4_FRAGMENT,
         rows,
+        weight_format=w_format,
     )
     config = decode_config(problem, op, rows)
     config = replace(config, k_slices=k_slices, block_n=config.block_n // k_slices)
@@ -72,6 +75,7 @@ def compiled(op: Op, a_format: str, rows: int, k_slices: int = 1) -> CompiledKer
     x = meta(1024, ROW_BYTES[a_format])
     scales = meta(1024, 92) if is_first else meta(1024 * 90)
     code_dtype = torch.uint8 if is_mx else torch.uint32
+    unit_bytes = 4096 if w_format == "mxfp4" else 8192
     tensors = {
         "out_ptr": meta(1024, 2880, dtype=torch.uint8 if is_mx and is_first else torch.bfloat16),
         "out_scale_ptr": meta(1024, 90) if is_mx and is_first else None,
@@ -79,7 +83,7 @@ def compiled(op: Op, a_format: str, rows: int, k_slices: int = 1) -> CompiledKer
         "x_ptr": x if is_mx else x.view(torch.bfloat16),
         "x_scale_ptr": scales.view(torch.uint32) if is_mx else None,
         "x_row_scale_ptr": None,
-        "w_ptr": meta(128, row_units, 23, 4096).view(code_dtype),
+        "w_ptr": meta(128, row_units, 23, unit_bytes).view(code_dtype),
         "w_scale_ptr": meta(128, row_units, 23, 256).view(torch.uint32),
         "bias_ptr": meta(128, 5760, dtype=torch.float32),
         "sorted_token_ids_ptr": meta(4096, dtype=torch.int32),
@@ -127,6 +131,25 @@ def test_the_hot_loop_does_what_it_has_to(op: Op, a_format: str, rows: int) -> N
     assert matching(loop, "ds_read_b128") == reads * tiles
     waits = [text for text in loop.instructions if re.match(r"s_waitcnt .*vmcnt\(0\)", text)]
     assert len(waits) <= (1 if matching(loop, "s_barrier") else 0), waits
+
+
+@pytest.mark.parametrize("rows", ROWS_OF)
+@pytest.mark.parametrize("a_format", CODES)
+def test_mxfp8_weights_are_multiplied_as_they_are(a_format: str, rows: int) -> None:
+    """e4m3 codes are operand A of scaled MFMA; bf16 rows need one conversion for two codes."""
+    kernel = compiled(Op.MOE_GATE_UP, a_format, rows, w_format="mxfp8_e4m3")
+    check_native(kernel, 4, most_overhead=17, least_waves=2, least_non_temporal=36)
+    loop = hot_loop(kernel.listing)
+    tiles, steps = rows // 16, 4
+    assert matching(loop, "buffer_load_dwordx4(?!.* lds)") == 8 * steps  # codes of a lane
+    if a_format == "bf16":
+        assert matching(loop, "v_mfma_f32_16x16x32_bf16") == loop.count("mfma") == 64 * tiles
+        assert matching(loop, "v_cvt_scalef32_pk_bf16_fp8") == 256
+        assert not matching(loop, "v_cvt_scalef32_pk_bf16_fp4")
+    else:
+        scaled = "v_mfma_scale_f32_16x16x128_f8f6f4"
+        assert matching(loop, scaled) == loop.count("mfma") == 4 * steps * tiles
+        assert not matching(loop, "v_cvt|v_perm")
 
 
 # --- latency ------------------------------------------------------------------------------------

@@ -15,31 +15,33 @@ SHAPES = [(1, 32, 32), (2, 64, 128), (1, 96, 160), (3, 160, 96), (2, 192, 352), 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
 
 
-def random_weights(shape: tuple[int, int, int]) -> MXTensor:
+def random_weights(shape: tuple[int, int, int], name: str = "mxfp4") -> MXTensor:
     """Any codes with any scale bytes, NaN among them."""
-    experts, rows, depth = shape
+    (experts, rows, depth), format = shape, FORMATS[name]
     generator = torch.Generator().manual_seed(depth)
-    codes = torch.randint(0, 256, (experts, rows, depth // 2), generator=generator)
+    width = depth // format.codes_per_byte
+    codes = torch.randint(0, 256, (experts, rows, width), generator=generator)
     scale = torch.randint(0, 256, (experts, rows, depth // 32), generator=generator)
-    return MXTensor(codes.to(torch.uint8), scale.to(torch.uint8), MXFP4)
+    return MXTensor(codes.to(torch.uint8), scale.to(torch.uint8), format)
 
 
 def permutation(size: int) -> torch.Tensor:
     return torch.randperm(size, generator=torch.Generator().manual_seed(size))
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8_e4m3"])
 @pytest.mark.parametrize("permuted", [False, True], ids=["in_order", "permuted"])
 @shapes
-def test_round_trip(shape: tuple[int, int, int], permuted: bool) -> None:
-    t = random_weights(shape)
+def test_round_trip(shape: tuple[int, int, int], permuted: bool, name: str) -> None:
+    t = random_weights(shape, name)
     rows = permutation(shape[1]) if permuted else None
     packed = CDNA4_FRAGMENT.pack(t, rows=rows)
     units = (shape[0], -(-shape[1] // 64), -(-shape[2] // 128))
-    assert packed.qdata.shape == (*units, 4096)
+    assert packed.qdata.shape == (*units, 8192 // t.format.codes_per_byte)
     assert packed.scale.shape == (*units, 256)
     assert (packed.layout, packed.shape) == (Layout.CDNA4_FRAGMENT, t.shape)
     back = CDNA4_FRAGMENT.unpack(packed, rows)
-    assert (back.layout, back.shape) == (Layout.ROW_MAJOR, t.shape)
+    assert (back.layout, back.shape, back.format) == (Layout.ROW_MAJOR, t.shape, t.format)
     assert_same_bits(back.qdata, t.qdata, "codes")
     assert_same_bits(back.scale, t.scale, "scales")
 
@@ -61,6 +63,22 @@ def test_each_lane_holds_one_block_of_a_row(shape: tuple[int, int, int]) -> None
     scales = packed.scale[expert, row // 64, block // 4]  # [blocks, 256]
     found = scales.gather(1, (lane * 4 + fragment)[:, None])
     assert_same_bits(found[:, 0], t.scale.flatten(), "scales")
+
+
+@shapes
+def test_each_lane_holds_two_chunks_of_an_mxfp8_row(shape: tuple[int, int, int]) -> None:
+    """The place of every 16 codes: chunks b and b + 4 belong to lane 16 b + r."""
+    t = random_weights(shape, "mxfp8_e4m3")
+    packed = CDNA4_FRAGMENT.pack(t)
+    sizes = (*shape[:2], shape[2] // 16)
+    expert, row, chunk = (
+        index.flatten() for index in torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
+    )
+    unit = packed.qdata[expert, row // 64, chunk // 8]  # [chunks, 8192]
+    fragment, half, lane = row % 64 // 16, chunk % 8 // 4, chunk % 4 * 16 + row % 16
+    first = (fragment * 2 + half) * 1024 + lane * 16
+    found = unit.gather(1, first[:, None] + torch.arange(16))
+    assert_same_bits(found, t.qdata.reshape(-1, 16), "codes")
 
 
 def test_padding_is_zero_codes_of_scale_one() -> None:
@@ -104,7 +122,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match=r"pack_cdna4: t\.shape — need \[E, N, K\]"):
         CDNA4_FRAGMENT.pack(MXTensor(t.qdata[0], t.scale[0], MXFP4))
     mxfp8 = MXTensor(
-        torch.zeros(1, 64, 128).byte(), torch.zeros(1, 64, 4).byte(), FORMATS["mxfp8_e4m3"]
+        torch.zeros(1, 64, 128).byte(), torch.zeros(1, 64, 4).byte(), FORMATS["mxfp8_e5m2"]
     )
     with pytest.raises(ValueError, match=r"pack_cdna4: t\.format — need"):
         CDNA4_FRAGMENT.pack(mxfp8)

@@ -30,7 +30,7 @@ from mxpert.testing.problems import MoEShape, random_moe_problem
 from support.aot import TRITON_RELEASE
 from support.executors import Executor
 from support.layers import explain_layer
-from tests.conformance.cases.moe import HIGH_TILES
+from tests.conformance.cases.moe import HIGH_TILES, WEIGHTS
 from tests.conformance.cases.moe_case import MoECase, Sizes
 
 CDNA4 = Executor("cdna4", "emulated")
@@ -40,12 +40,18 @@ KERNEL = "_moe_gemm_prefill_cdna4_kernel"
 # --- what was compiled -----------------------------------------------------------------------
 
 
-def a_problem(a_format: str, tokens: int, **sizes: int) -> MoEProblem:
+def a_problem(a_format: str, tokens: int, w_format: str = "mxfp4", **sizes: int) -> MoEProblem:
     shape = {"top_k": 4, "num_experts": 32, "hidden_size": 2880, "intermediate_size": 2880} | sizes
     options = MoEOptions(SiLU(), a_format)
     layout = Layout.CDNA4_FRAGMENT
     return MoEProblem(
-        Op.FUSED_MOE, MI355X, num_tokens=tokens, options=options, weight_layout=layout, **shape
+        Op.FUSED_MOE,
+        MI355X,
+        num_tokens=tokens,
+        options=options,
+        weight_layout=layout,
+        weight_format=w_format,
+        **shape,
     )
 
 
@@ -57,8 +63,12 @@ def loop_report(a_format: str, persistent: bool) -> tuple[LoopReport, str]:
 
 
 def model_of(name: str, rows: int, persistent: bool = False) -> tuple[LoopReport, str]:
-    """The same of a case of `HIGH_TILES`, whose binaries it uses."""
-    case = replace(HIGH_TILES[name], sizes=Sizes(1024, experts=1, top_k=1, tokens=rows))
+    """The same of a case of `HIGH_TILES` or `WEIGHTS`, whose binaries it uses."""
+    case = replace(
+        (HIGH_TILES | WEIGHTS)[name],
+        poisoned=False,
+        sizes=Sizes(1024, experts=1, top_k=1, tokens=rows),
+    )
     stage = replace(prefill_config(rows), persistent=persistent)
     with emulate(trace=True) as emulation, CDNA4.serving(MoEConfig(rows, stage, stage)):
         case.run(case.given(case.inputs(), CDNA4))
@@ -126,6 +136,21 @@ def test_the_loop_of_bf16_rows(name: str, rows: int) -> None:
     assert not re.search(r"^scratch_|accvgpr", listing, re.MULTILINE)
 
 
+@grids
+def test_the_loop_of_mxfp8_weights(persistent: bool) -> None:
+    """e4m3 weights are an operand of scaled MFMA, copied straight to LDS."""
+    report, listing = model_of("mxfp8-mxfp8-128", 128, persistent)
+    assert report.mfma_efficiency >= 0.75, str(report)
+    assert report.vector_registers <= 256
+    assert report.lds_bytes <= 160 * 1024
+    multiply = "v_mfma_scale_f32_16x16x128_f8f6f4"
+    assert report.instructions["mfma"] == report.mnemonics[multiply] == 32
+    assert not re.search(r"^(scratch_|v_cvt)|accvgpr", loop_of(listing), re.MULTILINE)
+    loads = re.findall(r"^buffer_load\w+.*", loop_of(listing), re.MULTILINE)
+    assert loads
+    assert all(text.endswith("lds") for text in loads)
+
+
 def test_scales_are_arranged_like_those_of_weights() -> None:
     scale = torch.randint(0, 255, (64, 5), dtype=torch.uint8)
     plan = mxpert.make_routing_plan(
@@ -167,6 +192,24 @@ def test_few_rows_go_to_the_decode_kernel(a_format: str) -> None:
     assert config.gate_up.kernel is Cdna4Kernel.DECODE  # type: ignore[union-attr]
 
 
+def test_tiles_of_mxfp8_weights() -> None:
+    """Prefill with 128 rows for 8-bit rows; other rows have the decode kernel, as few rows do."""
+    stage = prefill_config(128)
+    for a_format in ("mxfp8", "fp8_token"):
+        config = layer_heuristic(a_problem(a_format, 4096, "mxfp8_e4m3"))
+        assert config == MoEConfig(128, stage, stage)
+    for a_format, tokens in (("bf16", 4096), ("mxfp4", 4096), ("mxfp8", 64)):
+        config = layer_heuristic(a_problem(a_format, tokens, "mxfp8_e4m3"))
+        assert config.gate_up.kernel is Cdna4Kernel.DECODE  # type: ignore[union-attr]
+        tried = layer_configs(a_problem(a_format, tokens, "mxfp8_e4m3"))
+        rows = {
+            config.gate_up.block_m
+            for config in tried
+            if config.gate_up.kernel is Cdna4Kernel.PREFILL  # type: ignore[union-attr]
+        }
+        assert rows == ({128} if a_format == "mxfp8" else set())
+
+
 @pytest.mark.parametrize("a_format", ["mxfp8", "bf16"])
 def test_the_tuner_tries_every_tile(a_format: str) -> None:
     tried = {
@@ -174,7 +217,7 @@ def test_the_tuner_tries_every_tile(a_format: str) -> None:
         for config in layer_configs(a_problem(a_format, 4096))
         if config.gate_up.kernel is Cdna4Kernel.PREFILL  # type: ignore[union-attr]
     }
-    assert tried == set(prefill_blocks(a_format))
+    assert tried == set(prefill_blocks(a_problem(a_format, 4096)))
 
 
 def test_explain_names_the_kernel_of_many_bf16_rows() -> None:
