@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..errors import require
 from ..formats.layouts import WeightLayout
-from ..formats.spec import ScaleSpan
+from ..formats.spec import MXFP4, ScaleSpan
 from ..formats.tensor import Layout
 from .kernel import AnyKernel
 from .problem import GemmConfig, Op, StageConfig, Target
@@ -59,7 +59,8 @@ class Backend:
         rank: the kinds of target ("cuda", "hip", "cpu") whose ops ask it; lower ranks first.
         made_for: architectures that have it as their fast backend.
         stage_config: type of the configs of its MoE stages; JSON in tuned tables has its fields.
-        weight_layout: the layout that its MoE kernels read; None is ROW_MAJOR.
+        weight_layout: the layout of MXFP4 weights that its MoE kernels read; None is ROW_MAJOR.
+        other_layouts: those of other formats.
         training_span: scale span on `made_for` of recipes that leave it open.
         replays: whether calls may be repeated without the host code of `launch`.
         gpus: its rows of the table of GPUs.
@@ -72,6 +73,7 @@ class Backend:
     made_for: tuple[str, ...] = ()
     stage_config: type[StageConfig] = GemmConfig
     weight_layout: WeightLayout | None = None
+    other_layouts: tuple[WeightLayout, ...] = ()
     training_span: ScaleSpan = ScaleSpan.BLOCK
     replays: bool = True
     gpus: tuple[Support, ...] = ()
@@ -89,12 +91,13 @@ BACKENDS: dict[str, Backend] = {}
 
 
 def add_backend(backend: Backend) -> None:
-    """Add a manifest and the weight layout that it names."""
+    """Add a manifest and the weight layouts that it names."""
     name = backend.name
     require(name not in BACKENDS, "register_backend", "name", need="a new name", got=repr(name))
     BACKENDS[name] = backend
-    if backend.weight_layout is not None:
-        Layout.register(backend.weight_layout)
+    for layout in (backend.weight_layout, *backend.other_layouts):
+        if layout is not None:
+            Layout.register(layout)
 
 
 def made_for(arch: str) -> Backend | None:
@@ -102,8 +105,9 @@ def made_for(arch: str) -> Backend | None:
     return next((each for each in BACKENDS.values() if arch in each.made_for), None)
 
 
-def layouts_for(arch: str) -> tuple[Layout, ...]:
-    """Weight layouts that `MoEWeights.prepare` tries on an architecture, in order."""
+def layouts_for(arch: str, weight_format: str = MXFP4.name) -> tuple[Layout, ...]:
+    """Layouts that `MoEWeights.prepare` tries for a format on an architecture, in order."""
     backend = made_for(arch)
-    own = None if backend is None else backend.weight_layout
-    return (Layout.ROW_MAJOR,) if own is None else (own, Layout.ROW_MAJOR)
+    layouts = () if backend is None else (backend.weight_layout, *backend.other_layouts)
+    own = (each for each in layouts if each is not None and weight_format in each.formats)
+    return (*own, Layout.ROW_MAJOR)

@@ -1,4 +1,4 @@
-"""Prepared layouts of MXFP4 weights: what a backend states of the storage order of its weights.
+"""Prepared layouts of weights: what a backend states of the storage order of its weights.
 
 The layout of a backend holds the permutation, its inverse and the constants that its kernels read,
 in one place. Weights are stored in units of 64 rows × 128 codes, [E, rows / 64, K / 128, unit].
@@ -7,7 +7,7 @@ in one place. Weights are stored in units of 64 rows × 128 codes, [E, rows / 64
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -26,34 +26,43 @@ UNIT_BLOCKS = UNIT_CODES // MX_BLOCK_SIZE
 
 
 class WeightLayout(Layout):
-    """A layout of MXFP4 weights [E, N, K] that the kernels of a backend read."""
+    """A layout of weights [E, N, K] that the kernels of a backend read.
+
+    A tensor of weights is `Any` here: an MXTensor or a WeightTensor, as `formats` says.
+    """
 
     gate_up_order: ClassVar[GateUpOrder]
     """Order of gate and up rows. A thread of the GEMM then owns both rows of its features."""
     holds: ClassVar[str] = "any MXFP4 weights"
     """Which weights it can hold, for errors."""
+    formats: ClassVar[tuple[str, ...]] = (MXFP4.name,)
+    """Names of the formats that it can hold."""
 
     def fits(self, certificate: FoldCertificate) -> bool:
         """Return whether the layout is exact for these weights."""
         return True
 
+    def can_hold(self, t: Any) -> bool:
+        """Whether the layout is exact for weights of one of its formats that have no certificate."""
+        return True
+
     @abstractmethod
-    def check(self, t: MXTensor, op: str) -> None:
+    def check(self, t: Any, op: str) -> None:
         """Raise an error unless the stored tensors fit the logical shape of a packed tensor."""
 
     @abstractmethod
     def pack(
         self,
-        t: MXTensor,
+        t: Any,
         certificate: FoldCertificate | None = None,
         rows: torch.Tensor | None = None,
         *,
-        out: MXTensor | None = None,
-    ) -> MXTensor:
-        """Bring MXFP4 weights [E, N, K] into this layout; `unpack` inverts it.
+        out: Any | None = None,
+    ) -> Any:
+        """Bring weights [E, N, K] into this layout; `unpack` inverts it.
 
         Args:
-            t: MXFP4, ROW_MAJOR, axis -1.
+            t: of one of `formats`, ROW_MAJOR, axis -1.
             certificate: the fold certificate of `t`; None computes it where it is needed.
             rows: int64 [N], the order in which rows are stored; None keeps theirs.
             out: a packed tensor of the same sizes that takes the result; None allocates.
@@ -64,10 +73,10 @@ class WeightLayout(Layout):
         """
 
     @abstractmethod
-    def unpack(self, t: MXTensor, rows: torch.Tensor | None = None) -> MXTensor:
+    def unpack(self, t: Any, rows: torch.Tensor | None = None) -> Any:
         """Return the ROW_MAJOR tensor that ``pack(…, rows=rows)`` packed, bit for bit."""
 
-    def require_own(self, t: MXTensor, op: str) -> None:
+    def require_own(self, t: Any, op: str) -> None:
         """Raise a ValueError unless `t` is in this layout."""
         if t.layout is not self:
             raise ValueError(message(op, "t.layout", self, t.layout))

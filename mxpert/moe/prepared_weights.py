@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def prepare(weights: MoEWeights, device: torch.device, layout: LayoutLike | None) -> MoEWeights:
-    """`MoEWeights.prepare`. Formats other than MXFP4 stay ROW_MAJOR."""
+    """`MoEWeights.prepare`."""
     op = "prepare"
     check_holds_data(device, op, "device", "load the weights first")
     if layout is not None:
@@ -34,9 +34,7 @@ def prepare(weights: MoEWeights, device: torch.device, layout: LayoutLike | None
     dense = {name: getattr(weights, name)._mapped(torch.Tensor.contiguous) for name in PROJECTIONS}
     moved = replace(weights, **dense).to(device)
     if weights.weight_format != MXFP4.name:
-        need = f"ROW_MAJOR for {weights.weight_format}"
-        require(layout is None or layout is plain, op, "layout", need=need, got=layout)
-        return moved
+        return _prepare_other(moved, layout, op)
     gate_up, down = moved.mx_projections
     certificates = fold_certificate(gate_up), fold_certificate(down)
     if layout is None:
@@ -48,10 +46,30 @@ def prepare(weights: MoEWeights, device: torch.device, layout: LayoutLike | None
     return _pack(moved, layout, certificates) if isinstance(layout, WeightLayout) else moved
 
 
+def _prepare_other(weights: MoEWeights, layout: Layout | None, op: str) -> MoEWeights:
+    """`prepare` of dense weights in another format than MXFP4, which no layout folds."""
+    arch, format = detect_target(weights.device).arch, weights.weight_format
+
+    def holds(candidate: Layout) -> bool:
+        if not isinstance(candidate, WeightLayout):
+            return True
+        known = weights.has_gate and format in candidate.formats
+        return known and all(candidate.can_hold(getattr(weights, name)) for name in PROJECTIONS)
+
+    if layout is None:
+        layout = next(each for each in layouts_for(arch, format) if holds(each))
+    gate = "" if weights.has_gate else " without a gate"
+    got, remedy = f"{format}{gate}", f"{layout.name} cannot hold these weights"
+    require(holds(layout), op, "layout", need=f"ROW_MAJOR for {got}", got=layout, remedy=remedy)
+    return _pack(weights, layout, (None, None)) if isinstance(layout, WeightLayout) else weights
+
+
 def _pack(
-    weights: MoEWeights, layout: WeightLayout, certificates: tuple[FoldCertificate, FoldCertificate]
+    weights: MoEWeights,
+    layout: WeightLayout,
+    certificates: tuple[FoldCertificate | None, FoldCertificate | None],
 ) -> MoEWeights:
-    order, (gate_up, down) = weights.gate_up_order, weights.mx_projections
+    order, gate_up, down = weights.gate_up_order, weights.gate_up_proj, weights.down_proj
     assert order is not None  # checked by `prepare`
     rows = prepared_rows(layout, order, weights.intermediate_size, weights.device)
     bias = None if weights.gate_up_bias is None else weights.gate_up_bias[:, rows].contiguous()
@@ -70,7 +88,7 @@ def unprepare(weights: MoEWeights) -> MoEWeights:
     layout = weights.layout
     if not isinstance(layout, WeightLayout):
         return replace(weights, fold_certificates=None)
-    gate_up, down = weights.mx_projections
+    gate_up, down = weights.gate_up_proj, weights.down_proj
     order = weights.source_order or layout.gate_up_order
     rows = prepared_rows(layout, order, weights.intermediate_size, weights.device)
     bias = weights.gate_up_bias

@@ -107,7 +107,9 @@ class MoEWeights(
         _check(own == theirs, "down_proj.format", f"{own}, as gate_up_proj has", theirs)
         if not isinstance(self.layout, WeightLayout):
             return
-        for projection in self.mx_projections:
+        need = f"one of {list(self.layout.formats)} in {self.layout}"
+        _check(own in self.layout.formats, "gate_up_proj.format", need, own)
+        for projection in (self.gate_up_proj, self.down_proj):
             self.layout.check(projection, _OP)
         wanted = self.layout.gate_up_order
         need, remedy = f"{wanted} in {self.layout}", "call prepare on ROW_MAJOR weights"
@@ -407,7 +409,7 @@ class MoEWeights(
         Raises:
             TypeError: `layout` is no Layout and no name.
             ValueError: weights that are prepared already, a layout that cannot hold them exactly,
-                or a device that does not exist. Layouts other than ROW_MAJOR hold MXFP4.
+                or a device that does not exist.
 
         Example:
             >>> import mxpert

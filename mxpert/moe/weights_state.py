@@ -139,10 +139,10 @@ def _projection(
 ) -> WeightLike:
     """One projection from its entries of a state."""
     qdata, scale = state[f"{name}.qdata"], state[f"{name}.scale"]
+    packed = layout is not Layout.ROW_MAJOR
     if format in WEIGHT_FORMATS:
         optional = (state.get(f"{name}.{part}") for part in _OPTIONAL_PARTS)
-        return WeightTensor(qdata, scale, format, *optional)
-    packed = layout is not Layout.ROW_MAJOR
+        return WeightTensor(qdata, scale, format, *optional, layout, shape if packed else None)
     return MXTensor(
         qdata,
         scale,

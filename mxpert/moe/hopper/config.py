@@ -15,6 +15,8 @@ from ...core.problem import Combine, MoEConfig, MoEProblem, Op
 from ...core.stage_configs import StageConfig, require_integers, require_positive, set_member
 from ...errors import message, require
 from ...formats.layouts import UNIT_ROWS
+from ...formats.spec import MXFP4
+from .group_layout import group_weights
 
 
 class HopperKernel(enum.StrEnum):
@@ -99,6 +101,17 @@ DECODE_WORKER_REGISTERS = 104
 _UNIT_STAGE_BYTES = UNIT_ROWS * STAGE_DEPTH // 2 + UNIT_ROWS * STAGE_DEPTH // 32
 """Bytes of a consumer's weights in a stage: two codes a byte, and a shift for 32 codes."""
 
+
+def _unit_stage_bytes(weight_format: str) -> int:
+    """The same for any format; scales of INT4 have up to four bytes."""
+    weights = group_weights(weight_format)
+    if weights is None:
+        return _UNIT_STAGE_BYTES
+    codes = UNIT_ROWS * STAGE_DEPTH // (2 if weights.is_integer else 1)
+    return codes + UNIT_ROWS * STAGE_DEPTH // weights.group * (4 if weights.is_integer else 1)
+
+
+
 _DECODE_SHARED = 113 * 1024
 """Shared memory per CTA in bytes so that two fit on an SM; the system takes one kilobyte of it."""
 
@@ -155,20 +168,22 @@ the sums of up to 256 rows with two consumers and 96 with three; with hi and lo 
 """
 
 
-def stage_bytes(config: HopperGemmConfig) -> int:
+def stage_bytes(config: HopperGemmConfig, weight_format: str = MXFP4.name) -> int:
     """Bytes of a pipeline stage: weight codes, shifts, and one-byte activation rows (hi and lo)."""
     rows = config.block_m * config.blocks_per_tile * (2 if config.hi_lo else 1)
-    return config.consumers * _UNIT_STAGE_BYTES + rows * STAGE_DEPTH
+    return config.consumers * _unit_stage_bytes(weight_format) + rows * STAGE_DEPTH
 
 
-def _decode_config(block_m: int, hi_lo: bool) -> HopperGemmConfig:
+def _decode_config(block_m: int, hi_lo: bool, weight_format: str) -> HopperGemmConfig:
     """Decode config with as many stages as two CTAs per SM allow."""
     config = HopperGemmConfig(HopperKernel.DECODE, block_m, 1, hi_lo=hi_lo)
-    stages = (_DECODE_SHARED - _BARRIER_BYTES) // stage_bytes(config)
+    stages = (_DECODE_SHARED - _BARRIER_BYTES) // stage_bytes(config, weight_format)
     return replace(config, num_stages=min(_MAX_STAGES, stages))
 
 
-def _prefill_config(block_m: int, consumers: int, blocks: int, hi_lo: bool) -> HopperGemmConfig:
+def _prefill_config(
+    block_m: int, consumers: int, blocks: int, hi_lo: bool, weight_format: str
+) -> HopperGemmConfig:
     """Prefill config for tiles of up to `blocks` blocks, with as many stages as fit.
 
     Shared memory must also hold the output buffers. More stages hide more memory latency: with one
@@ -179,15 +194,17 @@ def _prefill_config(block_m: int, consumers: int, blocks: int, hi_lo: bool) -> H
     )
     outputs = consumers * block_m * UNIT_ROWS * torch.bfloat16.itemsize
     room = _PREFILL_SHARED - _BARRIER_BYTES - outputs
-    return replace(config, num_stages=room // stage_bytes(config))
+    return replace(config, num_stages=room // stage_bytes(config, weight_format))
 
 
-def output_buffers(config: HopperGemmConfig, row_bytes: int) -> tuple[int, int]:
+def output_buffers(
+    config: HopperGemmConfig, row_bytes: int, weight_format: str = MXFP4.name
+) -> tuple[int, int]:
     """Output buffers per consumer of a prefill tile (TMA stores in flight), and rows of each.
 
     row_bytes: bytes of a consumer's outputs per row.
     """
-    ring = config.num_stages * stage_bytes(config)
+    ring = config.num_stages * stage_bytes(config, weight_format)
     room = _PREFILL_SHARED - _BARRIER_BYTES - ring
     return next(
         (buffers, rows)
@@ -197,11 +214,17 @@ def output_buffers(config: HopperGemmConfig, row_bytes: int) -> tuple[int, int]:
 
 
 @functools.cache
-def tiles(hi_lo: bool) -> dict[str, HopperGemmConfig]:
+def tiles(hi_lo: bool, weight_format: str = MXFP4.name) -> dict[str, HopperGemmConfig]:
     """All tiles by name, ordered by activation rows."""
-    return {f"decode{rows}": _decode_config(rows, hi_lo) for rows in BLOCKS_M} | {
-        name: _prefill_config(*shape, hi_lo) for name, shape in _PREFILL_SHAPES[hi_lo].items()
+    return {f"decode{rows}": _decode_config(rows, hi_lo, weight_format) for rows in BLOCKS_M} | {
+        name: _prefill_config(*shape, hi_lo, weight_format)
+        for name, shape in _PREFILL_SHAPES[hi_lo].items()
     }
+
+
+def tiles_of(problem: MoEProblem) -> dict[str, HopperGemmConfig]:
+    """All tiles for the formats of a problem, by name."""
+    return tiles(uses_hi_lo(problem), problem.weight_format)
 
 
 def uses_hi_lo(problem: MoEProblem) -> bool:
@@ -224,7 +247,7 @@ def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
     units = _row_units(problem, op)
     if name == "triple" and not hi_lo and -(-units // 3) * 3 > _MOST_IDLE * units:
         name = "narrow"
-    return tiles(hi_lo)[name]
+    return tiles_of(problem)[name]
 
 
 def _row_units(problem: MoEProblem, op: Op) -> int:
@@ -287,7 +310,7 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     """
     preferred = _preferred_tiles(problem)
     first = _layer(problem, *preferred)
-    others = [_layer(problem, tile, tile) for tile in tiles(uses_hi_lo(problem)).values()]
+    others = [_layer(problem, tile, tile) for tile in tiles_of(problem).values()]
     if preferred[0].kernel is HopperKernel.DECODE:
         others += [
             MoEConfig(
@@ -296,7 +319,7 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
             )
             for splits in _k_split_choices(problem)
         ]
-    own = tiles(uses_hi_lo(problem)).values()
+    own = tiles_of(problem).values()
     others += [_layer(problem, preferred[0], tile) for tile in own]
     others += [_layer(problem, tile, preferred[1]) for tile in own]
     yield from dict.fromkeys([first, *others])
@@ -318,7 +341,7 @@ def stage_configs(problem: MoEProblem) -> Iterator[HopperGemmConfig]:
     """Every tile whose block_m divides the plan's routing_block_m."""
     yield from (
         _with_k_splits(tile, problem, problem.op)
-        for tile in tiles(uses_hi_lo(problem)).values()
+        for tile in tiles_of(problem).values()
         if problem.routing_block_m % tile.block_m == 0
     )
 
@@ -328,13 +351,13 @@ def stage_heuristic(problem: MoEProblem) -> HopperGemmConfig:
     preferred = _preferred(problem, problem.op)
     if problem.routing_block_m % preferred.block_m:
         rows = max(rows for rows in BLOCKS_M if problem.routing_block_m % rows == 0)
-        preferred = tiles(uses_hi_lo(problem))[f"decode{rows}"]
+        preferred = tiles_of(problem)[f"decode{rows}"]
     return _with_k_splits(preferred, problem, problem.op)
 
 
 def require_valid(config: HopperGemmConfig, problem: MoEProblem) -> None:
     """Raise ValueError for a pinned or tuned config that no kernel of this backend implements."""
-    known_tiles = list(tiles(uses_hi_lo(problem)).values())
+    known_tiles = list(tiles_of(problem).values())
     decodes = config.kernel is HopperKernel.DECODE
     valid = (
         config.num_stages >= (2 if decodes else 1)

@@ -26,12 +26,20 @@ class Variant:
     """Variant of the epilogue.
 
     EPILOGUE: LINEAR or the name of an activation. WEIGHTED: routing weights multiply the outputs
-    (LINEAR) or the inputs of the activation.
+    (LINEAR) or the inputs of the activation. REFERENCE: the reference exponent of all rows; 0 if
+    each has its own.
     """
 
     EPILOGUE: gl.constexpr
     HAS_BIAS: gl.constexpr
     WEIGHTED: gl.constexpr
+    REFERENCE: gl.constexpr
+
+
+@gluon.constexpr_function
+def row_reference(WEIGHTS):
+    """REFERENCE of the variant for a `GroupWeights`, or None."""
+    return 0 if WEIGHTS is None else WEIGHTS.reference
 
 
 @aggregate
@@ -126,6 +134,15 @@ def _load_bias(pointer, rows, limit, HAS_BIAS: gl.constexpr):
 
 
 @gluon.jit
+def _load_reference(pointer, rows, inside, REFERENCE: gl.constexpr):
+    """Load the reference exponent of each row; all are REFERENCE if that is not 0."""
+    if REFERENCE == 0:
+        return gl.load(pointer + rows, mask=inside, other=127)
+    else:
+        return gl.full([rows.shape[0]], REFERENCE, gl.uint8, rows.type.layout)
+
+
+@gluon.jit
 def load_output_terms(epilogue, expert, first_output, LAYOUT: gl.constexpr):
     """Load references and biases of a row unit's outputs (LINEAR), or of its gate and up rows.
 
@@ -138,7 +155,7 @@ def load_output_terms(epilogue, expert, first_output, LAYOUT: gl.constexpr):
     reference = epilogue.reference + expert * padded_rows
     inside = output < num_outputs
     if epilogue.variant.EPILOGUE == _LINEAR:
-        exponents = gl.load(reference + output, mask=inside, other=127)
+        exponents = _load_reference(reference, output, inside, epilogue.variant.REFERENCE)
         bias = _load_bias(
             epilogue.bias + expert * num_outputs, output, num_outputs, epilogue.variant.HAS_BIAS
         )
@@ -147,8 +164,8 @@ def load_output_terms(epilogue, expert, first_output, LAYOUT: gl.constexpr):
         bias = epilogue.bias + expert * num_outputs * 2
         gate = 2 * output
         return OutputTerms(
-            reference=gl.load(reference + gate, mask=inside, other=127),
-            up_reference=gl.load(reference + gate + 1, mask=inside, other=127),
+            reference=_load_reference(reference, gate, inside, epilogue.variant.REFERENCE),
+            up_reference=_load_reference(reference, gate + 1, inside, epilogue.variant.REFERENCE),
             bias=_load_bias(bias, gate, 2 * num_outputs, epilogue.variant.HAS_BIAS),
             up_bias=_load_bias(bias, gate + 1, 2 * num_outputs, epilogue.variant.HAS_BIAS),
         )
