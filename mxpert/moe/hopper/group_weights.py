@@ -197,6 +197,12 @@ def accumulate_decode_groups(pipe, state, steps, PARTITION: gl.constexpr, COLUMN
     return accumulator, state
 
 
+@gluon.constexpr_function
+def _holds_both(LEFT, RIGHT, CONSUMERS):
+    """Whether registers hold the sums of both groups of columns beside the accumulators."""
+    return RIGHT > 0 and LEFT + RIGHT <= (128 if CONSUMERS == 2 else 64)
+
+
 @gluon.jit
 def accumulate_prefill_groups(
     pipe, state, steps, PARTITION: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr
@@ -211,7 +217,7 @@ def accumulate_prefill_groups(
     RIGHT_LAYOUT: gl.constexpr = accumulator_layout(WIDTH)
     ROWS_OF_RIGHT: gl.constexpr = gl.SliceLayout(1, RIGHT_LAYOUT)
     RIGHT_AT: gl.constexpr = pipe.BLOCKS * pipe.BLOCK_M if pipe.HI_LO else LEFT
-    AT_ONCE: gl.constexpr = RIGHT > 0 and LEFT + RIGHT <= 128  # registers hold both sums
+    AT_ONCE: gl.constexpr = _holds_both(LEFT, RIGHT, pipe.CONSUMERS)
     CODE_ROWS: gl.constexpr = WEIGHTS.code_rows
     STEPS: gl.constexpr = WEIGHTS.group // 32
     GROUPS: gl.constexpr = WEIGHTS.groups
@@ -219,27 +225,29 @@ def accumulate_prefill_groups(
     right = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
     for _ in range(steps):
         mbarrier.wait(pipe.ready.index(state.stage), state.phase)
-        own = state.stage * pipe.CONSUMERS + PARTITION
-        codes = pipe.codes.index(own).reshape([2 * CODE_ROWS, 128])
-        scales = load_scales(pipe.shifts.index(own).reshape([2 * GROUPS, 64]), LAYOUT)
-        for unit in gl.static_range(2):
-            weights = decode_steps(codes.slice(CODE_ROWS * unit, CODE_ROWS, 0), WEIGHTS, LAYOUT)
-            x = pipe.x.view(2 * state.stage + unit, 0, LEFT)
+        for unit in range(2):  # no static loop: registers do not hold both units' weights
+            own = 2 * (state.stage * pipe.CONSUMERS + PARTITION) + unit
+            half = 2 * state.stage + unit
+            scales = load_scales(pipe.shifts.index(own).reshape([GROUPS, 64]), LAYOUT)
+            weights = decode_steps(
+                pipe.codes.index(own).reshape([CODE_ROWS, 128]), WEIGHTS, LAYOUT
+            )
             for group in gl.static_range(GROUPS):
-                scale = _scale_values(scales[unit * GROUPS + group])
+                scale = _scale_values(scales[group])
+                x = pipe.x.view(half, 0, LEFT)
                 sums = _multiply_group(weights, x, group * STEPS, STEPS, 0, LEFT)
                 if AT_ONCE:
-                    other = pipe.x.view(2 * state.stage + unit, RIGHT_AT, RIGHT)
+                    other = pipe.x.view(half, RIGHT_AT, RIGHT)
                     more = _multiply_group(weights, other, group * STEPS, STEPS, 0, RIGHT)
-                    sums = warpgroup_mma_wait(1, deps=(sums,))
+                    sums, more = warpgroup_mma_wait(0, deps=(sums, more))
                 else:
                     sums = warpgroup_mma_wait(0, deps=(sums,))
                 left += sums * scale[:, None]
                 if RIGHT > 0:
                     if not AT_ONCE:
-                        other = pipe.x.view(2 * state.stage + unit, RIGHT_AT, RIGHT)
+                        other = pipe.x.view(half, RIGHT_AT, RIGHT)
                         more = _multiply_group(weights, other, group * STEPS, STEPS, 0, RIGHT)
-                    more = warpgroup_mma_wait(0, deps=(more,))
+                        more = warpgroup_mma_wait(0, deps=(more,))
                     of_right = gl.convert_layout(scale, ROWS_OF_RIGHT, assert_trivial=True)
                     right += more * of_right[:, None]
         mbarrier.arrive(pipe.free.index(state.stage), count=1)

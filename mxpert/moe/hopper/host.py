@@ -333,15 +333,15 @@ _DECODE_DESCRIPTORS = {
 
 
 def _group_descriptors(
-    problem: MoEProblem, scale_dtype: torch.dtype
+    problem: MoEProblem, scale_dtype: torch.dtype, depth_units: int
 ) -> dict[str, DescriptorSpec] | None:
-    """Descriptors of codes and scales of a row unit in a stage; None for MXFP4."""
+    """Descriptors of codes and scales of a row unit and some depth units; None for MXFP4."""
     weights = group_weights(problem.weight_format)
     if weights is None:
         return None
     return {
-        "code_desc": matrix_descriptor(2 * weights.code_rows, 128, torch.uint8),
-        "shift_desc": matrix_descriptor(2 * weights.groups, UNIT_ROWS, scale_dtype),
+        "code_desc": matrix_descriptor(depth_units * weights.code_rows, 128, torch.uint8),
+        "shift_desc": matrix_descriptor(depth_units * weights.groups, UNIT_ROWS, scale_dtype),
     }
 
 
@@ -349,7 +349,7 @@ def _group_descriptors(
 def _decode_launch(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -> Launch:
     # The last step of an odd depth must not read the next unit: decode is limited by bandwidth.
     tiles = {
-        **(_group_descriptors(problem, gemm.scale_dtype) or _DECODE_DESCRIPTORS),
+        **(_group_descriptors(problem, gemm.scale_dtype, 2) or _DECODE_DESCRIPTORS),
         **_x_descriptors(config.block_m),
     }
     unused = {name: None for name in _X_DESCRIPTORS.values() if name not in tiles}
@@ -391,7 +391,7 @@ def _prefill_launch(
         "shift_desc": rows_descriptor(code_rows // 4, 32, torch.uint8, width=32),
     }
     tiles = {
-        **(_group_descriptors(problem, gemm.scale_dtype) or of_mxfp4),
+        **(_group_descriptors(problem, gemm.scale_dtype, 1) or of_mxfp4),
         "x_desc": rows_descriptor(config.block_m, _X_COPY_DEPTH, torch.float8_e4m3fn),
         "out_desc": rows_descriptor(rows, outputs, out_dtype),
     }

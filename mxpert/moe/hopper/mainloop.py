@@ -71,11 +71,11 @@ def _stage_rows(WEIGHTS):
 
 
 @gluon.constexpr_function
-def _holds_stage(code_desc, shift_desc, WEIGHTS):
-    """Whether a block of each descriptor is what a row unit has in a stage."""
+def _hold_stage(code_desc, shift_desc, WEIGHTS, BLOCKS):
+    """Whether BLOCKS blocks of both descriptors are what a row unit has in a stage."""
     rows, scales = _stage_rows(WEIGHTS)
     held = math.prod(code_desc.block_type.shape), math.prod(shift_desc.block_type.shape)
-    return held == (rows * 128, scales)
+    return (BLOCKS * held[0], BLOCKS * held[1]) == (rows * 128, scales)
 
 
 @gluon.jit
@@ -90,7 +90,7 @@ def make_decode_pipeline(
 ):
     """Allocate the stages and initialise their mbarriers."""
     COLUMNS: gl.constexpr = num_columns(BLOCK_M, HI_LO)
-    gl.static_assert(_holds_stage(code_desc, shift_desc, WEIGHTS), "a row unit's weights")
+    gl.static_assert(_hold_stage(code_desc, shift_desc, WEIGHTS, 1), "a row unit's weights")
     CODES: gl.constexpr = _ring_shape(code_desc, 2 * STAGES)
     SHIFTS: gl.constexpr = _ring_shape(shift_desc, 2 * STAGES)
     codes = gl.allocate_shared_memory(gl.uint8, CODES, code_desc.layout)
@@ -233,7 +233,7 @@ class PrefillPipeline:
     codes: uint8 [STAGES * CONSUMERS, 64, 128], two codes a byte. shifts: uint8 [STAGES * CONSUMERS,
     16, 32]. x: CAPACITY rows of each half stage; with HI_LO the high parts, then the low parts.
     ready: mbarriers [STAGES * READY_PER_STAGE, 1]. free: mbarriers [STAGES, 1]. WEIGHTS: as in
-    DecodePipeline; with one, matrices of codes and shifts have a leading 1 as there.
+    DecodePipeline; with one, codes and shifts have two matrices, of half a stage each.
     """
 
     codes: gl.shared_memory_descriptor
@@ -300,9 +300,9 @@ def make_prefill_pipeline(
             gl.uint8, [STAGES * CONSUMERS, 16, 32], shift_desc.layout
         )
     else:
-        gl.static_assert(_holds_stage(code_desc, shift_desc, WEIGHTS), "a row unit's weights")
-        CODES: gl.constexpr = _ring_shape(code_desc, STAGES * CONSUMERS)
-        SHIFTS: gl.constexpr = _ring_shape(shift_desc, STAGES * CONSUMERS)
+        gl.static_assert(_hold_stage(code_desc, shift_desc, WEIGHTS, 2), "a row unit's weights")
+        CODES: gl.constexpr = _ring_shape(code_desc, 2 * STAGES * CONSUMERS)
+        SHIFTS: gl.constexpr = _ring_shape(shift_desc, 2 * STAGES * CONSUMERS)
         codes = gl.allocate_shared_memory(gl.uint8, CODES, code_desc.layout)
         shifts = gl.allocate_shared_memory(shift_desc.dtype, SHIFTS, shift_desc.layout)
     x = _make_activation_rows(x_desc, STAGES, num_columns(BLOCKS * BLOCK_M, HI_LO))

@@ -198,8 +198,11 @@ def _load_groups(pipe, operands, own, ready, row_unit, step):
     """Start the TMA loads of a step's weights of one row unit, for weights with groups."""
     CODE_ROWS: gl.constexpr = operands.code_desc.block_type.shape[1]
     SCALE_ROWS: gl.constexpr = operands.shift_desc.block_type.shape[1]
-    async_load(operands.code_desc, [row_unit, step * CODE_ROWS, 0], ready, pipe.codes.index(own))
-    async_load(operands.shift_desc, [row_unit, step * SCALE_ROWS, 0], ready, pipe.shifts.index(own))
+    for half in gl.static_range(2):
+        unit, place = 2 * step + half, 2 * own + half
+        codes, scales = pipe.codes.index(place), pipe.shifts.index(place)
+        async_load(operands.code_desc, [row_unit, unit * CODE_ROWS, 0], ready, codes)
+        async_load(operands.shift_desc, [row_unit, unit * SCALE_ROWS, 0], ready, scales)
 
 
 @gluon.jit
@@ -210,7 +213,8 @@ def _fill_stage(args, state, step, tile):
     unit = pipe.CONSUMERS * tile.tile_in_run
     READY_PER_STAGE: gl.constexpr = pipe.READY_PER_STAGE
     DEPTH_UNITS: gl.constexpr = 2 // READY_PER_STAGE  # that arrive at one mbarrier
-    WEIGHT_BYTES: gl.constexpr = pipe.CONSUMERS * (
+    COPIES: gl.constexpr = pipe.CONSUMERS if pipe.WEIGHTS is None else 2 * pipe.CONSUMERS
+    WEIGHT_BYTES: gl.constexpr = COPIES * (
         operands.code_desc.block_type.nbytes + operands.shift_desc.block_type.nbytes
     )
     BLOCK_BYTES: gl.constexpr = num_columns(DEPTH_UNITS, pipe.HI_LO) * (
