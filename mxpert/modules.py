@@ -180,8 +180,8 @@ class PreparedExperts(torch.nn.Module):
 
     def _published_shapes(self) -> Mapping[str, tuple[int, ...]]:
         weights = self.weights
-        if weights.weight_format != MXFP4.name:  # ROW_MAJOR: nothing is unpacked
-            tensors = published.published_expert_tensors(weights.to("meta"))  # no data is copied
+        if weights.weight_format != MXFP4.name:  # on meta no data is copied
+            tensors = published.published_expert_tensors(weights.to("meta").unprepare())
             return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         sizes = weights.num_experts, weights.hidden_size, weights.intermediate_size
         has_bias, has_gate = weights.gate_up_bias is not None, weights.has_gate

@@ -161,9 +161,7 @@ def _rebuild_weight(*flat: Any) -> MXTensor | WeightTensor:  # Any: the flat arg
         return _rebuild_mx_tensor(*of_mx)
     parts = dict(qdata=qdata, scale=scale, zero_point=zero_point, row_scale=row_scale)
     sizes = None if shape is None else tuple(shape)
-    return rebuild(
-        WeightTensor, format=format, layout=Layout(layout), logical_shape=sizes, **parts
-    )
+    return rebuild(WeightTensor, format=format, layout=Layout(layout), logical_shape=sizes, **parts)
 
 
 _WEIGHT = Kind(

@@ -43,7 +43,7 @@ class WeightLayout(Layout):
         return True
 
     def can_hold(self, t: Any) -> bool:
-        """Whether the layout is exact for weights of one of its formats that have no certificate."""
+        """Whether the layout is exact for weights of `formats` that have no certificate."""
         return True
 
     @abstractmethod

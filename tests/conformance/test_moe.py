@@ -17,7 +17,7 @@ from support.executors import CHIPS, Executor
 from support.kernels import kernels_of
 from support.poison import PLANTED_ERRORS, plant_exchanged_gate_up
 from tests.conformance.cases import moe as cases
-from tests.conformance.cases.moe_case import MoECase, layout_of
+from tests.conformance.cases.moe_case import MoECase
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
@@ -93,9 +93,9 @@ def test_out_is_written(case: MoECase, executor: Executor) -> None:
 @pytest.mark.parametrize("arch", [*CHIPS, "sm_100"])
 def test_backends_serve_what_the_cases_say(arch: str) -> None:
     backend = CHIPS.get(arch, "triton")
-    kernel, layout = kernels_of(backend)[Op.FUSED_MOE], layout_of(backend)
+    kernel = kernels_of(backend)[Op.FUSED_MOE]
     for name, case in [item for group in cases.ALL for item in group.items()]:
-        refused = kernel.unsupported(case.problem(DEVICES[arch], layout))
+        refused = kernel.unsupported(case.problem(DEVICES[arch], backend))
         assert case.served_by(backend) == (refused is None), f"{name}: {refused}"
 
 

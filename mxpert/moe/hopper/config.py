@@ -111,7 +111,6 @@ def _unit_stage_bytes(weight_format: str) -> int:
     return codes + UNIT_ROWS * STAGE_DEPTH // weights.group * (4 if weights.is_integer else 1)
 
 
-
 _DECODE_SHARED = 113 * 1024
 """Shared memory per CTA in bytes so that two fit on an SM; the system takes one kilobyte of it."""
 
@@ -167,6 +166,19 @@ Wide tiles decode each weight for more rows. Narrow tiles leave room for more st
 the sums of up to 256 rows with two consumers and 96 with three; with hi and lo 128 and 64.
 """
 
+_SHAPES_OF_SMALL_GROUPS: dict[bool, dict[str, tuple[int, int, int]]] = {
+    True: {"narrow": (32, 2, 2)},
+    False: {"short": (32, 3, 2), "narrow": (32, 2, 4)},
+}
+"""The same for weights with a scale for each 32. Sums of a group need registers beside those of the
+tile four times a depth unit: wider tiles have 100 to 200 spills in the main loop."""
+
+
+def _prefill_shapes(hi_lo: bool, weight_format: str) -> dict[str, tuple[int, int, int]]:
+    weights = group_weights(weight_format)
+    small = weights is not None and weights.group < 64
+    return (_SHAPES_OF_SMALL_GROUPS if small else _PREFILL_SHAPES)[hi_lo]
+
 
 def stage_bytes(config: HopperGemmConfig, weight_format: str = MXFP4.name) -> int:
     """Bytes of a pipeline stage: weight codes, shifts, and one-byte activation rows (hi and lo)."""
@@ -218,7 +230,7 @@ def tiles(hi_lo: bool, weight_format: str = MXFP4.name) -> dict[str, HopperGemmC
     """All tiles by name, ordered by activation rows."""
     return {f"decode{rows}": _decode_config(rows, hi_lo, weight_format) for rows in BLOCKS_M} | {
         name: _prefill_config(*shape, hi_lo, weight_format)
-        for name, shape in _PREFILL_SHAPES[hi_lo].items()
+        for name, shape in _prefill_shapes(hi_lo, weight_format).items()
     }
 
 
@@ -242,12 +254,13 @@ def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
 
     Both stages get the same block_m.
     """
-    hi_lo = uses_hi_lo(problem)
-    name = next(name for name, limit in _LIMITS[hi_lo] if problem.rows_per_expert <= limit)
+    hi_lo, known = uses_hi_lo(problem), tiles_of(problem)
+    fitting = (name for name, limit in _LIMITS[hi_lo] if problem.rows_per_expert <= limit)
+    name = next((name for name in fitting if name in known), [*known][-1])
     units = _row_units(problem, op)
     if name == "triple" and not hi_lo and -(-units // 3) * 3 > _MOST_IDLE * units:
         name = "narrow"
-    return tiles_of(problem)[name]
+    return known[name]
 
 
 def _row_units(problem: MoEProblem, op: Op) -> int:

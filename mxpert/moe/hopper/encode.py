@@ -1,4 +1,4 @@
-"""Row encoding: activations become sorted e4m3 rows for the FP8 GEMMs, K permuted for MXFP4 weights.
+"""Row encoding: activations become sorted e4m3 rows for the FP8 GEMMs, for MXFP4 with K permuted.
 
 There are three encodings. Each row has one scale:
 
@@ -36,9 +36,9 @@ from ...routing.plan import RoutingPlan
 # A step holds `chunks` units of 128 values: a tensor [chunk, q h, t, j] of bfloat16, or a
 # `CodedStep` of MX codes. In a unit, t is the MX block (0..3), q h the word of four values inside
 # the block (0..7), j the value inside the word. The source has K in the order (t, q h, j), storage
-# in (q h, t, j), the permutation of MXFP4 weights (`layout.py`). A thread stores 16 bytes (t, j) and
-# gathers them by four loads. Rows for other weights keep the order of K (`RowSteps.in_order`); a
-# thread stores four words then.
+# in (q h, t, j), the permutation of MXFP4 weights (`layout.py`). A thread stores 16 bytes (t, j)
+# and gathers them by four loads. Rows for other weights keep the order of K (`RowSteps.in_order`):
+# a thread stores four words then.
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ...formats.folding import FoldCertificate
 from ...formats.gate_up import GateUpOrder
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS, WeightLayout, pad, units
 from ...formats.spec import MXFP8_E4M3
-from ...formats.tensor import Layout, MXTensor
+from ...formats.tensor import Layout
 from ...formats.weight_tensor import (
     INT4_ZERO,
     SCALE_DTYPES,
@@ -154,9 +154,7 @@ HOPPER_GROUPS = _HopperGroups()
 def refuse_groups(problem: MoEProblem) -> str | None:
     """Why the kernels cannot serve weights of other formats than MXFP4, or None."""
     if problem.weight_format not in HOPPER_GROUPS.formats:
-        return (
-            f"multiplies MXFP4, MXFP8 and INT4; {problem.weight_format} runs on portable kernels"
-        )
+        return f"multiplies MXFP4, MXFP8 and INT4; {problem.weight_format} runs on portable kernels"
     if problem.weight_layout is not HOPPER_GROUPS:
         return (
             "needs weights in HOPPER_GROUPS layout: call weights.prepare(device=...), which keeps "
@@ -176,7 +174,9 @@ def _pack_integers(qdata: torch.Tensor) -> torch.Tensor:
     value = unpack_codes(qdata).to(torch.int16) - INT4_ZERO
     codes = torch.where(value < 0, -2 * value - 1, 2 * value).to(torch.uint8)
     codes = pad(codes, UNIT_ROWS, UNIT_CODES)
-    split = codes.view(-1, *_ROW_AXES, codes.shape[1] // UNIT_CODES, 4, 2, 4, 4)  # n w g r u q h t j
+    split = codes.view(
+        -1, *_ROW_AXES, codes.shape[1] // UNIT_CODES, 4, 2, 4, 4
+    )  # n w g r u q h t j
     low, high = split.unbind(6)
     packed = (low | high << 4).permute(0, 4, 3, 1, 2, 6, 5, 7)  # n u r w g t q j
     return packed.reshape(packed.shape[0], packed.shape[1], -1)

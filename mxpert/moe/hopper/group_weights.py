@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .weight_fragments import accumulator_layout, code_layout
 
+
 def _zigzag_assembly() -> str:
     """PTX that turns 32 INT4 codes of a row to e4m3, 7 instructions per 8 codes.
 
@@ -200,7 +201,7 @@ def accumulate_decode_groups(pipe, state, steps, PARTITION: gl.constexpr, COLUMN
 @gluon.constexpr_function
 def _holds_both(LEFT, RIGHT, CONSUMERS):
     """Whether registers hold the sums of both groups of columns beside the accumulators."""
-    return RIGHT > 0 and LEFT + RIGHT <= (128 if CONSUMERS == 2 else 64)
+    return RIGHT > 0 and (128 if CONSUMERS == 2 else 64) >= LEFT + RIGHT
 
 
 @gluon.jit
@@ -229,9 +230,7 @@ def accumulate_prefill_groups(
             own = 2 * (state.stage * pipe.CONSUMERS + PARTITION) + unit
             half = 2 * state.stage + unit
             scales = load_scales(pipe.shifts.index(own).reshape([GROUPS, 64]), LAYOUT)
-            weights = decode_steps(
-                pipe.codes.index(own).reshape([CODE_ROWS, 128]), WEIGHTS, LAYOUT
-            )
+            weights = decode_steps(pipe.codes.index(own).reshape([CODE_ROWS, 128]), WEIGHTS, LAYOUT)
             for group in gl.static_range(GROUPS):
                 scale = _scale_values(scales[group])
                 x = pipe.x.view(half, 0, LEFT)

@@ -77,7 +77,8 @@ class MoECase:
         x: how activations arrive: bfloat16, quantised, or as a view at an odd address or with gaps.
         out: written by the op: a new tensor, or x itself. poisoned: weights lie in larger storage
             that is NaN, as is what pads prepared ones. bad: stands in one element of one token,
-            which has no finite result then. w_format: of the weights.
+            which has no finite result then. w_format: of the weights. zero_points: whether INT4
+            weights have them.
     """
 
     a_format: OwnFormat
@@ -102,24 +103,36 @@ class MoECase:
     poisoned: bool = False
     bad: float | None = None
     w_format: str = "mxfp4"
+    zero_points: bool = False
     seed: int = 0
 
-    def problem(self, target: Target, layout: Layout) -> MoEProblem:
+    def problem(self, target: Target, backend: str) -> MoEProblem:
         """The problem that a backend is asked for."""
         sizes = self.sizes
         options = MoEOptions(
             self.activation, self.a_format, self.rule, self.on_input, self.combine, self.out_dtype
         )
         dimensions = sizes.tokens, sizes.top_k, sizes.experts, sizes.hidden, sizes.inner
-        held = layout if self.w_format == "mxfp4" else Layout.ROW_MAJOR
+        held = self.layout_on(backend)
         return MoEProblem(
             Op.FUSED_MOE, target, *dimensions, options, held, weight_format=self.w_format
         )
 
+    def layout_on(self, backend: str) -> Layout:
+        """The layout of the weights that a backend's kernels read."""
+        own = BACKENDS[backend]
+        if self.w_format == "mxfp4":
+            return own.weight_layout or Layout.ROW_MAJOR
+        held = (each for each in own.other_layouts if self.w_format in each.formats)
+        found = None if self.zero_points else next(held, None)
+        return found or Layout.ROW_MAJOR
+
     def served_by(self, backend: str) -> bool:
         """`test_backends_serve_what_the_cases_say` compares this with the kernels."""
-        everywhere = self.activation.is_gated and self.w_format == "mxfp4"
-        return backend in (BACKENDS if everywhere else ("reference", "triton"))
+        if backend in ("reference", "triton"):
+            return True
+        own = self.w_format == "mxfp4" or self.layout_on(backend) is not Layout.ROW_MAJOR
+        return self.activation.is_gated and own
 
     def is_exact_on(self, backend: str) -> bool:
         """Whether to compare bits. Scales of fp8_token are no powers of two, and FP8 tensor cores
@@ -153,7 +166,13 @@ class MoECase:
         else:
             made = random_moe_problem(shape, sizes.tokens, seed=self.seed, routing=self.routing)
         if self.w_format != "mxfp4":
-            other = in_format(made.weights, self.w_format, exact=self.exact, seed=self.seed)
+            other = in_format(
+                made.weights,
+                self.w_format,
+                exact=self.exact,
+                seed=self.seed,
+                zero_points=self.zero_points,
+            )
             made = replace(made, weights=other)
         if self.expert_map is not None:
             weights, ids = random_routing(
@@ -204,7 +223,7 @@ class MoECase:
 
     def _prepared(self, weights: MoEWeights, executor: Executor) -> MoEWeights:
         """Weights as the executor's kernels read them; preparing copies to dense storage."""
-        layout = layout_of(executor.backend)
+        layout = self.layout_on(executor.backend)
         if not self.poisoned:
             return weights.prepare(device=executor.device, layout=layout)
         if layout is Layout.ROW_MAJOR:
@@ -380,12 +399,6 @@ class MoECase:
                 self.a_format, self.out_dtype, self.sizes.inner, **self._sum(expected, y)
             )
         assert_close_relative(y, wanted, bound, "stage 2")
-
-
-def layout_of(backend: str) -> Layout:
-    """The layout that a backend's kernels read."""
-    own = BACKENDS[backend].weight_layout
-    return Layout.ROW_MAJOR if own is None else own
 
 
 def _rows_of(h: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor | MXTensor:

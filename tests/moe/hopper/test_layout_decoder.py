@@ -91,6 +91,8 @@ class Machine:
                 return prmt(a, b, c)
             case ["mul", "lo", "u32"], [a, b]:
                 return (a * b) & MASK
+            case ["mad", "lo", "u32"], [a, b, c]:
+                return (a * b + c) & MASK
             case ["shfl", "sync", "idx", "b32"], [lanes, lane, _, _]:
                 return lanes[lane & 31]
             case ["lop3", _], [a, b, c, table]:
