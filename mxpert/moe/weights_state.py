@@ -141,8 +141,9 @@ def _projection(
     qdata, scale = state[f"{name}.qdata"], state[f"{name}.scale"]
     packed = layout is not Layout.ROW_MAJOR
     if format in WEIGHT_FORMATS:
-        optional = (state.get(f"{name}.{part}") for part in _OPTIONAL_PARTS)
-        return WeightTensor(qdata, scale, format, *optional, layout, shape if packed else None)
+        zero_point, row_scale = (state.get(f"{name}.{part}") for part in _OPTIONAL_PARTS)
+        sizes = shape if packed else None
+        return WeightTensor(qdata, scale, format, zero_point, row_scale, layout, sizes)
     return MXTensor(
         qdata,
         scale,

@@ -73,7 +73,7 @@ def _columns(values):
         odds = _columns(odd)
         columns = ()
         for index in gl.static_range(COUNT // 2):
-            columns += (evens[index], odds[index])  # type: ignore[assignment]
+            columns += (evens[index], odds[index])
         return columns
 
 
