@@ -83,7 +83,7 @@ class WeightTensor(
         zero_point: INT4: uint8 [..., N, K/g], the code that stands for 0; None is 8.
         row_scale: NVFP4: float32 [..., N], a factor for each row, from the tensor's global scale
             (gate and up may have different ones); None is 1.
-        layout: memory order; other layouts than ROW_MAJOR hold INT4 that `prepare` rearranged.
+        layout: memory order; other layouts than ROW_MAJOR hold what `prepare` rearranged.
         logical_shape: [..., N, K], in layouts whose storage does not show it.
 
     Raises:
@@ -132,11 +132,11 @@ class WeightTensor(
         need = "a tuple of sizes" if packed else "None"
         remedy = f"the layout is {layout}; MoEWeights.prepare makes packed tensors"
         _NEED(isinstance(sizes, tuple) == packed, "logical_shape", need, repr(sizes), remedy)
-        if packed:  # the layout checks its sizes
-            dtypes, device = SCALE_DTYPES, self.qdata.device
-            _NEED.tensor(self.scale, "scale", dtype=dtypes, device=device)
-            plain = self.zero_point is None and self.row_scale is None
-            _NEED(plain, "zero_point, row_scale", f"None in {layout}", "a tensor")
+        if packed:  # the layout checks the others
+            plain = self.zero_point is None
+            _NEED(
+                plain, "zero_point", f"None in {layout}, which has it beside the scale", "a tensor"
+            )
         else:
             self._check_sizes()
 

@@ -138,11 +138,17 @@ def _poison_groups(tensor: WeightLike) -> None:
     plain = HOPPER_GROUPS.unpack(replace(tensor, logical_shape=whole))
     width = depth // tensor.format.codes_per_byte
     group = whole[2] // plain.scale.shape[2]
+    is_byte = plain.scale.dtype == torch.uint8
     largest, of_rows = (E8M0_MAX, E8M0_MAX) if is_mx else (1e3, torch.nan)
-    plain.qdata[:, num_rows:] = plain.qdata[:, :, width:] = 0x7E if is_mx else 0
+    if is_byte and not is_mx:  # NVFP4
+        largest, of_rows = 0x7E, E4M3_NAN
+    plain.qdata[:, num_rows:] = 0x7E if is_mx else 0x77
+    plain.qdata[:, :, width:] = 0x7E if is_mx else 0x77
     plain.scale[:, :, depth // group :] = largest
     plain.scale[:, num_rows:] = of_rows
-    HOPPER_GROUPS.pack(plain, out=replace(tensor, logical_shape=whole))
+    found = HOPPER_GROUPS.pack(plain)
+    tensor.qdata.copy_(found.qdata)
+    tensor.scale.copy_(found.scale)
 
 
 def _poison_cdna4(tensor: MXTensor) -> None:

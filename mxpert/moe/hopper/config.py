@@ -14,7 +14,7 @@ import torch
 from ...core.problem import Combine, MoEConfig, MoEProblem, Op
 from ...core.stage_configs import StageConfig, require_integers, require_positive, set_member
 from ...errors import message, require
-from ...formats.layouts import UNIT_ROWS
+from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
 from .group_layout import group_weights
 
@@ -107,8 +107,9 @@ def _unit_stage_bytes(weight_format: str) -> int:
     weights = group_weights(weight_format)
     if weights is None:
         return _UNIT_STAGE_BYTES
-    codes = UNIT_ROWS * STAGE_DEPTH // (2 if weights.is_integer else 1)
-    return codes + UNIT_ROWS * STAGE_DEPTH // weights.group * (4 if weights.is_integer else 1)
+    scale_bytes = 4 if weights.codes == "int4" else 1
+    scales = UNIT_ROWS * STAGE_DEPTH // weights.group * scale_bytes
+    return weights.code_rows * (STAGE_DEPTH // UNIT_CODES) * UNIT_CODES + scales
 
 
 _DECODE_SHARED = 113 * 1024
@@ -170,13 +171,13 @@ _SHAPES_OF_SMALL_GROUPS: dict[bool, dict[str, tuple[int, int, int]]] = {
     True: {"narrow": (32, 2, 2)},
     False: {"short": (32, 3, 2), "narrow": (32, 2, 4)},
 }
-"""The same for weights with a scale for each 32. Sums of a group need registers beside those of the
-tile four times a depth unit: wider tiles have 100 to 200 spills in the main loop."""
+"""The same for weights with a scale for each 16, 32 or 64. Sums of a group need registers beside
+those of the tile several times a depth unit: wider tiles have 20 to 200 spills in the main loop."""
 
 
 def _prefill_shapes(hi_lo: bool, weight_format: str) -> dict[str, tuple[int, int, int]]:
     weights = group_weights(weight_format)
-    small = weights is not None and weights.group < 64
+    small = weights is not None and weights.group < 128
     return (_SHAPES_OF_SMALL_GROUPS if small else _PREFILL_SHAPES)[hi_lo]
 
 

@@ -46,7 +46,8 @@ def row_reference(WEIGHTS):
 class Epilogue:
     """What the epilogue reads from global memory, and its variant.
 
-    reference: uint8 [E, row_units * 64], E8M0 reference exponents of weight rows. bias: [E,
+    reference: [E, row_units * 64], uint8 E8M0 reference exponents of weight rows, or float32
+    factors (a `GroupWeights` with row_factors). bias: [E,
     num_outputs], or of gate and up rows [E, 2 * num_outputs]. x_scale, routed_weights: float32 [P],
     one value for each sorted row.
     """
@@ -119,7 +120,12 @@ def row_per_thread_layout():
 
 @gluon.jit
 def _row_factor(reference):
-    """2^(reference - 127 - 6) as float32; HOPPER_FRAGMENT weights always have reference >= 7."""
+    """2^(reference - 127 - 6) as float32, or a float32 factor itself.
+
+    HOPPER_FRAGMENT weights always have reference >= 7.
+    """
+    if reference.dtype == gl.float32:
+        return reference
     return ((reference.to(gl.int32) - 6) << 23).to(gl.float32, bitcast=True)
 
 

@@ -1,8 +1,9 @@
-"""INT4 and MXFP8 weights in registers: loads, decoding, and main loops with a scale for each group.
+"""INT4, NVFP4 and MXFP8 weights in registers, and main loops with a scale for each group.
 
 The memory order is HOPPER_GROUPS of `group_layout.py`. A k32 step of wgmma lies in one group, since
-K keeps its order. The float32 sum of a group is multiplied by the group's scale and added to the
-accumulator. Codes are exact e4m3 numbers: those of MXFP8 as they are, an INT4 integer v as v / 256.
+K keeps its order; for groups of 16 it is multiplied twice, once with each half of the weights
+replaced by zeros. The float32 sum of a group is multiplied by the group's scale and added to the
+accumulator. Codes are exact e4m3 numbers, times a power of two (`GroupWeights.exponent`).
 """
 
 from __future__ import annotations
@@ -18,31 +19,81 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .weight_fragments import accumulator_layout, code_layout
 
 
-def _zigzag_assembly() -> str:
-    """PTX that turns 32 INT4 codes of a row to e4m3, 7 instructions per 8 codes.
+@gluon.constexpr_function
+def _zigzag(target, word, half):
+    """PTX: INT4 codes 2v or -2v - 1 to v / 256. 7 instructions per 8 codes.
 
-    A code is 2v for an integer v from 0 and -2v - 1 below. Bytes 0 to 16 are the e4m3 numbers
-    0 to 16 * 2^-9 in order, so 2v is v / 256 already. An odd code n becomes the byte n + 0x81: the
-    sign, and -2v. Outputs and inputs as in `hopper_ptx.decode_words`: $0..$3 first halves, $4..$7
-    second halves, $8..$11 packed words.
+    Bytes 0 to 16 are the e4m3 numbers 0 to 16 * 2^-9 in order, so 2v is v / 256 already. An odd
+    code n becomes the byte n + 0x81: the sign, and -2v.
     """
-    lines = ["{ .reg .b32 n, odd;"]
-    for step in range(4):
+    return [
+        *([f"shr.u32 n, {word}, 4;"] if half else [f"mov.b32 n, {word};"]),
+        "and.b32 s, n, 0x01010101;",
+        "and.b32 n, n, 0x0F0F0F0F;",
+        f"mad.lo.u32 {target}, s, 0x81, n;",
+    ]
+
+
+@gluon.constexpr_function
+def _less_zero(target, word, half):
+    """PTX: INT4 codes u less their zero point z to (u - z) / 512. 13 instructions per 8 codes.
+
+    `zeros` has z in each byte. Bytes n = 0x80 + u - z have the top bit where u - z is not negative:
+    the byte wanted is n - 0x80 there, and ~n + 1 elsewhere, whose top bit is the sign.
+    """
+    return [
+        *([f"shr.u32 n, {word}, 4;"] if half else [f"mov.b32 n, {word};"]),
+        "lop3.b32 n, n, 0x0F0F0F0F, 0x80808080, 0xEA;",  # (n & 0x0F…) | 0x80…
+        "sub.u32 n, n, zeros;",
+        "prmt.b32 s, n, n, 0xBA98;",  # 0xFF where the top bit is set
+        "lop3.b32 n, n, s, 0x80808080, 0x4B;",  # n ^ (~s | 0x80…)
+        "not.b32 s, s;",
+        "and.b32 s, s, 0x01010101;",
+        f"add.u32 {target}, n, s;",
+    ]
+
+
+@gluon.constexpr_function
+def _e2m1(target, word, half):
+    """PTX: e2m1 codes to their values / 64. 7 instructions per 8 codes.
+
+    The bits of e2m1, at 7 and 4 to 2 of a byte, are an e4m3 number: the value times 2^-6.
+    """
+    return [
+        *([f"mov.b32 n, {word};"] if half else [f"shl.b32 n, {word}, 4;"]),
+        "shr.u32 s, n, 2;",
+        "and.b32 s, s, 0x1C1C1C1C;",
+        f"lop3.b32 {target}, n, 0x80808080, s, 0xEA;",  # (n & 0x80…) | s
+    ]
+
+
+@gluon.constexpr_function
+def decode_assembly(codes, words):
+    """PTX that turns words of eight codes of a row to e4m3: first halves, then second halves.
+
+    Outputs: $0 to ${words - 1} are the first halves, then the second ones; then inputs: packed
+    words, and with zero points the zero point.
+    """
+    lines = ["{ .reg .b32 n, s, zeros;"]
+    if codes == "int4_zero":
+        lines.append(f"mul.lo.u32 zeros, ${3 * words}, 0x01010101;")
+    for step in range(words):
         for half in range(2):
-            target, word = f"${4 * half + step}", f"${8 + step}"
-            if half:
-                lines.append(f"shr.u32 n, {word}, 4;")
-                word = "n"
-            lines += [
-                f"and.b32 odd, {word}, 0x01010101;",
-                f"and.b32 n, {word}, 0x0F0F0F0F;",
-                f"mad.lo.u32 {target}, odd, 0x81, n;",
-            ]
+            target, word = f"${words * half + step}", f"${2 * words + step}"
+            if codes == "int4":
+                lines += _zigzag(target, word, half)
+            elif codes == "int4_zero":
+                lines += _less_zero(target, word, half)
+            else:
+                lines += _e2m1(target, word, half)
     return "\n".join(lines) + " }"
 
 
-_ZIGZAG_ASSEMBLY = gl.constexpr(_zigzag_assembly())
-_ZIGZAG_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 4))
+@gluon.constexpr_function
+def _constraints(WEIGHTS, WORDS):
+    """A zero point is broadcast to all bytes of the words: copies of one register."""
+    copies = 4 * WORDS if WEIGHTS.codes == "int4_zero" else 0
+    return ",".join(["=&r"] * (2 * WORDS) + ["r"] * (WORDS + copies))
 
 
 @gluon.constexpr_function
@@ -78,43 +129,82 @@ def _columns(values):
 
 
 @gluon.jit
-def _scale_values(scales):
-    """Scales as float32; E8M0 bytes from 1 to 254, and 0 for padding."""
-    if scales.dtype == gl.uint8:
+def _scale_values(scales, WEIGHTS: gl.constexpr):
+    """Scales as float32: INT4's, e4m3 bytes of NVFP4, E8M0 bytes (1 to 254, or 0) of MXFP8."""
+    if WEIGHTS.codes == "int4_zero":
+        return (scales & -8192).to(gl.float32, bitcast=True)
+    elif WEIGHTS.codes == "e2m1":
+        return scales.to(gl.float8e4nv, bitcast=True).to(gl.float32)
+    elif WEIGHTS.codes == "e4m3":
         return (scales.to(gl.int32) << 23).to(gl.float32, bitcast=True)
     else:
         return scales.to(gl.float32)
 
 
 @gluon.jit
-def load_scales(scales_smem, ACCUMULATOR: gl.constexpr):
-    """The scales of a stage, one tensor [64] for each group, in the accumulator's row order."""
-    GROUPS: gl.constexpr = scales_smem.shape[0]
-    raw = _columns(scales_smem.load(_scale_layout(GROUPS)).permute((1, 0)))
-    ROWS: gl.constexpr = gl.SliceLayout(1, ACCUMULATOR)
-    result = ()
-    for index in gl.static_range(GROUPS):
-        rows = raw[index].reshape([4, 8, 2]).permute((0, 2, 1)).reshape([64])  # w g r to w r g
-        rows = gl.convert_layout(rows, ROWS, assert_trivial=True)
-        result += (rows,)  # type: ignore[assignment]
-    return result
+def load_scales(scales_smem, UNITS: gl.constexpr):
+    """The scales of UNITS depth units, one tensor [groups, 64 rows] for each."""
+    ROWS: gl.constexpr = scales_smem.shape[0]
+    raw = scales_smem.load(_scale_layout(ROWS))
+    if UNITS == 1:
+        return (raw,)
+    else:
+        return raw.reshape([2, ROWS // 2, 64]).permute((1, 2, 0)).split()
 
 
 @gluon.jit
-def _decode_integers(codes_smem):
-    """INT4 codes of a unit as e4m3 [64 rows, 32 codes, 4 k32 steps]."""
-    # Axes: r row half of a warp, w warp, g row of eight, t thread of a row, q k32 step, j byte,
-    # h half of a step.
-    codes = codes_smem.load(code_layout(1)).reshape([2, 4, 8, 4, 4, 4])  # r w g t q j
-    first, second = gl.inline_asm_elementwise(
-        _ZIGZAG_ASSEMBLY,
-        _ZIGZAG_CONSTRAINTS,
-        [codes],
-        dtype=(gl.float8e4nv, gl.float8e4nv),
-        is_pure=True,
-        pack=16,
-    )
-    weights = gl.join(first, second)  # r w g t q j h
+def _of_group(scales, group, WEIGHTS: gl.constexpr, ACCUMULATOR: gl.constexpr):
+    """The scale of one of `_columns`, float32 [64] in the accumulator's row order."""
+    rows = scales[group].reshape([4, 8, 2]).permute((0, 2, 1)).reshape([64])  # w g r to w r g
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, ACCUMULATOR), assert_trivial=True)
+    return _scale_values(rows, WEIGHTS)
+
+
+@gluon.constexpr_function
+def _groups_of_steps(WEIGHTS):
+    """Groups of a unit that whole k32 steps have."""
+    return min(4, WEIGHTS.groups)
+
+
+@gluon.constexpr_function
+def _words_at_once(WEIGHTS):
+    """Words of a row that are decoded together: those with one zero point, or all."""
+    return 4 // WEIGHTS.groups if WEIGHTS.codes == "int4_zero" else 4
+
+
+@gluon.jit
+def _decode_nibbles(codes_smem, scales, WEIGHTS: gl.constexpr):
+    """4-bit codes of a unit as e4m3, first and second halves of steps: [2, 4, 8, 4, groups, …].
+
+    scales: of the unit, [groups, 64]; with zero points their words have them.
+    """
+    # Axes: r row half of a warp, w warp, g row of eight, t thread of a row, p group, q k32 step,
+    # j byte.
+    GROUPS: gl.constexpr = _groups_of_steps(WEIGHTS)
+    WORDS: gl.constexpr = _words_at_once(WEIGHTS)
+    codes = codes_smem.load(code_layout(1)).reshape([2, 4, 8, 4, GROUPS, 4 // GROUPS, 4])
+    ASSEMBLY: gl.constexpr = decode_assembly(WEIGHTS.codes, WORDS)
+    CONSTRAINTS: gl.constexpr = _constraints(WEIGHTS, WORDS)
+    HALVES: gl.constexpr = (gl.float8e4nv, gl.float8e4nv)
+    if WEIGHTS.codes == "int4_zero":
+        NESTED: gl.constexpr = codes.type.layout
+        OF_ROWS: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(5, gl.SliceLayout(6, NESTED)))
+        zeros = (scales & 255).reshape([GROUPS, 4, 8, 2]).permute((3, 1, 2, 0))  # r w g p
+        zeros = gl.convert_layout(zeros, OF_ROWS, assert_trivial=True)
+        zeros = gl.expand_dims(gl.expand_dims(gl.expand_dims(zeros, 3), 5), 6)
+        return gl.inline_asm_elementwise(
+            ASSEMBLY, CONSTRAINTS, [codes, zeros], dtype=HALVES, is_pure=True, pack=4 * WORDS
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            ASSEMBLY, CONSTRAINTS, [codes], dtype=HALVES, is_pure=True, pack=4 * WORDS
+        )
+
+
+@gluon.jit
+def _join_halves(first, second):
+    """Halves of steps as e4m3 [64 rows, 32 codes, 4 k32 steps]."""
+    weights = gl.join(first, second).reshape([2, 4, 8, 4, 4, 4, 2])  # r w g t q j h
     return weights.permute((1, 0, 2, 6, 3, 5, 4)).reshape([64, 32, 4])
 
 
@@ -127,12 +217,8 @@ def _load_bytes(codes_smem):
 
 
 @gluon.jit
-def decode_steps(codes_smem, WEIGHTS: gl.constexpr, ACCUMULATOR: gl.constexpr):
-    """A row unit × depth unit in shared memory as four register operands, e4m3 [64, 32]."""
-    if WEIGHTS.is_integer:
-        weights = _decode_integers(codes_smem)
-    else:
-        weights = _load_bytes(codes_smem)
+def _steps_of(weights, ACCUMULATOR: gl.constexpr):
+    """Four register operands [64, 32] of weights [64, 32, 4]."""
     even, odd = weights.reshape([64, 32, 2, 2]).split()
     first, third = even.split()
     second, fourth = odd.split()
@@ -146,27 +232,45 @@ def decode_steps(codes_smem, WEIGHTS: gl.constexpr, ACCUMULATOR: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_group(
-    weights,
-    x,
-    FIRST_STEP: gl.constexpr,
-    STEPS: gl.constexpr,
-    FIRST_CODE: gl.constexpr,
-    COLUMNS: gl.constexpr,
-):
-    """Issue the wgmma of one group: STEPS operands of `weights` from FIRST_STEP on.
+def decode_steps(codes_smem, scales, WEIGHTS: gl.constexpr, ACCUMULATOR: gl.constexpr):
+    """A row unit × depth unit in shared memory as register operands, e4m3 [64, 32], in order of K.
 
-    x: e4m3 [COLUMNS, K] in shared memory; the unit begins at FIRST_CODE.
+    Four operands; with groups of 16 two for each k32 step, one half of each zeros.
+    """
+    if WEIGHTS.codes == "e4m3":
+        return _steps_of(_load_bytes(codes_smem), ACCUMULATOR)
+    else:
+        first, second = _decode_nibbles(codes_smem, scales, WEIGHTS)
+        if WEIGHTS.group < 32:
+            nothing = gl.zeros_like(first)
+            firsts = _steps_of(_join_halves(first, nothing), ACCUMULATOR)
+            seconds = _steps_of(_join_halves(nothing, second), ACCUMULATOR)
+            operands = ()
+            for step in gl.static_range(4):
+                operands += (firsts[step], seconds[step])  # type: ignore[assignment]
+            return operands
+        else:
+            return _steps_of(_join_halves(first, second), ACCUMULATOR)
+
+
+@gluon.jit
+def _multiply_group(
+    weights, x, GROUP: gl.constexpr, SIZE: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr
+):
+    """Issue the wgmma of group number GROUP of SIZE codes of a unit's operands.
+
+    x: e4m3 [COLUMNS, K] in shared memory; the unit begins at code FIRST.
     """
     LAYOUT: gl.constexpr = accumulator_layout(COLUMNS)
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
+    STEPS: gl.constexpr = max(1, SIZE // 32)
     sums = gl.zeros((64, COLUMNS), gl.float32, LAYOUT)
-    for step in gl.static_range(FIRST_STEP, FIRST_STEP + STEPS):
+    for step in gl.static_range(STEPS):
         sums = warpgroup_mma(
-            gl.convert_layout(weights[step], OPERAND, assert_trivial=True),
-            x.slice(FIRST_CODE + 32 * step, 32, 1).permute((1, 0)),
+            gl.convert_layout(weights[GROUP * STEPS + step], OPERAND, assert_trivial=True),
+            x.slice(FIRST + GROUP * SIZE // 32 * 32 + 32 * step, 32, 1).permute((1, 0)),
             sums,
-            use_acc=step > FIRST_STEP,
+            use_acc=step > 0,
             is_async=True,
         )
     return sums
@@ -178,21 +282,22 @@ def accumulate_decode_groups(pipe, state, steps, PARTITION: gl.constexpr, COLUMN
     WEIGHTS: gl.constexpr = pipe.WEIGHTS
     LAYOUT: gl.constexpr = accumulator_layout(COLUMNS)
     CODE_ROWS: gl.constexpr = WEIGHTS.code_rows
-    STEPS: gl.constexpr = WEIGHTS.group // 32
     GROUPS: gl.constexpr = WEIGHTS.groups
     accumulator = gl.zeros((64, COLUMNS), gl.float32, LAYOUT)
     for _ in range(steps):
         mbarrier.wait(pipe.ready.index(state.stage), state.phase)
         own = 2 * state.stage + PARTITION
         codes = pipe.codes.index(own).reshape([2 * CODE_ROWS, 128])
-        scales = load_scales(pipe.shifts.index(own).reshape([2 * GROUPS, 64]), LAYOUT)
+        scales = load_scales(pipe.shifts.index(own).reshape([2 * GROUPS, 64]), UNITS=2)
         x = pipe.x.index(state.stage).slice(0, COLUMNS, 0)
         for unit in gl.static_range(2):
-            weights = decode_steps(codes.slice(CODE_ROWS * unit, CODE_ROWS, 0), WEIGHTS, LAYOUT)
+            own_codes = codes.slice(CODE_ROWS * unit, CODE_ROWS, 0)
+            weights = decode_steps(own_codes, scales[unit], WEIGHTS, LAYOUT)
+            columns = _columns(scales[unit].permute((1, 0)))
             for group in gl.static_range(GROUPS):
-                sums = _multiply_group(weights, x, group * STEPS, STEPS, 128 * unit, COLUMNS)
+                sums = _multiply_group(weights, x, group, WEIGHTS.group, 128 * unit, COLUMNS)
                 sums = warpgroup_mma_wait(0, deps=(sums,))
-                accumulator += sums * _scale_values(scales[unit * GROUPS + group])[:, None]
+                accumulator += sums * _of_group(columns, group, WEIGHTS, LAYOUT)[:, None]
         mbarrier.arrive(pipe.free.index(state.stage), count=1)
         state = state.advance()
     return accumulator, state
@@ -216,12 +321,10 @@ def accumulate_prefill_groups(
     WIDTH: gl.constexpr = RIGHT if RIGHT > 0 else 32  # unused without a right group
     LAYOUT: gl.constexpr = accumulator_layout(LEFT)
     RIGHT_LAYOUT: gl.constexpr = accumulator_layout(WIDTH)
-    ROWS_OF_RIGHT: gl.constexpr = gl.SliceLayout(1, RIGHT_LAYOUT)
     RIGHT_AT: gl.constexpr = pipe.BLOCKS * pipe.BLOCK_M if pipe.HI_LO else LEFT
     AT_ONCE: gl.constexpr = _holds_both(LEFT, RIGHT, pipe.CONSUMERS)
     CODE_ROWS: gl.constexpr = WEIGHTS.code_rows
-    STEPS: gl.constexpr = WEIGHTS.group // 32
-    GROUPS: gl.constexpr = WEIGHTS.groups
+    SIZE: gl.constexpr = WEIGHTS.group
     left = gl.zeros((64, LEFT), gl.float32, LAYOUT)
     right = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
     for _ in range(steps):
@@ -229,26 +332,26 @@ def accumulate_prefill_groups(
         for unit in range(2):  # no static loop: registers do not hold both units' weights
             own = 2 * (state.stage * pipe.CONSUMERS + PARTITION) + unit
             half = 2 * state.stage + unit
-            scales = load_scales(pipe.shifts.index(own).reshape([GROUPS, 64]), LAYOUT)
-            weights = decode_steps(pipe.codes.index(own).reshape([CODE_ROWS, 128]), WEIGHTS, LAYOUT)
-            for group in gl.static_range(GROUPS):
-                scale = _scale_values(scales[group])
+            (scales,) = load_scales(pipe.shifts.index(own).reshape([WEIGHTS.groups, 64]), UNITS=1)
+            codes = pipe.codes.index(own).reshape([CODE_ROWS, 128])
+            weights = decode_steps(codes, scales, WEIGHTS, LAYOUT)
+            columns = _columns(scales.permute((1, 0)))
+            for group in gl.static_range(WEIGHTS.groups):
                 x = pipe.x.view(half, 0, LEFT)
-                sums = _multiply_group(weights, x, group * STEPS, STEPS, 0, LEFT)
+                sums = _multiply_group(weights, x, group, SIZE, 0, LEFT)
                 if AT_ONCE:
                     other = pipe.x.view(half, RIGHT_AT, RIGHT)
-                    more = _multiply_group(weights, other, group * STEPS, STEPS, 0, RIGHT)
+                    more = _multiply_group(weights, other, group, SIZE, 0, RIGHT)
                     sums, more = warpgroup_mma_wait(0, deps=(sums, more))
                 else:
                     sums = warpgroup_mma_wait(0, deps=(sums,))
-                left += sums * scale[:, None]
+                left += sums * _of_group(columns, group, WEIGHTS, LAYOUT)[:, None]
                 if RIGHT > 0:
                     if not AT_ONCE:
                         other = pipe.x.view(half, RIGHT_AT, RIGHT)
-                        more = _multiply_group(weights, other, group * STEPS, STEPS, 0, RIGHT)
+                        more = _multiply_group(weights, other, group, SIZE, 0, RIGHT)
                         more = warpgroup_mma_wait(0, deps=(more,))
-                    of_right = gl.convert_layout(scale, ROWS_OF_RIGHT, assert_trivial=True)
-                    right += more * of_right[:, None]
+                    right += more * _of_group(columns, group, WEIGHTS, RIGHT_LAYOUT)[:, None]
         mbarrier.arrive(pipe.free.index(state.stage), count=1)
         state = state.advance()
     return left, right, state

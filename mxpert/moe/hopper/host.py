@@ -35,7 +35,7 @@ from .config import HopperGemmConfig, HopperKernel
 from .decode import _moe_gemm_decode_kernel
 from .encode import SortedRows, encode_rows, fits_one_step
 from .epilogue import LINEAR
-from .group_layout import group_weights, refuse_groups
+from .group_layout import GroupWeights, described, refuse_groups
 from .layout import HOPPER_FRAGMENT
 from .prefill import _moe_gemm_prefill_kernel
 from .split_k import sum_k_splits_and_activate, sum_k_splits_and_combine, sum_k_splits_and_encode
@@ -144,8 +144,8 @@ class _GateUp(_Stage):
 
 
 def _reference(weight: WeightLike) -> torch.Tensor:
-    """The rows' reference exponents; without any, bytes that the kernel does not read."""
-    reference = weight.reference if isinstance(weight, MXTensor) else None
+    """Reference exponents or factors of the rows; without any, bytes that the kernel ignores."""
+    reference = weight.reference if isinstance(weight, MXTensor) else weight.row_scale
     return weight.qdata if reference is None else reference
 
 
@@ -238,6 +238,7 @@ class _Gemm(NamedTuple):
     low_rows: int
     has_bias: bool
     epilogue: _Epilogue
+    weights: GroupWeights | None
     scale_dtype: torch.dtype
 
 
@@ -280,6 +281,7 @@ class _Call(NamedTuple):
             rows.scale.shape[0],
             bias is not None,
             epilogue,
+            described(weight),
             weight.scale.dtype,
         )
         tensors = dict(
@@ -332,16 +334,14 @@ _DECODE_DESCRIPTORS = {
 }
 
 
-def _group_descriptors(
-    problem: MoEProblem, scale_dtype: torch.dtype, depth_units: int
-) -> dict[str, DescriptorSpec] | None:
+def _group_descriptors(gemm: _Gemm, depth_units: int) -> dict[str, DescriptorSpec] | None:
     """Descriptors of codes and scales of a row unit and some depth units; None for MXFP4."""
-    weights = group_weights(problem.weight_format)
+    weights = gemm.weights
     if weights is None:
         return None
     return {
         "code_desc": matrix_descriptor(depth_units * weights.code_rows, 128, torch.uint8),
-        "shift_desc": matrix_descriptor(depth_units * weights.groups, UNIT_ROWS, scale_dtype),
+        "shift_desc": matrix_descriptor(depth_units * weights.groups, UNIT_ROWS, gemm.scale_dtype),
     }
 
 
@@ -349,7 +349,7 @@ def _group_descriptors(
 def _decode_launch(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -> Launch:
     # The last step of an odd depth must not read the next unit: decode is limited by bandwidth.
     tiles = {
-        **(_group_descriptors(problem, gemm.scale_dtype, 2) or _DECODE_DESCRIPTORS),
+        **(_group_descriptors(gemm, 2) or _DECODE_DESCRIPTORS),
         **_x_descriptors(config.block_m),
     }
     unused = {name: None for name in _X_DESCRIPTORS.values() if name not in tiles}
@@ -391,7 +391,7 @@ def _prefill_launch(
         "shift_desc": rows_descriptor(code_rows // 4, 32, torch.uint8, width=32),
     }
     tiles = {
-        **(_group_descriptors(problem, gemm.scale_dtype, 1) or of_mxfp4),
+        **(_group_descriptors(gemm, 1) or of_mxfp4),
         "x_desc": rows_descriptor(config.block_m, _X_COPY_DEPTH, torch.float8_e4m3fn),
         "out_desc": rows_descriptor(rows, outputs, out_dtype),
     }
@@ -424,7 +424,7 @@ def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) 
         HAS_BIAS=gemm.has_bias,
         WEIGHTED=epilogue.weighted,
         num_warps=_NUM_WARPS,
-        WEIGHTS=group_weights(problem.weight_format),
+        WEIGHTS=gemm.weights,
         **PDL_LAUNCH,
     )
 

@@ -124,8 +124,7 @@ class MoECase:
         if self.w_format == "mxfp4":
             return own.weight_layout or Layout.ROW_MAJOR
         held = (each for each in own.other_layouts if self.w_format in each.formats)
-        found = None if self.zero_points else next(held, None)
-        return found or Layout.ROW_MAJOR
+        return next(held, None) or Layout.ROW_MAJOR
 
     def served_by(self, backend: str) -> bool:
         """`test_backends_serve_what_the_cases_say` compares this with the kernels."""

@@ -24,15 +24,16 @@ from support.sass import overwritten_operands, parse, register_operands, reused_
 from support.without_data import empty, layer_of
 from tests.moe.hopper.test_kernels_aot import RESERVED_SHARED, SM_SHARED
 
-FORMATS = ("int4_g32", "int4_g64", "int4_g128", "mxfp8_e4m3")
-SCALES = (torch.bfloat16, torch.float16, torch.float32)
+FORMATS = ("int4_g32", "int4_g64", "int4_g128", "nvfp4", "mxfp8_e4m3")
+SCALES = (torch.bfloat16, torch.float32, torch.int32)
+"""int32: with zero points."""
 SHAPE = MoEShape(2816, 1408, 128, 4)
 """Depths of 22 and 11 units of 128."""
 
-MOST_SPILLS = 60
-"""Local-memory instructions of a GEMM, between tiles and in epilogues."""
-MOST_LOOP_SPILLS = {"decode32": 24}
-"""How many of these may be in the main loop, if not 8: float32 scales of eight groups."""
+MOST_SPILLS = 100
+"""Local-memory instructions of a GEMM, most of them between tiles and in epilogues."""
+MOST_LOOP_SPILLS = {"decode32": 64}
+"""How many of these may be in the main loop, if not 8: 64 columns leave few registers for scales."""
 
 CASES = [
     pytest.param(name, a_format, tile, id=f"{name}-{a_format}-{tile}")
@@ -51,10 +52,14 @@ def packed(name: str, scale_dtype: torch.dtype) -> Callable[[int, int, int], Wei
         units = experts, -(-num_rows // 64), -(-depth // 128)
         codes, shape = empty(*units, known.code_rows * 128), (experts, num_rows, depth)
         scales = *units, known.groups * 64
-        if not known.is_integer:
+        if known.codes == "e4m3":
             return MXTensor(codes, empty(*scales), MXFP8_E4M3, -1, HOPPER_GROUPS, None, shape)
+        factors = None
         scale = empty(*scales, dtype=scale_dtype)
-        return WeightTensor(codes, scale, name, layout=HOPPER_GROUPS, logical_shape=shape)
+        if known.codes == "e2m1":
+            scale = empty(*scales)
+            factors = empty(experts, units[1] * 64, dtype=torch.float32)
+        return WeightTensor(codes, scale, name, None, factors, HOPPER_GROUPS, shape)
 
     return projection
 

@@ -1,27 +1,23 @@
-"""INT4 and MXFP8 weights in the Hopper kernels on a GPU, against float64 on decoded operands."""
+"""INT4, NVFP4 and MXFP8 weights in the Hopper kernels on a GPU, against float64 on decoded operands."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
 import mxpert
-from mxpert import SiLU, SwiGLU
+from mxpert import SwiGLU
 from mxpert.core.problem import MoEConfig
+from mxpert.formats.weight_tensor import WeightLike
 from mxpert.testing.numerics import assert_close_relative, assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from support.hopper import layer_tolerance
 from support.layers import explain_layer
-from support.poison import (
-    nan_filled_scratch,
-    plant_exchanged_gate_up,
-    poison_prepared,
-    shift_scales,
-)
+from support.poison import nan_filled_scratch, poison_prepared
 from support.weight_formats import in_format
 from tests.moe.hopper.problems import first_tokens, reference, require_hopper, run
 
@@ -30,7 +26,16 @@ group_layout = pytest.importorskip("mxpert.moe.hopper.group_layout")
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = ("int4_g32", "int4_g64", "int4_g128", "mxfp8_e4m3")
+FORMATS = (
+    "int4_g32",
+    "int4_g64",
+    "int4_g128",
+    "int4_g32-zero_points",
+    "int4_g64-zero_points",
+    "int4_g128-zero_points",
+    "nvfp4",
+    "mxfp8_e4m3",
+)
 A_FORMATS = ("bf16", "mxfp8", "fp8_token")
 TOKENS = (1, 17, 129, 777)
 
@@ -38,7 +43,7 @@ TOKENS = (1, 17, 129, 777)
 def tiles_of(a_format: str, name: str) -> dict[str, MoEConfig]:
     """Every tile, and those of decode with their depth split."""
     found = {}
-    for tile, config in heuristics.tiles(a_format == "bf16", name).items():
+    for tile, config in heuristics.tiles(a_format == "bf16", name.partition("-")[0]).items():
         found[tile] = MoEConfig(config.block_m, config, config)
         if tile.startswith("decode"):
             split = replace(config, k_splits=3), replace(config, k_splits=2)
@@ -65,11 +70,11 @@ def hopper_only(device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def problem(name: str, device: torch.device) -> MoEInputs:
-    """Odd numbers of row units (11) and depth units (3); of MXFP8 and groups of 32 half a unit."""
-    whole = name in ("int4_g64", "int4_g128")
-    shape = MoEShape(768 if whole else 704, 384, 9, 3, SwiGLU(), has_bias=True)
+    """Odd numbers of row units (11) and depth units (3); but for groups of 128 half a unit."""
+    name, _, zeros = name.partition("-")
+    shape = MoEShape(768 if name == "int4_g128" else 704, 384, 9, 3, SwiGLU(), has_bias=True)
     made = random_moe_problem(shape, max(TOKENS))
-    weights = in_format(made.weights, name, exact=False, zero_points=False).to(device)
+    weights = in_format(made.weights, name, exact=False, zero_points=bool(zeros)).to(device)
     x, ids, factors = (t.to(device) for t in (made.x, made.topk_ids, made.topk_weights))
     return replace(made, weights=weights, x=x, topk_ids=ids, topk_weights=factors)
 
@@ -113,13 +118,17 @@ def test_layers(name: str, a_format: str, tile: str, device: torch.device) -> No
 def test_the_comparison_catches_planted_errors(name: str, device: torch.device) -> None:
     inputs = problem(name, device)
 
-    def shifted(given: MoEInputs) -> MoEInputs:
-        parts = given.weights.gate_up_proj, given.weights.down_proj
-        gate_up, down = (shift_scales(part) for part in parts)
-        return replace(given, weights=replace(given.weights, gate_up_proj=gate_up, down_proj=down))
+    def planted(mistake: Callable[[WeightLike], WeightLike]) -> MoEInputs:
+        weights = inputs.weights
+        gate_up, down = mistake(weights.gate_up_proj), mistake(weights.down_proj)
+        return replace(inputs, weights=replace(weights, gate_up_proj=gate_up, down_proj=down))
 
-    for plant in (shifted, plant_exchanged_gate_up):
-        wrong = plant(inputs)
+    mistakes = [lambda part: replace(part, scale=part.scale.roll(1, dims=-1))]
+    if "zero" in name:
+        mistakes.append(lambda part: replace(part, zero_point=part.zero_point + 1))
+    if name == "nvfp4":
+        mistakes.append(lambda part: replace(part, row_scale=part.row_scale.roll(1, dims=-1)))
+    for wrong in map(planted, mistakes):
         wrong = replace(wrong, weights=wrong.weights.prepare(device=device))
         with pytest.raises(AssertionError):
             check(name, "mxfp8", wrong, 129)
@@ -134,15 +143,13 @@ def test_the_heuristic_serves_and_explain_says_so(name: str, device: torch.devic
             check(name, "bf16", inputs, num_tokens)
 
 
-def test_zero_points_stay_on_portable_kernels(device: torch.device) -> None:
-    made = problem("int4_g64", device)
-    weights = in_format(
-        random_moe_problem(MoEShape(768, 384, 9, 3), 1).weights,
-        "int4_g64",
-        exact=False,
-        zero_points=True,
-    )
-    given = replace(made, weights=weights.prepare(device=device), activation=SiLU())
+def test_what_the_layout_cannot_hold_runs_on_portable_kernels(device: torch.device) -> None:
+    """Zero points with float32 scales."""
+    inputs = problem("int4_g64-zero_points", device)
+    parts = inputs.weights.gate_up_proj, inputs.weights.down_proj
+    gate_up, down = (replace(part, scale=part.scale.float()) for part in parts)
+    weights = replace(inputs.weights, gate_up_proj=gate_up, down_proj=down)
+    given = replace(inputs, weights=weights.prepare(device=device))
     with pytest.raises(mxpert.UnsupportedError, match="HOPPER_GROUPS"):
         run(given, "bf16")
     with mxpert.override():
@@ -159,7 +166,7 @@ def test_packing_on_the_gpu_gives_the_bits_of_the_cpu(device: torch.device) -> N
             (mine.down_proj, theirs.down_proj),
         ):
             assert torch.equal(one.qdata.cpu(), other.qdata)
-            assert torch.equal(one.scale.cpu(), other.scale)
+            assert torch.equal(one.scale.cpu().view(torch.uint8), other.scale.view(torch.uint8))
 
 
 def test_a_graph_replays_the_layer(device: torch.device) -> None:

@@ -87,6 +87,8 @@ class Machine:
                 return a | b
             case ["mov", _], [a]:
                 return a
+            case ["not", _], [a]:
+                return ~a & MASK
             case ["prmt", _], [a, b, c]:
                 return prmt(a, b, c)
             case ["mul", "lo", "u32"], [a, b]:
