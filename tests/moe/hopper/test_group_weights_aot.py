@@ -33,7 +33,7 @@ SHAPE = MoEShape(2816, 1408, 128, 4)
 MOST_SPILLS = 100
 """Local-memory instructions of a GEMM, most of them between tiles and in epilogues."""
 MOST_LOOP_SPILLS = {"decode32": 64}
-"""How many of these may be in the main loop, if not 8: 64 columns leave few registers for scales."""
+"""How many of these may be in the main loop, if not 8: few registers are left beside 64 columns."""
 
 CASES = [
     pytest.param(name, a_format, tile, id=f"{name}-{a_format}-{tile}")

@@ -1,4 +1,4 @@
-"""INT4, NVFP4 and MXFP8 weights in the Hopper kernels on a GPU, against float64 on decoded operands."""
+"""INT4, NVFP4 and MXFP8 weights in the Hopper kernels on a GPU, against decoded float64."""
 
 from __future__ import annotations
 
