@@ -142,14 +142,9 @@ def _scale_values(scales, WEIGHTS: gl.constexpr):
 
 
 @gluon.jit
-def load_scales(scales_smem, UNITS: gl.constexpr):
-    """The scales of UNITS depth units, one tensor [groups, 64 rows] for each."""
-    ROWS: gl.constexpr = scales_smem.shape[0]
-    raw = scales_smem.load(_scale_layout(ROWS))
-    if UNITS == 1:
-        return (raw,)
-    else:
-        return raw.reshape([2, ROWS // 2, 64]).permute((1, 2, 0)).split()
+def load_scales(scales_smem):
+    """The scales of depth units, [groups, 64 rows]."""
+    return scales_smem.load(_scale_layout(scales_smem.shape[0]))
 
 
 @gluon.jit
@@ -288,7 +283,8 @@ def accumulate_decode_groups(pipe, state, steps, PARTITION: gl.constexpr, COLUMN
         mbarrier.wait(pipe.ready.index(state.stage), state.phase)
         own = 2 * state.stage + PARTITION
         codes = pipe.codes.index(own).reshape([2 * CODE_ROWS, 128])
-        scales = load_scales(pipe.shifts.index(own).reshape([2 * GROUPS, 64]), UNITS=2)
+        both = load_scales(pipe.shifts.index(own).reshape([2 * GROUPS, 64]))
+        scales = both.reshape([2, GROUPS, 64]).permute((1, 2, 0)).split()  # of each unit
         x = pipe.x.index(state.stage).slice(0, COLUMNS, 0)
         for unit in gl.static_range(2):
             own_codes = codes.slice(CODE_ROWS * unit, CODE_ROWS, 0)
@@ -324,6 +320,7 @@ def accumulate_prefill_groups(
     RIGHT_AT: gl.constexpr = pipe.BLOCKS * pipe.BLOCK_M if pipe.HI_LO else LEFT
     AT_ONCE: gl.constexpr = _holds_both(LEFT, RIGHT, pipe.CONSUMERS)
     CODE_ROWS: gl.constexpr = WEIGHTS.code_rows
+    GROUPS: gl.constexpr = WEIGHTS.groups
     SIZE: gl.constexpr = WEIGHTS.group
     left = gl.zeros((64, LEFT), gl.float32, LAYOUT)
     right = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
@@ -332,11 +329,11 @@ def accumulate_prefill_groups(
         for unit in range(2):  # no static loop: registers do not hold both units' weights
             own = 2 * (state.stage * pipe.CONSUMERS + PARTITION) + unit
             half = 2 * state.stage + unit
-            (scales,) = load_scales(pipe.shifts.index(own).reshape([WEIGHTS.groups, 64]), UNITS=1)
+            scales = load_scales(pipe.shifts.index(own).reshape([GROUPS, 64]))
             codes = pipe.codes.index(own).reshape([CODE_ROWS, 128])
             weights = decode_steps(codes, scales, WEIGHTS, LAYOUT)
             columns = _columns(scales.permute((1, 0)))
-            for group in gl.static_range(WEIGHTS.groups):
+            for group in gl.static_range(GROUPS):
                 x = pipe.x.view(half, 0, LEFT)
                 sums = _multiply_group(weights, x, group, SIZE, 0, LEFT)
                 if AT_ONCE:
