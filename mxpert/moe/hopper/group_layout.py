@@ -180,13 +180,15 @@ class _HopperGroups(WeightLayout):
             qdata[expert, order] = codes[:num_rows, :width]
             found = _unpack_scales(t.scale[expert], weights.groups)
             scale[expert, order] = found[:num_rows, : scale.shape[-1]]
-        parts: dict[str, torch.Tensor | None] = {"qdata": qdata, "scale": scale}
+        if isinstance(t, MXTensor):
+            return MXTensor(qdata, scale, t.format)
+        zeros, factors = None, None
         if weights.codes == "int4_zero":
-            parts["scale"], parts["zero_point"] = _from_words(scale)
-        if isinstance(t, WeightTensor) and t.row_scale is not None:
-            parts["row_scale"] = factors = t.row_scale.new_empty((experts, num_rows))
+            scale, zeros = _from_words(scale)
+        if t.row_scale is not None:
+            factors = t.row_scale.new_empty((experts, num_rows))
             factors[:, order] = t.row_scale[:, :num_rows] * 2.0**-weights.exponent
-        return replace(t, **parts, layout=Layout.ROW_MAJOR, logical_shape=None)
+        return WeightTensor(qdata, scale, t.format, zeros, factors)
 
 
 HOPPER_GROUPS = _HopperGroups()
@@ -213,15 +215,14 @@ def _empty(t: WeightLike, weights: GroupWeights) -> WeightLike:
     shape = tuple(t.shape)
     found = units(shape, "pack_groups", "t.shape")
     codes = t.qdata.new_empty((*found, weights.code_rows * 128))
-    has_zeros = isinstance(t, WeightTensor) and t.zero_point is not None
-    dtype = torch.int32 if has_zeros else t.scale.dtype
-    scale = t.scale.new_empty((*found, weights.groups * UNIT_ROWS), dtype=dtype)
-    parts: dict[str, torch.Tensor | None] = {"qdata": codes, "scale": scale}
-    if has_zeros:
-        parts["zero_point"] = None
-    if isinstance(t, WeightTensor) and t.row_scale is not None:
-        parts["row_scale"] = t.row_scale.new_empty((found[0], found[1] * UNIT_ROWS))
-    return replace(t, **parts, layout=HOPPER_GROUPS, logical_shape=shape)
+    scale = t.scale.new_empty((*found, weights.groups * UNIT_ROWS))
+    if isinstance(t, MXTensor):
+        return MXTensor(codes, scale, t.format, -1, HOPPER_GROUPS, None, shape)
+    scale = scale if t.zero_point is None else scale.to(torch.int32)
+    factors = t.row_scale
+    if factors is not None:
+        factors = factors.new_empty((found[0], found[1] * UNIT_ROWS))
+    return WeightTensor(codes, scale, t.format, None, factors, HOPPER_GROUPS, shape)
 
 
 def _words(scale: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:

@@ -279,7 +279,6 @@ def make_prefill_pipeline(
     shift_desc,
     x_desc,
     CONSUMERS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
     HI_LO: gl.constexpr,
@@ -289,7 +288,7 @@ def make_prefill_pipeline(
     gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3, "registers suffice for two or three")
     READY_PER_STAGE: gl.constexpr = _ready_per_stage(code_desc, WEIGHTS)
     NUM_READY: gl.constexpr = STAGES * READY_PER_STAGE
-    gl.static_assert(x_desc.block_type.shape[0] == BLOCK_M, "a block's rows")
+    BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     if WEIGHTS is None:
         CODE_BYTES: gl.constexpr = READY_PER_STAGE * code_desc.block_type.nbytes
         SHIFT_BYTES: gl.constexpr = READY_PER_STAGE * shift_desc.block_type.nbytes

@@ -450,8 +450,9 @@ def _moe_gemm_prefill_kernel(
     """
     gl.static_assert(num_warps == _CONSUMER_WARPS, "consumer 0 is the default partition")
     ORDER: gl.constexpr = ping_pong_policy(CONSUMERS, BLOCKS * BLOCK_M, HI_LO, WEIGHTS)
+    gl.static_assert(x_desc.block_type.shape[0] == BLOCK_M, "a block's rows")
     pipe = make_prefill_pipeline(
-        code_desc, shift_desc, x_desc, CONSUMERS, BLOCK_M, BLOCKS, STAGES, HI_LO, WEIGHTS
+        code_desc, shift_desc, x_desc, CONSUMERS, BLOCKS, STAGES, HI_LO, WEIGHTS
     )
     staging_0 = _make_staging(out_desc, STAGING_BUFFERS)
     staging_1 = _make_staging(out_desc, STAGING_BUFFERS)

@@ -127,7 +127,7 @@ MISTAKES = {
 @pytest.mark.parametrize("codes", MISTAKES)
 def test_the_decoder_gives_every_code_in_every_place(codes: str) -> None:
     """The PTX on words of all codes, against values by the specification, and planted mistakes."""
-    module = pytest.importorskip("mxpert.moe.hopper.group_weights", reason="needs Gluon")
+    module = pytest.importorskip("mxpert.device.hopper_ptx", reason="needs Triton with Gluon")
     exponent = GroupWeights(codes, 128).exponent
     draw = torch.Generator().manual_seed(0)
     code = torch.randint(0, 16, (17 * 16, 4, 2, 4), generator=draw)
@@ -151,7 +151,7 @@ def test_the_decoder_gives_every_code_in_every_place(codes: str) -> None:
         found = found.unflatten(-1, (2, 4)).transpose(1, 2)  # step, half
         return torch.stack([table[found >> 8 * j & 255] for j in range(4)], -1) * 2.0**exponent
 
-    assembly = module.decode_assembly(codes, 4)
+    assembly = module.nibble_assembly(codes, 4)
     assert torch.equal(decoded(assembly), wanted)
     for old, new in MISTAKES[codes]:
         assert old in assembly
