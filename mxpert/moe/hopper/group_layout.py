@@ -199,8 +199,8 @@ def refuse_groups(problem: MoEProblem) -> str | None:
     if problem.weight_layout is HOPPER_GROUPS:
         return None
     return (
-        "needs weights in HOPPER_GROUPS layout: call weights.prepare(device=...), which keeps "
-        f"ROW_MAJOR for what that cannot hold ({HOPPER_GROUPS.holds})"
+        "needs weights in HOPPER_GROUPS layout: call weights.prepare(device=...); it holds "
+        f"{HOPPER_GROUPS.holds}"
     )
 
 

@@ -179,3 +179,17 @@ def test_a_graph_replays_the_layer(device: torch.device) -> None:
         y.zero_()
         graph.replay()
         assert_exact(y, first, "graph")
+
+
+@pytest.mark.parametrize("tile", ["decode32", "narrow"])
+@pytest.mark.parametrize("name", ["int4_g128", "int4_g64-zero_points", "nvfp4", "mxfp8_e4m3"])
+def test_many_repeats_give_the_same_bits(name: str, tile: str, device: torch.device) -> None:
+    """A register operand that is overwritten while wgmma reads it would show in some of them."""
+    inputs = first_tokens(prepared(name, device), 129)
+    with mxpert.override(backend="hopper", config=tiles_of("mxfp8", name)[tile]):
+        first = run(inputs, "mxfp8", out_dtype=torch.float32)
+        differing = torch.zeros((), dtype=torch.int64, device=device)
+        for _ in range(300):
+            again = run(inputs, "mxfp8", out_dtype=torch.float32)
+            differing += (again.view(torch.int32) != first.view(torch.int32)).sum()
+    assert int(differing) == 0
