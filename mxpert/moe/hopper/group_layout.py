@@ -29,7 +29,7 @@ from ...formats.folding import FoldCertificate
 from ...formats.gate_up import GateUpOrder
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS, WeightLayout, pad, units
 from ...formats.spec import E8M0_NAN, MXFP8_E4M3
-from ...formats.tensor import Layout, MXTensor
+from ...formats.tensor import MXTensor
 from ...formats.weight_tensor import (
     INT4_ZERO,
     SCALE_DTYPES,
