@@ -255,13 +255,25 @@ def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
 
     Both stages get the same block_m.
     """
-    hi_lo, known = uses_hi_lo(problem), tiles_of(problem)
+    hi_lo, known = uses_hi_lo(problem), _chosen_tiles(problem)
     fitting = (name for name, limit in _LIMITS[hi_lo] if problem.rows_per_expert <= limit)
     name = next((name for name in fitting if name in known), [*known][-1])
     units = _row_units(problem, op)
     if name == "triple" and not hi_lo and -(-units // 3) * 3 > _MOST_IDLE * units:
         name = "narrow"
     return known[name]
+
+
+def _chosen_tiles(problem: MoEProblem) -> dict[str, HopperGemmConfig]:
+    """The tiles that the heuristic chooses among, by name.
+
+    Of weights with groups these are the decode tiles: their prefill tiles were not measured. A
+    pinned or tuned config may have them.
+    """
+    found = tiles_of(problem)
+    if group_weights(problem.weight_format) is None:
+        return found
+    return {name: tile for name, tile in found.items() if tile.kernel is HopperKernel.DECODE}
 
 
 def _row_units(problem: MoEProblem, op: Op) -> int:
