@@ -32,6 +32,8 @@ SHAPE = MoEShape(2816, 1408, 128, 4)
 
 MOST_SPILLS = 100
 """Local-memory instructions of a GEMM, most of them between tiles and in epilogues."""
+MOST_SPILLS_OF_16 = 140
+"""The same of NVFP4: its two operands for a k32 step need twice the registers."""
 MOST_LOOP_SPILLS = {"decode32": 64}
 """How many of these may be in the main loop, if not 8: few registers are left beside 64 columns."""
 
@@ -40,7 +42,9 @@ CASES = [
     for name in FORMATS
     for a_format in ("bf16", "mxfp8")
     for tile in heuristics.tiles(a_format == "bf16", name)
+    if name == "int4_g128" or tile in ("decode32", "narrow")
 ]
+"""Every tile once; of the other formats the two that need most registers."""
 
 
 def packed(name: str, scale_dtype: torch.dtype) -> Callable[[int, int, int], WeightLike]:
@@ -94,7 +98,7 @@ def test_gemms(
     assert kernel.count(r"\bQGMMA\.64x\d+x32\.F32\.E4M3\.E4M3") > 0
     assert register_operands(kernel.listing) == kernel.count(r"\bQGMMA")
     assert metrics.instructions.get("LDS.128", 0) > 0, "codes must come 16 bytes at a time"
-    assert metrics.spills <= MOST_SPILLS
+    assert metrics.spills <= (MOST_SPILLS_OF_16 if name == "nvfp4" else MOST_SPILLS)
     for block in parse(kernel.listing):
         names = [one.name for one in block.instructions]
         if any(each.startswith("QGMMA") for each in names):
