@@ -346,3 +346,71 @@ def quantized_codes(values, inverse, power):
         pack=4,
     )
     return codes.to(gl.float8e4nv, bitcast=True)
+
+
+_GROUP_LANES = gl.constexpr("""{
+.reg .b32 peers, first, lead, lane, before, source;
+.reg .pred leads, valid;
+match.any.sync.b32 peers, $5, 0xFFFFFFFF;
+brev.b32 first, peers;
+clz.b32 first, first;
+mov.u32 lane, %laneid;
+setp.ge.s32 valid, $5, 0;
+setp.eq.and.u32 leads, lane, first, valid;
+vote.sync.ballot.b32 lead, leads, 0xFFFFFFFF;
+mov.u32 before, 1;
+shl.b32 before, before, first;
+sub.u32 before, before, 1;
+and.b32 before, lead, before;
+popc.b32 $0, before;
+popc.b32 $1, lead;
+mov.b32 $2, peers;
+add.u32 lane, lane, 1;
+fns.b32 source, lead, 0, lane;
+and.b32 source, source, 31;
+shfl.sync.idx.b32 $3, $5, source, 31, 0xFFFFFFFF;
+shfl.sync.idx.b32 $4, peers, source, 31, 0xFFFFFFFF;
+}""")
+
+
+@aggregate
+class LaneGroups:
+    """Lanes of a warp, grouped by a key; int32 [32] each, a value a lane.
+
+    rank: of the lane's group; ranks follow the groups' first lanes. peers: lanes of the group, a
+    bit each. count: number of groups. Of the group whose rank is the lane's number: key and
+    members, its lanes. Negative keys belong to no group; their values are undefined.
+    """
+
+    rank: gl.tensor
+    count: gl.tensor
+    peers: gl.tensor
+    key: gl.tensor
+    members: gl.tensor
+
+
+@gluon.jit
+def group_lanes(keys):
+    """Group the lanes of a warp by keys, int32 [32]; each warp that holds them does the same."""
+    rank, count, peers, key, members = gl.inline_asm_elementwise(
+        _GROUP_LANES,
+        "=&r,=&r,=&r,=&r,=&r,r",
+        [keys],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return LaneGroups(rank, count, peers, key, members)
+
+
+@gluon.jit
+def from_lanes(values, lanes):
+    """values[lanes] of 32-bit values [32]."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xFFFFFFFF;",
+        "=r,r,r",
+        [values, lanes],
+        dtype=values.dtype,
+        is_pure=True,
+        pack=1,
+    )

@@ -16,14 +16,18 @@ from ...core.stage_configs import StageConfig, require_integers, require_positiv
 from ...errors import message, require
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
+from . import few_tokens_split as few_tokens
 from .group_layout import group_weights
 
 
 class HopperKernel(enum.StrEnum):
-    """The two GEMM kernels of an MoE stage on Hopper.
+    """The kernels of MoE layers on Hopper.
 
-    DECODE: few rows an expert; limited by the memory that weights are read from.
-    PREFILL: many rows an expert; limited by the tensor cores.
+    DECODE: GEMM of a stage with few rows an expert; limited by the memory that weights are read
+        from.
+    PREFILL: GEMM of a stage with many rows an expert; limited by the tensor cores.
+    FEW_TOKENS: the whole layer in one launch, for up to four tokens with bfloat16 activations and
+        up to eight with MX activations. Both stages have it.
 
     Source:
         The kernels of the hopper backend.
@@ -35,6 +39,7 @@ class HopperKernel(enum.StrEnum):
 
     DECODE = "decode"
     PREFILL = "prefill"
+    FEW_TOKENS = "few_tokens"
 
     def __repr__(self) -> str:
         return f"HopperKernel.{self.name}"
@@ -47,7 +52,8 @@ class HopperGemmConfig(StageConfig):
     Args:
         kernel: the kernel that runs, or its name.
         block_m: sorted rows of a routing block.
-        num_stages: stages of the pipeline, each 256 elements of the contracted dimension.
+        num_stages: stages of the pipeline, each 256 elements of the contracted dimension; of
+            FEW_TOKENS 128.
         consumers: consumer warpgroups of a CTA; each computes its own 64 weight rows of a tile.
         blocks_per_tile: most routing blocks of an expert in one tile. A weight is decoded once for
             all of them. The decode kernel has one.
@@ -81,6 +87,10 @@ class HopperGemmConfig(StageConfig):
         )
         require_positive(self, "block_m")
 
+
+_FEW_TOKENS_STAGES, _FEW_TOKENS_CHOICES = 3, (2, 3, 4, 5)
+"""Stages of its ring: the heuristic's, and those that the tuner tries. More stages fill the queues
+of the memory, and CTAs end further apart."""
 
 STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
 """Both stages of a layer."""
@@ -324,9 +334,55 @@ def _preferred_tiles(problem: MoEProblem) -> tuple[HopperGemmConfig, HopperGemmC
     return _preferred(problem, Op.MOE_GATE_UP), _preferred(problem, Op.MOE_DOWN)
 
 
-def layer_heuristic(problem: MoEProblem) -> MoEConfig:
-    """Config of a layer: the preferred tile for each stage."""
+def _few_tokens(problem: MoEProblem, num_stages: int) -> MoEConfig:
+    """Config of a layer in one launch."""
+    tile = HopperGemmConfig(
+        HopperKernel.FEW_TOKENS, min(BLOCKS_M), num_stages, consumers=1, hi_lo=uses_hi_lo(problem)
+    )
+    return MoEConfig.of(tile, tile)
+
+
+def two_stages(problem: MoEProblem) -> MoEConfig:
+    """Config of a layer with a GEMM for each stage: the preferred tiles."""
     return _layer(problem, *_preferred_tiles(problem))
+
+
+def layer_heuristic(problem: MoEProblem) -> MoEConfig:
+    """Config of a layer: one launch if it is faster, or the preferred tile for each stage.
+
+    On an H100 one launch took 0.70 (kimi-k2 TP4), 0.84 (gpt-oss-120b), 0.90 (qwen3-235b) and 0.98
+    (deepseek-v3 EP8) of the time of two stages at T = 1. At T = 2 and 4 it took 0.81 and 0.92 in
+    kimi-k2 TP4, where no depth units of stage 2 need to be grouped; in the others 0.97 to 1.12.
+    """
+    if few_tokens.unsupported(problem) is None and (
+        problem.num_tokens == 1 or few_tokens.split_of(problem).depth == 1
+    ):
+        return _few_tokens(problem, _FEW_TOKENS_STAGES)
+    return two_stages(problem)
+
+
+def require_few_tokens(config: MoEConfig, problem: MoEProblem) -> int:
+    """Stages of a valid config of a layer in one launch; ValueError for others."""
+    reason = few_tokens.unsupported(problem)
+    tile = config.gate_up
+    most = 0 if reason else few_tokens.most_stages(problem)
+    valid = (
+        isinstance(tile, HopperGemmConfig)
+        and 2 <= tile.num_stages <= most
+        and config == _few_tokens(problem, tile.num_stages)
+    )
+    require(
+        valid,
+        problem.op.value,
+        "config",
+        got=config,
+        need=f"a kernel of two stages: FEW_TOKENS {reason}"
+        if reason
+        else f"{_few_tokens(problem, _FEW_TOKENS_STAGES)}, or other num_stages from 2 to {most}",
+        remedy="take one from the kernel's configs()",
+    )
+    assert isinstance(tile, HopperGemmConfig)  # for the type checker: checked above
+    return tile.num_stages
 
 
 def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
@@ -335,16 +391,20 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     A pair has the preferred tile in one stage and any other in the other.
     """
     preferred = _preferred_tiles(problem)
-    first = _layer(problem, *preferred)
-    others = [_layer(problem, tile, tile) for tile in tiles_of(problem).values()]
+    first = layer_heuristic(problem)
+    others = [two_stages(problem)]
+    others += [_layer(problem, tile, tile) for tile in tiles_of(problem).values()]
     if preferred[0].kernel is HopperKernel.DECODE:
         others += [
             MoEConfig(
-                first.routing_block_m,
+                others[0].routing_block_m,
                 *(replace(t, k_splits=n) for t, n in zip(preferred, splits, strict=True)),
             )
             for splits in _k_split_choices(problem)
         ]
+    if few_tokens.unsupported(problem) is None:
+        most = few_tokens.most_stages(problem)
+        others += [_few_tokens(problem, n) for n in _FEW_TOKENS_CHOICES if n <= most]
     own = tiles_of(problem).values()
     others += [_layer(problem, preferred[0], tile) for tile in own]
     others += [_layer(problem, tile, preferred[1]) for tile in own]

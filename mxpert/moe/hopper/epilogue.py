@@ -119,7 +119,7 @@ def row_per_thread_layout():
 
 
 @gluon.jit
-def _row_factor(reference):
+def row_factor(reference):
     """2^(reference - 127 - 6) as float32, or a float32 factor itself.
 
     HOPPER_FRAGMENT weights always have reference >= 7.
@@ -205,8 +205,8 @@ def finish(accumulator, outputs, rows, parameters, epilogue, LAYOUT: gl.constexp
     outputs: OutputTerms. rows: RowTerms. LINEAR: ``weight * (sum * factors + bias)``. Otherwise the
     activation of gate and up, whose inputs the routing weight multiplies.
     """
-    factor = _row_factor(outputs.reference)
-    up_factor = _row_factor(outputs.up_reference)
+    factor = row_factor(outputs.reference)
+    up_factor = row_factor(outputs.up_reference)
     scale = rows.scale
     if epilogue.variant.EPILOGUE == _LINEAR:
         value = row_pairs(accumulator, LAYOUT)  # [64, ROWS] float32

@@ -35,6 +35,7 @@ from .config import HopperGemmConfig, HopperKernel
 from .decode import _moe_gemm_decode_kernel
 from .encode import SortedRows, encode_rows, fits_one_step
 from .epilogue import LINEAR
+from .few_tokens import few_tokens_layer, memory
 from .group_layout import GroupWeights, described, refuse_groups
 from .layout import HOPPER_FRAGMENT
 from .prefill import _moe_gemm_prefill_kernel
@@ -433,6 +434,25 @@ class _FusedMoE(TwoStageLayer):
     """FUSED_MOE: the stages of a layer share its tile lists."""
 
     mode = staticmethod(_order_of_sums)
+
+    @property
+    def resident(self) -> list[torch.Tensor]:
+        """Memory that launches keep between calls."""
+        return memory.tensors
+
+    def launch(
+        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs
+    ) -> torch.Tensor:
+        """As `TwoStageLayer.launch`. One launch cannot wait for tokens of other ranks."""
+        first = config.gate_up
+        if isinstance(first, HopperGemmConfig) and first.kernel is HopperKernel.FEW_TOKENS:
+            stages = heuristics.require_few_tokens(config, problem)
+            if inputs.num_local_tokens is None and inputs.arrivals is None:
+                out = few_tokens_layer(problem, stages, inputs)
+                if out is not None:
+                    return out
+            config = heuristics.two_stages(problem)
+        return super().launch(problem, config, inputs)
 
     def stages(
         self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs, plan: RoutingPlan

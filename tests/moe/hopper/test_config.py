@@ -32,12 +32,46 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def test_the_heuristic_takes_a_tested_tile(a_format: str, model: str, num_tokens: int) -> None:
     problem: MoEProblem = describe(MODEL_SHAPES[model], num_tokens, a_format)
     assert problem.weight_layout is Layout.HOPPER_FRAGMENT
-    layer = heuristics.layer_heuristic(problem)
+    layer = heuristics.two_stages(problem)
     tested = heuristics.tiles(a_format == "bf16").values()
     assert {replace(layer.gate_up, k_splits=1), replace(layer.down, k_splits=1)} <= set(tested)
     for config in (layer.gate_up, layer.down):
         heuristics.require_valid(config, problem)
     assert layer in list(heuristics.layer_configs(problem))
+
+
+@pytest.mark.parametrize(
+    "model, num_tokens, a_format, chosen",
+    [
+        ("gpt-oss-120b", 1, "bf16", True),
+        ("gpt-oss-120b", 1, "mxfp4", True),
+        ("gpt-oss-120b", 1, "fp8_token", False),
+        ("gpt-oss-120b", 2, "bf16", False),
+        ("kimi-k2-tp4", 4, "bf16", True),
+        ("kimi-k2-tp4", 5, "bf16", False),
+        ("dsv3-ep8", 1, "mxfp8", True),
+        ("dsv3-ep8", 2, "mxfp8", False),
+    ],
+)
+def test_one_launch_where_it_is_faster(
+    model: str, num_tokens: int, a_format: str, chosen: bool
+) -> None:
+    problem = describe(MODEL_SHAPES[model], num_tokens, a_format)
+    layer = heuristics.layer_heuristic(problem)
+    assert (layer.gate_up.kernel is HopperKernel.FEW_TOKENS) is chosen
+    if chosen:
+        heuristics.require_few_tokens(layer, problem)
+    assert heuristics.two_stages(problem) in list(heuristics.layer_configs(problem))
+
+
+def test_the_tuner_tries_rings_of_one_launch() -> None:
+    problem = describe(MODEL_SHAPES["gpt-oss-120b"], 2, "bf16")
+    tried = [
+        layer.gate_up.num_stages
+        for layer in heuristics.layer_configs(problem)
+        if layer.gate_up.kernel is HopperKernel.FEW_TOKENS
+    ]
+    assert sorted(tried) == [2, 3, 4, 5]
 
 
 def test_the_tuner_tries_tiles_of_the_stages_apart() -> None:
