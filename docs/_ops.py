@@ -62,7 +62,10 @@ COLUMNS = (
     Column("triton, gfx950 (AMD)", "triton", MI355X, "emulated"),
 )
 
-Problems = Callable[[Target, Layout], list[Problem]]
+Layouts = Callable[[str], Layout]
+"""Of a weight format, the layout that a column's backend reads."""
+
+Problems = Callable[[Target, Layouts], list[Problem]]
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ def quantizations(stochastic: bool) -> Problems:
     ]
 
 
-def routing(target: Target, _: Layout) -> list[Problem]:
+def routing(target: Target, _: Layouts) -> list[Problem]:
     return [
         TopKProblem(Op.ROUTE_TOPK, target, 16, 2, 8, TopKOptions()),
         RoutingProblem(Op.ROUTING_PLAN, target, 16, 2, 8, 8, 32),
@@ -91,7 +94,7 @@ def routing(target: Target, _: Layout) -> list[Problem]:
 
 
 def layers(weight_formats: Sequence[str], has_gate: bool = True) -> Problems:
-    def made(target: Target, layout: Layout) -> list[Problem]:
+    def made(target: Target, layout_of: Layouts) -> list[Problem]:
         activation = SiLU() if has_gate else ReLU2()
         return [
             MoEProblem(
@@ -99,7 +102,7 @@ def layers(weight_formats: Sequence[str], has_gate: bool = True) -> Problems:
                 target,
                 *(1024, 2, 8, 512, 512),
                 MoEOptions(activation, a_format),
-                layout if w_format == "mxfp4" else Layout.ROW_MAJOR,
+                layout_of(w_format),
                 0 if op is Op.FUSED_MOE else 128,
                 weight_format=w_format,
             )
@@ -138,7 +141,7 @@ def gemms(op: Op, *formats: str, trans_b: bool = False) -> Problems:
     ]
 
 
-def rows_between(target: Target, _: Layout) -> list[Problem]:
+def rows_between(target: Target, _: Layouts) -> list[Problem]:
     problem = RowsProblem(Op.COMBINE_ROWS, target, 64, 512, torch.bfloat16, top_k=2)
     activate = replace(problem, top_k=1, activation=SiLU())
     return [
@@ -187,9 +190,14 @@ def cell(row: Row, column: Column) -> str:
         ValueError: it serves some of the row's problems: split the row.
     """
     backend = BACKENDS[column.backend]
-    layout = backend.weight_layout or Layout.ROW_MAJOR
+    layouts = [each for each in (backend.weight_layout, *backend.other_layouts) if each is not None]
+
+    def layout_of(weight_format: str) -> Layout:
+        own = (layout for layout in layouts if weight_format in layout.formats)
+        return next(own, Layout.ROW_MAJOR)
+
     served = []
-    for problem in row.problems(column.target, layout):
+    for problem in row.problems(column.target, layout_of):
         kernel = kernel_of(backend, problem.op)
         served.append(not isinstance(kernel, str) and kernel.unsupported(problem) is None)
     if any(served) != all(served):

@@ -147,18 +147,21 @@ _MX_TENSOR = Kind(
 def _flatten_weight(value: MXTensor | WeightTensor) -> tuple[object, ...]:
     if isinstance(value, MXTensor):
         return (*_flatten_mx(value), None, None)
-    facts = value.format.name, value.axis, None
+    shape = None if value.logical_shape is None else list(value.logical_shape)
+    facts = f"{value.format.name} {value.layout.value}", value.axis, shape
     return value.qdata, value.scale, None, None, *facts, value.zero_point, value.row_scale
 
 
 def _rebuild_weight(*flat: Any) -> MXTensor | WeightTensor:  # Any: the flat arguments
     *of_mx, zero_point, row_scale = flat
-    qdata, scale, _, _, facts, *_ = of_mx
-    format = WEIGHT_FORMATS.get(facts)
+    qdata, scale, _, _, facts, _, shape = of_mx
+    name, layout, *_ = facts.split()
+    format = WEIGHT_FORMATS.get(name)
     if format is None:
         return _rebuild_mx_tensor(*of_mx)
     parts = dict(qdata=qdata, scale=scale, zero_point=zero_point, row_scale=row_scale)
-    return rebuild(WeightTensor, format=format, **parts)
+    sizes = None if shape is None else tuple(shape)
+    return rebuild(WeightTensor, format=format, layout=Layout(layout), logical_shape=sizes, **parts)
 
 
 _WEIGHT = Kind(
@@ -166,7 +169,7 @@ _WEIGHT = Kind(
     _flatten_weight,
     _rebuild_weight,
 )
-"""A projection: an MXTensor, or a WeightTensor whose format is the only fact."""
+"""A projection: an MXTensor, or a WeightTensor, whose facts are format, layout and shape."""
 _KINDS: dict[Any, Kind] = {
     torch.Tensor: _one("Tensor", _same, _same),
     bool: _one("bool", _same, _same),

@@ -10,7 +10,7 @@ import torch
 from ..errors import Checks, message
 from .codec import decode, unpack_codes
 from .spec import E2M1, E4M3, MXFP4, MXFP8_E4M3, WIDE_DTYPES, MXFormat
-from .tensor import Aggregate, Layout, MXTensor
+from .tensor import Aggregate, Layout, LayoutLike, MXTensor
 
 INT4_ZERO = 8
 """The code that stands for 0 where there are no zero points."""
@@ -67,7 +67,9 @@ _NEED = Checks("WeightTensor")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class WeightTensor(
-    Aggregate, tensors=("qdata", "scale", "zero_point", "row_scale"), facts=("format",)
+    Aggregate,
+    tensors=("qdata", "scale", "zero_point", "row_scale"),
+    facts=("format", "layout", "logical_shape"),
 ):
     """Weights [..., N, K] in NVFP4 or INT4, quantised along K.
 
@@ -81,6 +83,8 @@ class WeightTensor(
         zero_point: INT4: uint8 [..., N, K/g], the code that stands for 0; None is 8.
         row_scale: NVFP4: float32 [..., N], a factor for each row, from the tensor's global scale
             (gate and up may have different ones); None is 1.
+        layout: memory order; other layouts than ROW_MAJOR hold what `prepare` rearranged.
+        logical_shape: [..., N, K], in layouts whose storage does not show it.
 
     Raises:
         TypeError: a part of the wrong type or dtype.
@@ -101,6 +105,8 @@ class WeightTensor(
     format: WeightFormat
     zero_point: torch.Tensor | None = None
     row_scale: torch.Tensor | None = None
+    layout: Layout = Layout.ROW_MAJOR
+    logical_shape: tuple[int, ...] | None = None
 
     if TYPE_CHECKING:  # the fields as callers may pass them
 
@@ -111,13 +117,32 @@ class WeightTensor(
             format: WeightFormat | str,
             zero_point: torch.Tensor | None = ...,
             row_scale: torch.Tensor | None = ...,
+            layout: LayoutLike = ...,
+            logical_shape: tuple[int, ...] | None = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, WeightFormat):
             object.__setattr__(self, "format", get_weight_format(self.format, _NEED.op, "format"))
-        format, group = self.format, self.format.group_size
+        layout = Layout.parse(self.layout, _NEED.op, "layout")
+        if layout is not self.layout:  # its name was given
+            object.__setattr__(self, "layout", layout)
         _NEED.tensor(self.qdata, "qdata", dtype=torch.uint8)
+        sizes, packed = self.logical_shape, layout is not Layout.ROW_MAJOR
+        need = "a tuple of sizes" if packed else "None"
+        remedy = f"the layout is {layout}; MoEWeights.prepare makes packed tensors"
+        _NEED(isinstance(sizes, tuple) == packed, "logical_shape", need, repr(sizes), remedy)
+        if packed:  # the layout checks the others
+            plain = self.zero_point is None
+            _NEED(
+                plain, "zero_point", f"None in {layout}, which has it beside the scale", "a tensor"
+            )
+        else:
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """Check the parts of a ROW_MAJOR tensor."""
+        format, group = self.format, self.format.group_size
         _NEED(self.qdata.dim() > 1, "qdata.shape", "[..., N, K/2]", list(self.qdata.shape))
         *leading, packed = self.qdata.shape
         need = f"K = 2 * {packed} as a multiple of the group, {group}"
@@ -146,17 +171,14 @@ class WeightTensor(
     @property
     def shape(self) -> torch.Size:
         """Logical shape [..., N, K]."""
+        if self.logical_shape is not None:
+            return torch.Size(self.logical_shape)
         return torch.Size((*self.qdata.shape[:-1], 2 * self.qdata.shape[-1]))
 
     @property
     def axis(self) -> int:
         """-1, the quantised axis."""
         return -1
-
-    @property
-    def layout(self) -> Layout:
-        """ROW_MAJOR: no other layout holds these formats."""
-        return Layout.ROW_MAJOR
 
     @property
     def device(self) -> torch.device:
@@ -171,7 +193,7 @@ class WeightTensor(
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
-        return self.qdata.dim()
+        return len(self.shape)
 
     def numel(self) -> int:
         """Number of weights."""
@@ -184,12 +206,19 @@ class WeightTensor(
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
 
     def __repr__(self) -> str:
-        return f"WeightTensor({self.format.name}, shape={list(self.shape)}, device='{self.device}')"
+        layout = "" if self.logical_shape is None else f"layout={self.layout.name}, "
+        shape = list(self.shape)
+        return f"WeightTensor({self.format.name}, shape={shape}, {layout}device='{self.device}')"
+
+    def _require_row_major(self) -> None:
+        need, remedy = Layout.ROW_MAJOR, "call it before preparing, or unpack first"
+        _NEED(self.layout is need, "layout", need, self.layout, remedy)
 
     def __getitem__(self, index: int | slice) -> WeightTensor:
         """Index or slice the leading dimension, for example one expert out of [E, N, K]."""
         if not isinstance(index, (int, slice)):
             raise TypeError(message("WeightTensor", "index", "an int or a slice", repr(index)))
+        self._require_row_major()
         need = "a dimension before [N, K]"
         _NEED(self.ndim > 2 or isinstance(index, slice), "index", need, f"shape {self.shape}")
         return self._mapped(lambda part: part[index])
@@ -205,6 +234,7 @@ class WeightTensor(
 
         Raises:
             TypeError: no float dtype.
+            ValueError: a prepared layout.
 
         Example:
             >>> codes = torch.full((1, 8), 0x22, dtype=torch.uint8)  # 1.0, 1.0
@@ -214,6 +244,7 @@ class WeightTensor(
             tensor(1.)
         """
         _NEED.dtype(dtype, WIDE_DTYPES)
+        self._require_row_major()
         exact, group, codes = torch.float64, self.format.group_size, unpack_codes(self.qdata)
         if self.format.is_integer:
             zero: torch.Tensor | int = INT4_ZERO

@@ -149,12 +149,13 @@ def expert_weights_from(
     def projection(name: str) -> WeightLike:
         if format == MXFP4:
             return MXTensor(tensors[f"{name}_blocks"].flatten(-2), tensors[f"{name}_scales"], MXFP4)
-        qdata, scale, *others = (tensors.get(f"{name}_{part}") for part in PARTS)
+        parts = (tensors.get(f"{name}_{part}") for part in PARTS)
+        qdata, scale, zero_point, row_scale = parts
         assert qdata is not None  # for the type checker: checked above
         assert scale is not None  # for the type checker: checked above
         if isinstance(format, MXFormat):
             return MXTensor(qdata, scale, format)
-        return WeightTensor(qdata, scale, format, *others)
+        return WeightTensor(qdata, scale, format, zero_point, row_scale)
 
     def bias(name: str) -> torch.Tensor | None:
         stored = tensors.get(f"{name}_bias")

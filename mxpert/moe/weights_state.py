@@ -139,10 +139,11 @@ def _projection(
 ) -> WeightLike:
     """One projection from its entries of a state."""
     qdata, scale = state[f"{name}.qdata"], state[f"{name}.scale"]
-    if format in WEIGHT_FORMATS:
-        optional = (state.get(f"{name}.{part}") for part in _OPTIONAL_PARTS)
-        return WeightTensor(qdata, scale, format, *optional)
     packed = layout is not Layout.ROW_MAJOR
+    if format in WEIGHT_FORMATS:
+        zero_point, row_scale = (state.get(f"{name}.{part}") for part in _OPTIONAL_PARTS)
+        sizes = shape if packed else None
+        return WeightTensor(qdata, scale, format, zero_point, row_scale, layout, sizes)
     return MXTensor(
         qdata,
         scale,

@@ -13,6 +13,7 @@ import torch
 
 import mxpert
 from mxpert import MoEWeights
+from mxpert.core import schema
 from mxpert.core.target import on_device
 from mxpert.formats import WeightTensor
 from mxpert.formats.tensor import Layout
@@ -183,3 +184,63 @@ def test_gfx950_chooses_its_layout_for_mxfp8(tmp_path: Path) -> None:
         assert torch.equal(found.gate_up_bias, wanted.gate_up_bias)
     with pytest.raises(ValueError, match="prepare: layout — need ROW_MAJOR for nvfp4"):
         plain["nvfp4"].prepare(device="cpu", layout=Layout.CDNA4_FRAGMENT)
+
+
+def identical(one: MoEWeights, other: MoEWeights) -> None:
+    """Raise unless both have the same facts, and the same bits under the same names."""
+    a, b = one.state_dict(), other.state_dict()
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == b[name].dtype
+            assert torch.equal(value, b[name]), name
+        else:
+            assert value == b[name]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_prepared_for_hopper_they_are_saved_copied_and_held(format: str, tmp_path: Path) -> None:
+    weights = weights_in(format)
+    held = weights.prepare(device="cpu", layout="hopper_groups")
+    path = tmp_path / "layer.safetensors"
+    held.save(path)
+    torch.save(held, tmp_path / "layer.pt")
+    for other in (
+        MoEWeights.load(path),
+        MoEWeights.from_state_dict(held.state_dict()),
+        torch.load(tmp_path / "layer.pt", weights_only=True),
+        pickle.loads(pickle.dumps(held)),
+        copy.deepcopy(held),
+    ):
+        identical(other, held)
+        assert torch.equal(run(other.unprepare()), run(weights))
+    for one, other in zip(held.dequantize(), weights.dequantize(), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(mxpert.UnsupportedError, match="reference reads ROW_MAJOR weights"):
+        run(held)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_modules_publish_what_was_prepared_for_hopper(format: str) -> None:
+    """Their state dict has the tensors of unprepared weights, and takes them back."""
+    weights, router = weights_in(format), torch.zeros(4, 128)
+    held = weights.prepare(device="cpu", layout="hopper_groups")
+    plain, packed = (
+        mxpert.MoE(each, router, top_k=2, activation="silu") for each in (weights, held)
+    )
+    mine, theirs = packed.state_dict(), plain.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    packed.load_state_dict(theirs)
+    assert packed.experts.weights.layout is mxpert.Layout.ROW_MAJOR, "prepared for this CPU"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_schema_keeps_the_layout(format: str) -> None:
+    """Ops flatten weights to tensors and names, and build them again."""
+    held = weights_in(format).prepare(device="cpu", layout="hopper_groups")
+    for part in (held.gate_up_proj, held.down_proj):
+        again = schema._rebuild_weight(*schema._flatten_weight(part))
+        assert type(again) is type(part)
+        assert (again.layout, again.shape, again.format) == (part.layout, part.shape, part.format)
+        assert again.qdata is part.qdata

@@ -22,6 +22,7 @@ from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.formats.weight_tensor import WeightLike
 from mxpert.moe.cdna4.layout import CDNA4_FRAGMENT
 from mxpert.moe.hopper import layout as layouts
+from mxpert.moe.hopper.group_layout import HOPPER_GROUPS
 from mxpert.moe.weights import MoEWeights, gate_up_rows
 from mxpert.testing.problems import MoEInputs
 
@@ -103,13 +104,18 @@ def poison_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.full_like(tensor, torch.iinfo(tensor.dtype).max)
 
 
-def poison_prepared(tensor: MXTensor) -> None:
+def poison_prepared(tensor: WeightLike) -> None:
     """Fill what pads a prepared tensor, in place; its values stay as they are.
 
     `Layout.CDNA4_FRAGMENT`: the largest codes, or NaN, with NaN scales; kernels read none of them.
     `Layout.HOPPER_FRAGMENT`: rows get NaN scales and codes that decode to anything. Depth gets the
     largest weights there are: activations are zero there, so that finite weights add nothing.
+    `Layout.HOPPER_GROUPS`: the same; E8M0 scales have no NaN there.
     """
+    if tensor.layout is HOPPER_GROUPS:
+        _poison_groups(tensor)
+        return
+    assert isinstance(tensor, MXTensor)  # for the type checker: WeightTensors have no other layout
     if tensor.layout is Layout.CDNA4_FRAGMENT:
         _poison_cdna4(tensor)
         return
@@ -123,6 +129,26 @@ def poison_prepared(tensor: MXTensor) -> None:
         _fill_units(tensor, (slice(None), slice(None), slice(-1, None)), (0, codes), shift=0)
     if rows:
         _fill_units(tensor, (slice(None), slice(-1, None)), (rows, 0), shift=E8M0_NAN)
+
+
+def _poison_groups(tensor: WeightLike) -> None:
+    experts, num_rows, depth = tensor.shape
+    units, is_mx = tensor.qdata.shape[1:3], isinstance(tensor, MXTensor)
+    whole = (experts, units[0] * UNIT_ROWS, units[1] * UNIT_CODES)
+    plain = HOPPER_GROUPS.unpack(replace(tensor, logical_shape=whole))
+    width = depth // tensor.format.codes_per_byte
+    group = whole[2] // plain.scale.shape[2]
+    is_byte = plain.scale.dtype == torch.uint8
+    largest, of_rows = (E8M0_MAX, E8M0_MAX) if is_mx else (1e3, torch.nan)
+    if is_byte and not is_mx:  # NVFP4
+        largest, of_rows = 0x7E, E4M3_NAN
+    plain.qdata[:, num_rows:] = 0x7E if is_mx else 0x77
+    plain.qdata[:, :, width:] = 0x7E if is_mx else 0x77
+    plain.scale[:, :, depth // group :] = largest
+    plain.scale[:, num_rows:] = of_rows
+    found = HOPPER_GROUPS.pack(plain)
+    tensor.qdata.copy_(found.qdata)
+    tensor.scale.copy_(found.scale)
 
 
 def _poison_cdna4(tensor: MXTensor) -> None:

@@ -15,13 +15,19 @@ EXACT = ("mxfp8_e4m3", "nvfp4")
 """Formats that hold MXFP4 weights exactly, if their scales span few binades."""
 
 
-def in_format(weights: MoEWeights, name: str, *, exact: bool, seed: int = 0) -> MoEWeights:
-    """MXFP4 weights in another format: the same values, or (`exact` False) others of their size."""
+def in_format(
+    weights: MoEWeights, name: str, *, exact: bool, seed: int = 0, zero_points: bool | None = None
+) -> MoEWeights:
+    """MXFP4 weights in another format: the same values, or (`exact` False) others of their size.
+
+    zero_points: whether INT4 has them; None: groups of 128 have.
+    """
     if name == "mxfp4":
         return weights
     draw = torch.Generator().manual_seed(seed)
     gate_up, down = (
-        _same(each, name) if exact else _random(each, name, draw) for each in weights.mx_projections
+        _same(each, name) if exact else _random(each, name, draw, zero_points)
+        for each in weights.mx_projections
     )
     return replace(weights, gate_up_proj=gate_up, down_proj=down)
 
@@ -38,7 +44,9 @@ def _same(tensor: MXTensor, name: str) -> WeightLike:
     return WeightTensor(tensor.qdata, scale, name, row_scale=2.0**row)
 
 
-def _random(tensor: MXTensor, name: str, draw: torch.Generator) -> WeightLike:
+def _random(
+    tensor: MXTensor, name: str, draw: torch.Generator, zero_points: bool | None
+) -> WeightLike:
     """Random codes, scales and zero points; the root mean square is about that of `tensor`."""
     rms = tensor.dequantize().square().mean().sqrt().item()
     *leading, depth = tensor.shape
@@ -55,7 +63,8 @@ def _random(tensor: MXTensor, name: str, draw: torch.Generator) -> WeightLike:
         return WeightTensor(codes, scale, name, row_scale=row_scale)
     scale = ((0.5 + torch.rand(blocks, generator=draw)) * rms / 8).bfloat16()
     zero = torch.randint(0, 16, blocks, generator=draw, dtype=torch.uint8)
-    return WeightTensor(codes, scale, name, zero if name == "int4_g128" else None)
+    has_zero = name == "int4_g128" if zero_points is None else zero_points
+    return WeightTensor(codes, scale, name, zero if has_zero else None)
 
 
 def round_log2(value: float) -> int:

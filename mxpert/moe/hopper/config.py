@@ -14,8 +14,10 @@ import torch
 from ...core.problem import Combine, MoEConfig, MoEProblem, Op
 from ...core.stage_configs import StageConfig, require_integers, require_positive, set_member
 from ...errors import message, require
-from ...formats.layouts import UNIT_ROWS
+from ...formats.layouts import UNIT_CODES, UNIT_ROWS
+from ...formats.spec import MXFP4
 from . import few_tokens_split as few_tokens
+from .group_layout import group_weights
 
 
 class HopperKernel(enum.StrEnum):
@@ -112,6 +114,17 @@ DECODE_WORKER_REGISTERS = 104
 _UNIT_STAGE_BYTES = UNIT_ROWS * STAGE_DEPTH // 2 + UNIT_ROWS * STAGE_DEPTH // 32
 """Bytes of a consumer's weights in a stage: two codes a byte, and a shift for 32 codes."""
 
+
+def _unit_stage_bytes(weight_format: str) -> int:
+    """The same for any format; scales of INT4 have up to four bytes."""
+    weights = group_weights(weight_format)
+    if weights is None:
+        return _UNIT_STAGE_BYTES
+    scale_bytes = 4 if weights.codes == "int4" else 1
+    scales = UNIT_ROWS * STAGE_DEPTH // weights.group * scale_bytes
+    return weights.code_rows * (STAGE_DEPTH // UNIT_CODES) * UNIT_CODES + scales
+
+
 _DECODE_SHARED = 113 * 1024
 """Shared memory per CTA in bytes so that two fit on an SM; the system takes one kilobyte of it."""
 
@@ -167,21 +180,36 @@ Wide tiles decode each weight for more rows. Narrow tiles leave room for more st
 the sums of up to 256 rows with two consumers and 96 with three; with hi and lo 128 and 64.
 """
 
+_SHAPES_OF_SMALL_GROUPS: dict[bool, dict[str, tuple[int, int, int]]] = {
+    True: {"narrow": (32, 2, 2)},
+    False: {"short": (32, 3, 2), "narrow": (32, 2, 4)},
+}
+"""The same for weights with a scale for each 16, 32 or 64. Sums of a group need registers beside
+those of the tile several times a depth unit: wider tiles have 20 to 200 spills in the main loop."""
 
-def stage_bytes(config: HopperGemmConfig) -> int:
+
+def _prefill_shapes(hi_lo: bool, weight_format: str) -> dict[str, tuple[int, int, int]]:
+    weights = group_weights(weight_format)
+    small = weights is not None and weights.group < 128
+    return (_SHAPES_OF_SMALL_GROUPS if small else _PREFILL_SHAPES)[hi_lo]
+
+
+def stage_bytes(config: HopperGemmConfig, weight_format: str = MXFP4.name) -> int:
     """Bytes of a pipeline stage: weight codes, shifts, and one-byte activation rows (hi and lo)."""
     rows = config.block_m * config.blocks_per_tile * (2 if config.hi_lo else 1)
-    return config.consumers * _UNIT_STAGE_BYTES + rows * STAGE_DEPTH
+    return config.consumers * _unit_stage_bytes(weight_format) + rows * STAGE_DEPTH
 
 
-def _decode_config(block_m: int, hi_lo: bool) -> HopperGemmConfig:
+def _decode_config(block_m: int, hi_lo: bool, weight_format: str) -> HopperGemmConfig:
     """Decode config with as many stages as two CTAs per SM allow."""
     config = HopperGemmConfig(HopperKernel.DECODE, block_m, 1, hi_lo=hi_lo)
-    stages = (_DECODE_SHARED - _BARRIER_BYTES) // stage_bytes(config)
+    stages = (_DECODE_SHARED - _BARRIER_BYTES) // stage_bytes(config, weight_format)
     return replace(config, num_stages=min(_MAX_STAGES, stages))
 
 
-def _prefill_config(block_m: int, consumers: int, blocks: int, hi_lo: bool) -> HopperGemmConfig:
+def _prefill_config(
+    block_m: int, consumers: int, blocks: int, hi_lo: bool, weight_format: str
+) -> HopperGemmConfig:
     """Prefill config for tiles of up to `blocks` blocks, with as many stages as fit.
 
     Shared memory must also hold the output buffers. More stages hide more memory latency: with one
@@ -192,15 +220,17 @@ def _prefill_config(block_m: int, consumers: int, blocks: int, hi_lo: bool) -> H
     )
     outputs = consumers * block_m * UNIT_ROWS * torch.bfloat16.itemsize
     room = _PREFILL_SHARED - _BARRIER_BYTES - outputs
-    return replace(config, num_stages=room // stage_bytes(config))
+    return replace(config, num_stages=room // stage_bytes(config, weight_format))
 
 
-def output_buffers(config: HopperGemmConfig, row_bytes: int) -> tuple[int, int]:
+def output_buffers(
+    config: HopperGemmConfig, row_bytes: int, weight_format: str = MXFP4.name
+) -> tuple[int, int]:
     """Output buffers per consumer of a prefill tile (TMA stores in flight), and rows of each.
 
     row_bytes: bytes of a consumer's outputs per row.
     """
-    ring = config.num_stages * stage_bytes(config)
+    ring = config.num_stages * stage_bytes(config, weight_format)
     room = _PREFILL_SHARED - _BARRIER_BYTES - ring
     return next(
         (buffers, rows)
@@ -210,11 +240,17 @@ def output_buffers(config: HopperGemmConfig, row_bytes: int) -> tuple[int, int]:
 
 
 @functools.cache
-def tiles(hi_lo: bool) -> dict[str, HopperGemmConfig]:
+def tiles(hi_lo: bool, weight_format: str = MXFP4.name) -> dict[str, HopperGemmConfig]:
     """All tiles by name, ordered by activation rows."""
-    return {f"decode{rows}": _decode_config(rows, hi_lo) for rows in BLOCKS_M} | {
-        name: _prefill_config(*shape, hi_lo) for name, shape in _PREFILL_SHAPES[hi_lo].items()
+    return {f"decode{rows}": _decode_config(rows, hi_lo, weight_format) for rows in BLOCKS_M} | {
+        name: _prefill_config(*shape, hi_lo, weight_format)
+        for name, shape in _prefill_shapes(hi_lo, weight_format).items()
     }
+
+
+def tiles_of(problem: MoEProblem) -> dict[str, HopperGemmConfig]:
+    """All tiles for the formats of a problem, by name."""
+    return tiles(uses_hi_lo(problem), problem.weight_format)
 
 
 def uses_hi_lo(problem: MoEProblem) -> bool:
@@ -232,12 +268,25 @@ def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
 
     Both stages get the same block_m.
     """
-    hi_lo = uses_hi_lo(problem)
-    name = next(name for name, limit in _LIMITS[hi_lo] if problem.rows_per_expert <= limit)
+    hi_lo, known = uses_hi_lo(problem), _chosen_tiles(problem)
+    fitting = (name for name, limit in _LIMITS[hi_lo] if problem.rows_per_expert <= limit)
+    name = next((name for name in fitting if name in known), [*known][-1])
     units = _row_units(problem, op)
     if name == "triple" and not hi_lo and -(-units // 3) * 3 > _MOST_IDLE * units:
         name = "narrow"
-    return tiles(hi_lo)[name]
+    return known[name]
+
+
+def _chosen_tiles(problem: MoEProblem) -> dict[str, HopperGemmConfig]:
+    """The tiles that the heuristic chooses among, by name.
+
+    Of weights with groups these are the decode tiles: their prefill tiles were not measured. A
+    pinned or tuned config may have them.
+    """
+    found = tiles_of(problem)
+    if group_weights(problem.weight_format) is None:
+        return found
+    return {name: tile for name, tile in found.items() if tile.kernel is HopperKernel.DECODE}
 
 
 def _row_units(problem: MoEProblem, op: Op) -> int:
@@ -332,7 +381,7 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     """
     preferred = _preferred_tiles(problem)
     first = _layer(problem, *preferred)
-    others = [_layer(problem, tile, tile) for tile in tiles(uses_hi_lo(problem)).values()]
+    others = [_layer(problem, tile, tile) for tile in tiles_of(problem).values()]
     if preferred[0].kernel is HopperKernel.DECODE:
         others += [
             MoEConfig(
@@ -341,7 +390,7 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
             )
             for splits in _k_split_choices(problem)
         ]
-    own = tiles(uses_hi_lo(problem)).values()
+    own = tiles_of(problem).values()
     others += [_layer(problem, preferred[0], tile) for tile in own]
     others += [_layer(problem, tile, preferred[1]) for tile in own]
     yield from dict.fromkeys([first, *others])
@@ -363,7 +412,7 @@ def stage_configs(problem: MoEProblem) -> Iterator[HopperGemmConfig]:
     """Every tile whose block_m divides the plan's routing_block_m."""
     yield from (
         _with_k_splits(tile, problem, problem.op)
-        for tile in tiles(uses_hi_lo(problem)).values()
+        for tile in tiles_of(problem).values()
         if problem.routing_block_m % tile.block_m == 0
     )
 
@@ -373,13 +422,13 @@ def stage_heuristic(problem: MoEProblem) -> HopperGemmConfig:
     preferred = _preferred(problem, problem.op)
     if problem.routing_block_m % preferred.block_m:
         rows = max(rows for rows in BLOCKS_M if problem.routing_block_m % rows == 0)
-        preferred = tiles(uses_hi_lo(problem))[f"decode{rows}"]
+        preferred = tiles_of(problem)[f"decode{rows}"]
     return _with_k_splits(preferred, problem, problem.op)
 
 
 def require_valid(config: HopperGemmConfig, problem: MoEProblem) -> None:
     """Raise ValueError for a pinned or tuned config that no kernel of this backend implements."""
-    known_tiles = list(tiles(uses_hi_lo(problem)).values())
+    known_tiles = list(tiles_of(problem).values())
     decodes = config.kernel is HopperKernel.DECODE
     valid = (
         config.num_stages >= (2 if decodes else 1)

@@ -63,8 +63,10 @@ from .epilogue import (
     output_layout,
     outputs_per_unit,
     row_per_thread_layout,
+    row_reference,
     store_rows,
 )
+from .group_weights import accumulate_decode_groups
 from .mainloop import (
     STAGE_CODES,
     DecodePipeline,
@@ -254,6 +256,8 @@ def _load_weights(pipe, operands, stage, step, units, width):
     WEIGHT_BYTES: gl.constexpr = 2 * (
         operands.code_desc.block_type.nbytes + operands.shift_desc.block_type.nbytes
     )
+    CODE_ROWS: gl.constexpr = operands.code_desc.block_type.shape[1]
+    SHIFT_ROWS: gl.constexpr = operands.shift_desc.block_type.shape[1]
     PARTS: gl.constexpr = 2 if pipe.HI_LO else 1
     ready = pipe.ready.index(stage)
     for w in gl.static_range(_num_widths(pipe.BLOCK_M)):
@@ -263,8 +267,8 @@ def _load_weights(pipe, operands, stage, step, units, width):
     for half in gl.static_range(2):
         unit = units[half]
         own = 2 * stage + half
-        async_load(operands.code_desc, [unit, step * 64, 0], ready, pipe.codes.index(own))
-        async_load(operands.shift_desc, [unit, step * 16, 0], ready, pipe.shifts.index(own))
+        async_load(operands.code_desc, [unit, step * CODE_ROWS, 0], ready, pipe.codes.index(own))
+        async_load(operands.shift_desc, [unit, step * SHIFT_ROWS, 0], ready, pipe.shifts.index(own))
 
 
 @gluon.jit
@@ -375,7 +379,10 @@ def _compute_tile(args, state, tile, first_row, steps, PARTITION: gl.constexpr, 
     tables = decode_tables()
     if TERMS_FIRST:
         outputs, rows, ids = _load_terms(args, tile.expert, first_row, first_output, LAYOUT, ROWS)
-    accumulator, state = accumulate_decode(args.pipe, tables, state, steps, PARTITION, COLUMNS)
+    if args.pipe.WEIGHTS is None:
+        accumulator, state = accumulate_decode(args.pipe, tables, state, steps, PARTITION, COLUMNS)
+    else:
+        accumulator, state = accumulate_decode_groups(args.pipe, state, steps, PARTITION, COLUMNS)
     if not TERMS_FIRST:
         outputs, rows, ids = _load_terms(args, tile.expert, first_row, first_output, LAYOUT, ROWS)
     if COLUMNS == 32:
@@ -472,14 +479,15 @@ def _moe_gemm_decode_kernel(
     WEIGHTED: gl.constexpr,
     WORKER_REGISTERS: gl.constexpr,
     num_warps: gl.constexpr,
+    WEIGHTS: gl.constexpr = None,
 ):
     """Compute out [k_splits * P, num_outputs] for all blocks in use; see the contract above.
 
     Arguments are described at the structures that hold them. HI_LO: rows of x have high and low
-    parts.
+    parts. WEIGHTS: a `GroupWeights`, which has no `reference`; None for MXFP4.
     """
     gl.static_assert(_num_widths(BLOCK_M) <= _MAX_WIDTHS, "a width fits in a tile's packed number")
-    pipe = make_decode_pipeline(code_desc, shift_desc, x8_desc, BLOCK_M, STAGES, HI_LO)
+    pipe = make_decode_pipeline(code_desc, shift_desc, x8_desc, BLOCK_M, STAGES, HI_LO, WEIGHTS)
     plan = Plan(
         block_expert_ids=block_expert_ids,
         sorted_token_ids=sorted_token_ids,
@@ -492,7 +500,7 @@ def _moe_gemm_decode_kernel(
         depth_units=depth_units,
         num_rows=num_rows,
     )
-    variant = Variant(EPILOGUE, HAS_BIAS, WEIGHTED)
+    variant = Variant(EPILOGUE, HAS_BIAS, WEIGHTED, row_reference(WEIGHTS))
     epilogue = Epilogue(reference, bias, num_outputs, row_units, x_scale, routed_weights, variant)
     output = Output(sorted_token_ids=sorted_token_ids, out=out, num_tokens=num_tokens)
     parameters = ActivationParameters(p0, p1, p2)

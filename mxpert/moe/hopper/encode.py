@@ -1,4 +1,4 @@
-"""Row encoding: activations become sorted e4m3 rows for the FP8 GEMMs, K permuted.
+"""Row encoding: activations become sorted e4m3 rows for the FP8 GEMMs, for MXFP4 with K permuted.
 
 There are three encodings. Each row has one scale:
 
@@ -36,8 +36,9 @@ from ...routing.plan import RoutingPlan
 # A step holds `chunks` units of 128 values: a tensor [chunk, q h, t, j] of bfloat16, or a
 # `CodedStep` of MX codes. In a unit, t is the MX block (0..3), q h the word of four values inside
 # the block (0..7), j the value inside the word. The source has K in the order (t, q h, j), storage
-# in (q h, t, j), the permutation of the weights (`layout.py`). A thread stores 16 bytes (t, j) and
-# gathers them by four loads.
+# in (q h, t, j), the permutation of MXFP4 weights (`layout.py`). A thread stores 16 bytes (t, j)
+# and gathers them by four loads. Rows for other weights keep the order of K (`RowSteps.in_order`):
+# a thread stores four words then.
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,14 @@ class RowSteps:
         warps: warps of the program.
         held: steps that the program keeps in registers.
         whole: whether these are all steps of a row.
+        in_order: whether stored rows keep the order of K.
     """
 
     chunks: int
     warps: int
     held: int = 1
     whole: bool = True
+    in_order: bool = False
 
 
 @aggregate
@@ -70,12 +73,14 @@ class RowsOut:
     """Where encoded rows go: pointers to e4m3 codes and float32 scales.
 
     padded_depth: bytes of a row of codes. num_rows: rows of hi codes; lo codes follow them.
+    IN_ORDER: as in RowSteps.
     """
 
     codes: gl.tensor
     scale: gl.tensor
     padded_depth: gl.tensor
     num_rows: gl.tensor
+    IN_ORDER: gl.constexpr
 
 
 @gluon.constexpr_function
@@ -89,7 +94,7 @@ def step_offsets(step, STEPS: gl.constexpr):
     """Offsets of one step.
 
     Returns source offsets of words [chunks, 8, 4], their block indices (same shape), and target
-    offsets of each thread's 16 bytes [chunks, 8].
+    offsets of each thread's 16 bytes [chunks, 8], in order those of its first word.
     """
     LAYOUT: gl.constexpr = step_layout(STEPS)
     NO_BYTE: gl.constexpr = gl.SliceLayout(3, LAYOUT)
@@ -99,7 +104,8 @@ def step_offsets(step, STEPS: gl.constexpr):
     word = gl.arange(0, 8, gl.SliceLayout(0, NO_BLOCK))[None, :]
     block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, NO_BYTE)))[None, None, :]
     block = (chunk * 4 + word * 0)[:, :, None] + block  # word * 0 broadcasts to [chunks, 8]
-    return block * 32 + (word * 4)[:, :, None], block, chunk * 128 + word * 16
+    WORD_BYTES: gl.constexpr = 4 if STEPS.in_order else 16
+    return block * 32 + (word * 4)[:, :, None], block, chunk * 128 + word * WORD_BYTES
 
 
 @gluon.jit
@@ -148,11 +154,13 @@ def load_row(x, x_scale, depth, FORMAT: gl.constexpr, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def _store_bytes(codes, values, target, padded_depth):
+def _store_bytes(codes, values, target, padded_depth, IN_ORDER: gl.constexpr):
     """Store e4m3 codes of one step [chunks, 8, 4, 4], 16 bytes a thread."""
     flat = values.reshape([values.shape[0], 8, 16])
     offsets = gl.convert_layout(target, gl.SliceLayout(2, flat.type.layout), assert_trivial=True)
     byte = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, flat.type.layout)))
+    if IN_ORDER:
+        byte = byte // 4 * 32 + byte % 4
     gl.store(
         codes + offsets[:, :, None] + byte[None, None, :],
         flat,
@@ -161,10 +169,12 @@ def _store_bytes(codes, values, target, padded_depth):
 
 
 @gluon.jit
-def _store_words(codes, words, target, padded_depth):
+def _store_words(codes, words, target, padded_depth, IN_ORDER: gl.constexpr):
     """Store e4m3 codes of one step, four a word [chunks, 8, 4] int32, 16 bytes a thread."""
     offsets = gl.convert_layout(target, gl.SliceLayout(2, words.type.layout), assert_trivial=True)
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, words.type.layout)))
+    if IN_ORDER:
+        word *= 8
     pointers = (codes + offsets).cast(gl.pointer_type(gl.int32))[:, :, None] + word[None, None, :]
     gl.store(pointers, words, mask=(offsets < padded_depth)[:, :, None])
 
@@ -179,9 +189,9 @@ def store_step(out, row, scale, encoded, target):
     for part in gl.static_range(len(encoded)):
         codes = out.codes + (row + part * out.num_rows).to(gl.int64) * out.padded_depth
         if len(encoded[part].shape) == 3:
-            _store_words(codes, encoded[part], target, out.padded_depth)
+            _store_words(codes, encoded[part], target, out.padded_depth, out.IN_ORDER)
         else:
-            _store_bytes(codes, encoded[part], target, out.padded_depth)
+            _store_bytes(codes, encoded[part], target, out.padded_depth, out.IN_ORDER)
 
 
 # ---- Encoding of a row as e4m3 codes with one scale, by `RowFormat.name`.
@@ -504,7 +514,7 @@ def _moe_encode_rows_kernel(
         launch_dependents()
     wait_and_launch_dependents()
     reset_tile_counter(tile_counter)
-    out = RowsOut(codes, scale, padded_depth, num_rows)
+    out = RowsOut(codes, scale, padded_depth, num_rows, STEPS.in_order)
     program = gl.program_id(0)
     first = program * rows
     first_slot = program * slots
@@ -552,14 +562,15 @@ def fits_one_step(depth: int) -> bool:
     return padded(depth) <= _MAX_CHUNKS * UNIT_CODES
 
 
-def one_step(depth: int) -> RowSteps:
+def one_step(depth: int, in_order: bool = False) -> RowSteps:
     """A step of as many chunks as cover a row, at most _MAX_CHUNKS: many threads, low latency."""
     units = padded(depth) // UNIT_CODES
     chunks = min(_MAX_CHUNKS, max(_CHUNKS_PER_WARP, 1 << (units - 1).bit_length()))
-    return RowSteps(chunks, min(8, chunks // _CHUNKS_PER_WARP), whole=fits_one_step(depth))
+    warps, whole = min(8, chunks // _CHUNKS_PER_WARP), fits_one_step(depth)
+    return RowSteps(chunks, warps, whole=whole, in_order=in_order)
 
 
-def _several_steps(depth: int) -> RowSteps:
+def _several_steps(depth: int, in_order: bool) -> RowSteps:
     """Steps of a whole row with few threads, for many rows.
 
     This amortises the work per row over more values, and wastes less if the depth is no power of
@@ -568,7 +579,8 @@ def _several_steps(depth: int) -> RowSteps:
     units = padded(depth) // UNIT_CODES
     sizes = [chunks for chunks in (4, 8, 16) if -(-units // chunks) <= _MOST_STEPS]
     chunks = min(sizes, key=lambda size: (-(-units // size) * size, size))
-    return RowSteps(chunks, chunks // _CHUNKS_PER_WARP, held=-(-units // chunks))
+    held = -(-units // chunks)
+    return RowSteps(chunks, chunks // _CHUNKS_PER_WARP, held=held, in_order=in_order)
 
 
 def empty_rows(plan: RoutingPlan, num_rows: int, depth: int, options: MoEOptions) -> SortedRows:
@@ -589,6 +601,7 @@ def encode_rows(
     *,
     scatter: bool,
     release_first: bool = False,
+    in_order: bool = False,
 ) -> SortedRows:
     """Encode the plan's rows for the FP8 GEMMs.
 
@@ -599,12 +612,15 @@ def encode_rows(
         scatter: x holds tokens; each token is written to the rows of all its slots.
         release_first: call launch_dependents before x is complete, so that the GEMM of these rows
             starts early. The plan must be older than the GEMM that computes x (see `common.pdl`).
+        in_order: keep the order of K, for other weights than MXFP4.
 
     Returns:
         SortedRows; padding rows are uninitialised. The GEMM's outputs of these rows are not used.
     """
     rows = empty_rows(plan, num_rows, x.shape[1], options)
-    work = _Work(plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter, release_first)
+    work = _Work(
+        plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter, release_first, in_order
+    )
     if isinstance(x, MXTensor):
         element = x.format.element
         data = x.qdata if element is E2M1 else x.qdata.view(torch.float8_e4m3fn)
@@ -631,6 +647,7 @@ class _Work(NamedTuple):
     depth: int
     scatter: bool
     release_first: bool
+    in_order: bool
 
     @property
     def num_slots(self) -> int:
@@ -661,7 +678,8 @@ class _Work(NamedTuple):
     def steps(self) -> RowSteps:
         """Several steps a row if one program per row fills the GPU, otherwise one."""
         many = (self.num_tokens if self.scatter else self.num_slots) >= _MANY_PROGRAMS
-        return (_several_steps if many and fits_one_step(self.depth) else one_step)(self.depth)
+        steps = _several_steps if many and fits_one_step(self.depth) else one_step
+        return steps(self.depth, self.in_order)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)

@@ -26,19 +26,28 @@ class Variant:
     """Variant of the epilogue.
 
     EPILOGUE: LINEAR or the name of an activation. WEIGHTED: routing weights multiply the outputs
-    (LINEAR) or the inputs of the activation.
+    (LINEAR) or the inputs of the activation. REFERENCE: the reference exponent of all rows; 0 if
+    each has its own.
     """
 
     EPILOGUE: gl.constexpr
     HAS_BIAS: gl.constexpr
     WEIGHTED: gl.constexpr
+    REFERENCE: gl.constexpr
+
+
+@gluon.constexpr_function
+def row_reference(WEIGHTS):
+    """REFERENCE of the variant for a `GroupWeights`, or None."""
+    return 0 if WEIGHTS is None else WEIGHTS.reference
 
 
 @aggregate
 class Epilogue:
     """What the epilogue reads from global memory, and its variant.
 
-    reference: uint8 [E, row_units * 64], E8M0 reference exponents of weight rows. bias: [E,
+    reference: [E, row_units * 64], uint8 E8M0 reference exponents of weight rows, or float32
+    factors (a `GroupWeights` with row_factors). bias: [E,
     num_outputs], or of gate and up rows [E, 2 * num_outputs]. x_scale, routed_weights: float32 [P],
     one value for each sorted row.
     """
@@ -111,7 +120,12 @@ def row_per_thread_layout():
 
 @gluon.jit
 def row_factor(reference):
-    """2^(reference - 127 - 6) as float32; HOPPER_FRAGMENT weights always have reference >= 7."""
+    """2^(reference - 127 - 6) as float32, or a float32 factor itself.
+
+    HOPPER_FRAGMENT weights always have reference >= 7.
+    """
+    if reference.dtype == gl.float32:
+        return reference
     return ((reference.to(gl.int32) - 6) << 23).to(gl.float32, bitcast=True)
 
 
@@ -123,6 +137,15 @@ def _load_bias(pointer, rows, limit, HAS_BIAS: gl.constexpr):
     else:
         LAYOUT: gl.constexpr = rows.type.layout
         return gl.zeros([rows.shape[0]], gl.float32, LAYOUT)
+
+
+@gluon.jit
+def _load_reference(pointer, rows, inside, REFERENCE: gl.constexpr):
+    """Load the reference exponent of each row; all are REFERENCE if that is not 0."""
+    if REFERENCE == 0:
+        return gl.load(pointer + rows, mask=inside, other=127)
+    else:
+        return gl.full([rows.shape[0]], REFERENCE, gl.uint8, rows.type.layout)
 
 
 @gluon.jit
@@ -138,7 +161,7 @@ def load_output_terms(epilogue, expert, first_output, LAYOUT: gl.constexpr):
     reference = epilogue.reference + expert * padded_rows
     inside = output < num_outputs
     if epilogue.variant.EPILOGUE == _LINEAR:
-        exponents = gl.load(reference + output, mask=inside, other=127)
+        exponents = _load_reference(reference, output, inside, epilogue.variant.REFERENCE)
         bias = _load_bias(
             epilogue.bias + expert * num_outputs, output, num_outputs, epilogue.variant.HAS_BIAS
         )
@@ -147,8 +170,8 @@ def load_output_terms(epilogue, expert, first_output, LAYOUT: gl.constexpr):
         bias = epilogue.bias + expert * num_outputs * 2
         gate = 2 * output
         return OutputTerms(
-            reference=gl.load(reference + gate, mask=inside, other=127),
-            up_reference=gl.load(reference + gate + 1, mask=inside, other=127),
+            reference=_load_reference(reference, gate, inside, epilogue.variant.REFERENCE),
+            up_reference=_load_reference(reference, gate + 1, inside, epilogue.variant.REFERENCE),
             bias=_load_bias(bias, gate, 2 * num_outputs, epilogue.variant.HAS_BIAS),
             up_bias=_load_bias(bias, gate + 1, 2 * num_outputs, epilogue.variant.HAS_BIAS),
         )

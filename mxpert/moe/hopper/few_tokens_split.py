@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...core.problem import Combine, MoEProblem
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
+from ...formats.spec import MXFP4
 from ...formats.token import FP8_TOKEN
 
 SLOTS = 32
@@ -135,6 +136,8 @@ def most_stages(problem: MoEProblem) -> int:
 def unsupported(problem: MoEProblem) -> str | None:
     """Why a layer that the Hopper kernels serve needs two stages, as a phrase; None if not."""
     options = problem.options
+    if problem.weight_format != MXFP4.name:
+        return "multiplies MXFP4 weights"
     columns = 4 if options.activation_format == "bf16" else 8
     if not 1 <= problem.num_tokens <= columns:
         return f"serves 1 to {columns} tokens"

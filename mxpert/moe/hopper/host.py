@@ -24,8 +24,10 @@ from ...core.problem import (
 )
 from ...device.hopper import matrix_descriptor, rows_descriptor
 from ...device.pdl import PDL_LAUNCH
+from ...formats.layouts import UNIT_ROWS
 from ...formats.spec import MXFP4
 from ...formats.tensor import MXTensor, Operand
+from ...formats.weight_tensor import WeightLike
 from ...routing.plan import RoutingPlan
 from ..combine import combine_slots
 from ..inputs import DownInputs, FusedMoEInputs, GateUpInputs
@@ -37,6 +39,7 @@ from .decode import _moe_gemm_decode_kernel
 from .encode import SortedRows, encode_rows, fits_one_step
 from .epilogue import LINEAR
 from .few_tokens import few_tokens_layer, memory
+from .group_layout import GroupWeights, described, refuse_groups
 from .layout import HOPPER_FRAGMENT
 from .prefill import _moe_gemm_prefill_kernel
 from .split_k import sum_k_splits_and_activate, sum_k_splits_and_combine, sum_k_splits_and_encode
@@ -62,8 +65,10 @@ class _Stage:
         if not problem.options.activation.is_gated:
             return "multiplies gate and up rows; experts without a gate run on portable kernels"
         if problem.weight_format != MXFP4.name:
-            return f"multiplies MXFP4 weights; {problem.weight_format} runs on portable kernels"
-        if problem.weight_layout is not HOPPER_FRAGMENT:
+            refused = refuse_groups(problem)
+            if refused is not None:
+                return refused
+        elif problem.weight_layout is not HOPPER_FRAGMENT:
             return (
                 "needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...), which "
                 "keeps ROW_MAJOR where a row spans more than 15 binades"
@@ -115,7 +120,8 @@ class _GateUp(_Stage):
         already encoded.
         """
         whole = fits_one_step(problem.intermediate_size)
-        finish = sum_k_splits_and_encode if whole else sum_k_splits_and_activate
+        encode = functools.partial(sum_k_splits_and_encode, in_order=_in_order(problem))
+        finish = encode if whole else sum_k_splits_and_activate
         call = _Call(problem, config, inputs.plan, schedules)
         result: torch.Tensor | SortedRows = self._rows(
             call, inputs.x, inputs.weights, num_rows, finish
@@ -136,13 +142,25 @@ class _GateUp(_Stage):
         h = plan.sorted_weights.new_empty((num_rows, features), dtype=torch.bfloat16)
         if not plan.max_blocks:
             return h
-        rows = encode_rows(x, plan, num_rows, options, scatter=True)
+        in_order = _in_order(call.problem)
+        rows = encode_rows(x, plan, num_rows, options, scatter=True, in_order=in_order)
         if call.config.k_splits > 1:
-            parts = call.multiply_k_splits(rows, weights.mx_projections[0], num_rows, 2 * features)
+            parts = call.multiply_k_splits(rows, weights.gate_up_proj, num_rows, 2 * features)
             return finish(parts, weights.gate_up_bias, plan, options)
         epilogue = _Epilogue(options.activation, options.apply_router_weight_on_input)
-        call.multiply(h, rows, weights.mx_projections[0], weights.gate_up_bias, epilogue)
+        call.multiply(h, rows, weights.gate_up_proj, weights.gate_up_bias, epilogue)
         return h
+
+
+def _reference(weight: WeightLike) -> torch.Tensor:
+    """Reference exponents or factors of the rows; without any, bytes that the kernel ignores."""
+    reference = weight.reference if isinstance(weight, MXTensor) else weight.row_scale
+    return weight.qdata if reference is None else reference
+
+
+def _in_order(problem: MoEProblem) -> bool:
+    """Whether rows keep the order of K: MXFP4 weights have another."""
+    return problem.weight_format != MXFP4.name
 
 
 def _order_of_sums(problem: MoEProblem) -> str:
@@ -185,15 +203,23 @@ class _Down(_Stage):
             rows = h
         else:
             in_layer = schedules is not None
-            rows = encode_rows(h, plan, num_rows, options, scatter=False, release_first=in_layer)
+            rows = encode_rows(
+                h,
+                plan,
+                num_rows,
+                options,
+                scatter=False,
+                release_first=in_layer,
+                in_order=_in_order(problem),
+            )
         if config.k_splits > 1:
             call = _Call(problem, config, plan, schedules)
-            parts = call.multiply_k_splits(rows, weights.mx_projections[1], num_rows, width)
+            parts = call.multiply_k_splits(rows, weights.down_proj, num_rows, width)
             return sum_k_splits_and_combine(parts, weights.down_bias, plan, options, out)
         values = rows.scale.new_empty((num_rows, width), dtype=options.out_dtype)
         call = _Call(problem, config, plan, schedules)
         epilogue = _Epilogue(weighted=not options.apply_router_weight_on_input)
-        call.multiply(values, rows, weights.mx_projections[1], weights.down_bias, epilogue)
+        call.multiply(values, rows, weights.down_proj, weights.down_bias, epilogue)
         if flat:
             return values
         return combine_slots(values, plan.slot_rows, problem.target, plan_before_wait=True, out=out)
@@ -221,6 +247,8 @@ class _Gemm(NamedTuple):
     low_rows: int
     has_bias: bool
     epilogue: _Epilogue
+    weights: GroupWeights | None
+    scale_dtype: torch.dtype
 
 
 class _Call(NamedTuple):
@@ -232,7 +260,7 @@ class _Call(NamedTuple):
     schedules: Schedules | None = None
 
     def multiply_k_splits(
-        self, rows: SortedRows, weight: MXTensor, num_rows: int, width: int
+        self, rows: SortedRows, weight: WeightLike, num_rows: int, width: int
     ) -> torch.Tensor:
         """Return the partial sums of a GEMM, float32 [k_splits, num_rows, width]."""
         parts = rows.scale.new_empty((self.config.k_splits, num_rows, width))
@@ -243,7 +271,7 @@ class _Call(NamedTuple):
         self,
         out: torch.Tensor,
         rows: SortedRows,
-        weight: MXTensor,
+        weight: WeightLike,
         bias: torch.Tensor | None,
         epilogue: _Epilogue,
     ) -> None:
@@ -262,11 +290,13 @@ class _Call(NamedTuple):
             rows.scale.shape[0],
             bias is not None,
             epilogue,
+            described(weight),
+            weight.scale.dtype,
         )
         tensors = dict(
             code_desc=weight.qdata,
             shift_desc=weight.scale,
-            reference=weight.reference,
+            reference=_reference(weight),
             bias=rows.scale if bias is None else bias,
             x_scale=rows.scale,
             routed_weights=plan.sorted_weights,
@@ -307,12 +337,28 @@ def _x_descriptors(block_m: int) -> dict[str, DescriptorSpec]:
     }
 
 
+_DECODE_DESCRIPTORS = {
+    "code_desc": matrix_descriptor(64, 128, torch.uint8),
+    "shift_desc": matrix_descriptor(16, 32, torch.uint8),
+}
+
+
+def _group_descriptors(gemm: _Gemm, depth_units: int) -> dict[str, DescriptorSpec] | None:
+    """Descriptors of codes and scales of a row unit and some depth units; None for MXFP4."""
+    weights = gemm.weights
+    if weights is None:
+        return None
+    return {
+        "code_desc": matrix_descriptor(depth_units * weights.code_rows, 128, torch.uint8),
+        "shift_desc": matrix_descriptor(depth_units * weights.groups, UNIT_ROWS, gemm.scale_dtype),
+    }
+
+
 @functools.lru_cache(CACHED_LAUNCHES)
 def _decode_launch(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -> Launch:
     # The last step of an odd depth must not read the next unit: decode is limited by bandwidth.
     tiles = {
-        "code_desc": matrix_descriptor(64, 128, torch.uint8),
-        "shift_desc": matrix_descriptor(16, 32, torch.uint8),
+        **(_group_descriptors(gemm, 2) or _DECODE_DESCRIPTORS),
         **_x_descriptors(config.block_m),
     }
     unused = {name: None for name in _X_DESCRIPTORS.values() if name not in tiles}
@@ -343,13 +389,18 @@ def _prefill_launch(
 ) -> Launch:
     constants = _gemm_constants(problem, config, gemm)
     outputs = 64 if gemm.epilogue.kind == LINEAR else 32  # columns of a consumer's 64 weight rows
-    buffers, rows = heuristics.output_buffers(config, outputs * out_dtype.itemsize)
+    buffers, rows = heuristics.output_buffers(
+        config, outputs * out_dtype.itemsize, problem.weight_format
+    )
     # With hi and lo and only two stages of 256 codes, copy half a stage at a time (32 rows are 128
     # codes of depth): decoding then starts earlier.
     code_rows = 32 if config.hi_lo and config.num_stages <= 2 else 64
-    tiles = {
+    of_mxfp4 = {
         "code_desc": rows_descriptor(code_rows, 128, torch.uint8, width=128),
         "shift_desc": rows_descriptor(code_rows // 4, 32, torch.uint8, width=32),
+    }
+    tiles = {
+        **(_group_descriptors(gemm, 1) or of_mxfp4),
         "x_desc": rows_descriptor(config.block_m, _X_COPY_DEPTH, torch.float8_e4m3fn),
         "out_desc": rows_descriptor(rows, outputs, out_dtype),
     }
@@ -382,6 +433,7 @@ def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) 
         HAS_BIAS=gemm.has_bias,
         WEIGHTED=epilogue.weighted,
         num_warps=_NUM_WARPS,
+        WEIGHTS=gemm.weights,
         # A GEMM that starts early would wait on SMs that the previous one leaves to other work.
         **({} if leaves_sms(problem) else PDL_LAUNCH),
     )

@@ -8,6 +8,8 @@ fewer bits than float32; the additions limit this error to the depth of a stage.
 
 from __future__ import annotations
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,7 +35,9 @@ class DecodePipeline:
 
     codes: uint8 [2 * STAGES, 1, 64, 128], two codes a byte, one matrix for each consumer. shifts:
     uint8 [2 * STAGES, 1, 16, 32]. x: e4m3 [STAGES, columns, 256]; with HI_LO the rows' high parts,
-    then their low parts. ready, free: mbarriers [STAGES, 1]. tags: `make_tile_tags`.
+    then their low parts. ready, free: mbarriers [STAGES, 1]. tags: `make_tile_tags`. WEIGHTS: a
+    `GroupWeights`, whose codes may have 128 rows, and whose scales [groups, 64] are the shifts;
+    None for folded MXFP4.
     """
 
     codes: gl.shared_memory_descriptor
@@ -45,6 +49,7 @@ class DecodePipeline:
     BLOCK_M: gl.constexpr
     STAGES: gl.constexpr
     HI_LO: gl.constexpr
+    WEIGHTS: gl.constexpr
 
 
 @gluon.constexpr_function
@@ -53,16 +58,43 @@ def num_columns(ROWS, HI_LO):
     return ROWS * 2 if HI_LO else ROWS
 
 
+@gluon.constexpr_function
+def _ring_shape(desc, COPIES):
+    """Shape of a ring buffer that holds COPIES blocks of a descriptor."""
+    return [COPIES, *desc.block_type.shape]
+
+
+@gluon.constexpr_function
+def _stage_rows(WEIGHTS):
+    """Rows of 128 bytes of codes, and elements of scales, of a row unit in a stage."""
+    return (64, 16 * 32) if WEIGHTS is None else (2 * WEIGHTS.code_rows, 2 * WEIGHTS.groups * 64)
+
+
+@gluon.constexpr_function
+def _hold_stage(code_desc, shift_desc, WEIGHTS, BLOCKS):
+    """Whether BLOCKS blocks of both descriptors are what a row unit has in a stage."""
+    rows, scales = _stage_rows(WEIGHTS)
+    held = math.prod(code_desc.block_type.shape), math.prod(shift_desc.block_type.shape)
+    return (BLOCKS * held[0], BLOCKS * held[1]) == (rows * 128, scales)
+
+
 @gluon.jit
 def make_decode_pipeline(
-    code_desc, shift_desc, x_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, HI_LO: gl.constexpr
+    code_desc,
+    shift_desc,
+    x_desc,
+    BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr,
+    HI_LO: gl.constexpr,
+    WEIGHTS: gl.constexpr,
 ):
     """Allocate the stages and initialise their mbarriers."""
     COLUMNS: gl.constexpr = num_columns(BLOCK_M, HI_LO)
-    gl.static_assert(code_desc.block_type.nbytes == 64 * 128, "a row unit's codes of a stage")
-    gl.static_assert(shift_desc.block_type.nbytes == 16 * 32, "a row unit's shifts of a stage")
-    codes = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 64, 128], code_desc.layout)
-    shifts = gl.allocate_shared_memory(gl.uint8, [2 * STAGES, 1, 16, 32], shift_desc.layout)
+    gl.static_assert(_hold_stage(code_desc, shift_desc, WEIGHTS, 1), "a row unit's weights")
+    CODES: gl.constexpr = _ring_shape(code_desc, 2 * STAGES)
+    SHIFTS: gl.constexpr = _ring_shape(shift_desc, 2 * STAGES)
+    codes = gl.allocate_shared_memory(gl.uint8, CODES, code_desc.layout)
+    shifts = gl.allocate_shared_memory(shift_desc.dtype, SHIFTS, shift_desc.layout)
     x = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, COLUMNS, STAGE_CODES], x_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -79,6 +111,7 @@ def make_decode_pipeline(
         BLOCK_M=BLOCK_M,
         STAGES=STAGES,
         HI_LO=HI_LO,
+        WEIGHTS=WEIGHTS,
     )
 
 
@@ -132,12 +165,14 @@ these have completed."""
 
 
 @gluon.constexpr_function
-def ping_pong_policy(CONSUMERS, CAPACITY, HI_LO):
+def ping_pong_policy(CONSUMERS, CAPACITY, HI_LO, WEIGHTS):
     """Choose the ping-pong policy.
 
     FP8 tiles of more than 128 columns would pass the order barrier twice per step, which made them
-    4 to 8 % slower on an H200.
+    4 to 8 % slower on an H200. Weights with groups would pass it for each group.
     """
+    if WEIGHTS is not None:
+        return UNORDERED
     if HI_LO or CONSUMERS > 2:
         return AFTER_ISSUE
     return AFTER_COMPLETION if CAPACITY <= 128 else UNORDERED
@@ -197,7 +232,8 @@ class PrefillPipeline:
 
     codes: uint8 [STAGES * CONSUMERS, 64, 128], two codes a byte. shifts: uint8 [STAGES * CONSUMERS,
     16, 32]. x: CAPACITY rows of each half stage; with HI_LO the high parts, then the low parts.
-    ready: mbarriers [STAGES * READY_PER_STAGE, 1]. free: mbarriers [STAGES, 1].
+    ready: mbarriers [STAGES * READY_PER_STAGE, 1]. free: mbarriers [STAGES, 1]. WEIGHTS: as in
+    DecodePipeline; with one, codes and shifts have two matrices, of half a stage each.
     """
 
     codes: gl.shared_memory_descriptor
@@ -212,6 +248,7 @@ class PrefillPipeline:
     STAGES: gl.constexpr
     READY_PER_STAGE: gl.constexpr
     HI_LO: gl.constexpr
+    WEIGHTS: gl.constexpr
 
 
 @gluon.jit
@@ -228,12 +265,12 @@ def _make_activation_rows(x_desc, STAGES: gl.constexpr, ROWS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _ready_per_stage(code_desc):
+def _ready_per_stage(code_desc, WEIGHTS):
     """Number of `ready` mbarriers per stage: 1, or 2 (one for each 128 codes).
 
     Two are used if few stages fit, so that consumers can start with the first half of a stage.
     """
-    return 64 // code_desc.block_type.shape[0]
+    return 64 // code_desc.block_type.shape[0] if WEIGHTS is None else 1
 
 
 @gluon.jit
@@ -242,22 +279,31 @@ def make_prefill_pipeline(
     shift_desc,
     x_desc,
     CONSUMERS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
     BLOCKS: gl.constexpr,
     STAGES: gl.constexpr,
     HI_LO: gl.constexpr,
+    WEIGHTS: gl.constexpr,
 ):
     """Allocate the stages and initialise their mbarriers."""
     gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3, "registers suffice for two or three")
-    READY_PER_STAGE: gl.constexpr = _ready_per_stage(code_desc)
+    READY_PER_STAGE: gl.constexpr = _ready_per_stage(code_desc, WEIGHTS)
     NUM_READY: gl.constexpr = STAGES * READY_PER_STAGE
-    CODE_BYTES: gl.constexpr = READY_PER_STAGE * code_desc.block_type.nbytes
-    SHIFT_BYTES: gl.constexpr = READY_PER_STAGE * shift_desc.block_type.nbytes
-    gl.static_assert(CODE_BYTES == 64 * 128, "a row unit's codes of a stage")
-    gl.static_assert(SHIFT_BYTES == 16 * 32, "a row unit's shifts of a stage")
-    gl.static_assert(x_desc.block_type.shape[0] == BLOCK_M, "a block's rows")
-    codes = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 64, 128], code_desc.layout)
-    shifts = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 16, 32], shift_desc.layout)
+    BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
+    if WEIGHTS is None:
+        CODE_BYTES: gl.constexpr = READY_PER_STAGE * code_desc.block_type.nbytes
+        SHIFT_BYTES: gl.constexpr = READY_PER_STAGE * shift_desc.block_type.nbytes
+        gl.static_assert(CODE_BYTES == 64 * 128, "a row unit's codes of a stage")
+        gl.static_assert(SHIFT_BYTES == 16 * 32, "a row unit's shifts of a stage")
+        codes = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 64, 128], code_desc.layout)
+        shifts = gl.allocate_shared_memory(
+            gl.uint8, [STAGES * CONSUMERS, 16, 32], shift_desc.layout
+        )
+    else:
+        gl.static_assert(_hold_stage(code_desc, shift_desc, WEIGHTS, 2), "a row unit's weights")
+        CODES: gl.constexpr = _ring_shape(code_desc, 2 * STAGES * CONSUMERS)
+        SHIFTS: gl.constexpr = _ring_shape(shift_desc, 2 * STAGES * CONSUMERS)
+        codes = gl.allocate_shared_memory(gl.uint8, CODES, code_desc.layout)
+        shifts = gl.allocate_shared_memory(shift_desc.dtype, SHIFTS, shift_desc.layout)
     x = _make_activation_rows(x_desc, STAGES, num_columns(BLOCKS * BLOCK_M, HI_LO))
     ready = gl.allocate_shared_memory(gl.int64, [NUM_READY, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -278,6 +324,7 @@ def make_prefill_pipeline(
         STAGES=STAGES,
         READY_PER_STAGE=READY_PER_STAGE,
         HI_LO=HI_LO,
+        WEIGHTS=WEIGHTS,
     )
 
 

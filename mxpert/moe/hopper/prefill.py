@@ -64,8 +64,10 @@ from .epilogue import (
     output_layout,
     outputs_per_unit,
     row_per_thread_layout,
+    row_reference,
     store_subtiles,
 )
+from .group_weights import accumulate_prefill_groups
 from .mainloop import (
     STAGE_CODES,
     UNIT_CODES,
@@ -192,6 +194,18 @@ def _load_rows(pipe, operands, half, ready, tile, depth):
 
 
 @gluon.jit
+def _load_groups(pipe, operands, own, ready, row_unit, step):
+    """Start the TMA loads of a step's weights of one row unit, for weights with groups."""
+    CODE_ROWS: gl.constexpr = operands.code_desc.block_type.shape[1]
+    SCALE_ROWS: gl.constexpr = operands.shift_desc.block_type.shape[1]
+    for half in gl.static_range(2):
+        unit, place = 2 * step + half, 2 * own + half
+        codes, scales = pipe.codes.index(place), pipe.shifts.index(place)
+        async_load(operands.code_desc, [row_unit, unit * CODE_ROWS, 0], ready, codes)
+        async_load(operands.shift_desc, [row_unit, unit * SCALE_ROWS, 0], ready, scales)
+
+
+@gluon.jit
 def _fill_stage(args, state, step, tile):
     """Wait for a free stage and start the TMA loads of one step; return the next state."""
     pipe = args.pipe
@@ -199,7 +213,8 @@ def _fill_stage(args, state, step, tile):
     unit = pipe.CONSUMERS * tile.tile_in_run
     READY_PER_STAGE: gl.constexpr = pipe.READY_PER_STAGE
     DEPTH_UNITS: gl.constexpr = 2 // READY_PER_STAGE  # that arrive at one mbarrier
-    WEIGHT_BYTES: gl.constexpr = pipe.CONSUMERS * (
+    COPIES: gl.constexpr = pipe.CONSUMERS if pipe.WEIGHTS is None else 2 * pipe.CONSUMERS
+    WEIGHT_BYTES: gl.constexpr = COPIES * (
         operands.code_desc.block_type.nbytes + operands.shift_desc.block_type.nbytes
     )
     BLOCK_BYTES: gl.constexpr = num_columns(DEPTH_UNITS, pipe.HI_LO) * (
@@ -228,20 +243,23 @@ def _fill_stage(args, state, step, tile):
             row_unit = tile.expert * operands.row_units + gl.minimum(
                 unit + c, operands.row_units - 1
             )
-            first = row_unit * args.tiles.depth_units + 2 * step + part
             own = state.stage * pipe.CONSUMERS + c
-            async_load(
-                operands.code_desc,
-                [first * _UNIT_CODE_ROWS, 0],
-                ready,
-                pipe.codes.index(own).slice(part * _UNIT_CODE_ROWS, CODE_ROWS, 0),
-            )
-            async_load(
-                operands.shift_desc,
-                [first * _UNIT_SHIFT_ROWS, 0],
-                ready,
-                pipe.shifts.index(own).slice(part * _UNIT_SHIFT_ROWS, SHIFT_ROWS, 0),
-            )
+            if pipe.WEIGHTS is None:
+                first = row_unit * args.tiles.depth_units + 2 * step + part
+                async_load(
+                    operands.code_desc,
+                    [first * _UNIT_CODE_ROWS, 0],
+                    ready,
+                    pipe.codes.index(own).slice(part * _UNIT_CODE_ROWS, CODE_ROWS, 0),
+                )
+                async_load(
+                    operands.shift_desc,
+                    [first * _UNIT_SHIFT_ROWS, 0],
+                    ready,
+                    pipe.shifts.index(own).slice(part * _UNIT_SHIFT_ROWS, SHIFT_ROWS, 0),
+                )
+            else:  # past the depth these copies give zeros: scales of the next unit may be NaN
+                _load_groups(pipe, operands, own, ready, row_unit, step)
     return state.advance()
 
 
@@ -312,16 +330,26 @@ def _compute_tile(
     rows = load_row_terms(epilogue, first_row, LEFT, ROW_LAYOUT)
     if TWO_GROUPS:
         right_rows = load_row_terms(epilogue, first_row + LEFT, RIGHT, ROW_LAYOUT)
-    left, right, state, turn = accumulate_prefill(
-        args.pipe,
-        tables,
-        ping_pong,
-        state,
-        turn,
-        steps=gl.cdiv(args.tiles.depth_units, 2),
-        PARTITION=PARTITION,
-        ROWS=ROWS,
-    )
+    if args.pipe.WEIGHTS is None:
+        left, right, state, turn = accumulate_prefill(
+            args.pipe,
+            tables,
+            ping_pong,
+            state,
+            turn,
+            steps=gl.cdiv(args.tiles.depth_units, 2),
+            PARTITION=PARTITION,
+            ROWS=ROWS,
+        )
+    else:
+        left, right, state = accumulate_prefill_groups(
+            args.pipe,
+            state,
+            steps=gl.cdiv(args.tiles.depth_units, 2),
+            PARTITION=PARTITION,
+            LEFT=LEFT,
+            RIGHT=RIGHT,
+        )
     if HI_LO:
         left += right * LO_SCALE
     _store(args, left, outputs, rows, first_row, unit, SUBTILE=0)
@@ -413,15 +441,18 @@ def _moe_gemm_prefill_kernel(
     HAS_BIAS: gl.constexpr,
     WEIGHTED: gl.constexpr,
     num_warps: gl.constexpr,
+    WEIGHTS: gl.constexpr = None,
 ):
     """Compute out [P, num_outputs] for all tiles; see the contract and the structures above.
 
     num_runs: int32 [1]. tiles_per_block: tiles of a run. STAGING_BUFFERS: TMA stores in flight.
+    WEIGHTS: a `GroupWeights`, which has no `reference`; None for MXFP4.
     """
     gl.static_assert(num_warps == _CONSUMER_WARPS, "consumer 0 is the default partition")
-    ORDER: gl.constexpr = ping_pong_policy(CONSUMERS, BLOCKS * BLOCK_M, HI_LO)
+    ORDER: gl.constexpr = ping_pong_policy(CONSUMERS, BLOCKS * BLOCK_M, HI_LO, WEIGHTS)
+    gl.static_assert(x_desc.block_type.shape[0] == BLOCK_M, "a block's rows")
     pipe = make_prefill_pipeline(
-        code_desc, shift_desc, x_desc, CONSUMERS, BLOCK_M, BLOCKS, STAGES, HI_LO
+        code_desc, shift_desc, x_desc, CONSUMERS, BLOCKS, STAGES, HI_LO, WEIGHTS
     )
     staging_0 = _make_staging(out_desc, STAGING_BUFFERS)
     staging_1 = _make_staging(out_desc, STAGING_BUFFERS)
@@ -435,7 +466,7 @@ def _moe_gemm_prefill_kernel(
         tiles_per_run=tiles_per_block,
         depth_units=depth_units,
     )
-    variant = Variant(EPILOGUE, HAS_BIAS, WEIGHTED)
+    variant = Variant(EPILOGUE, HAS_BIAS, WEIGHTED, row_reference(WEIGHTS))
     epilogue = Epilogue(reference, bias, num_outputs, row_units, x_scale, routed_weights, variant)
     parameters = ActivationParameters(p0, p1, p2)
     operands = Operands(code_desc, shift_desc, x_desc, row_units, low_rows)

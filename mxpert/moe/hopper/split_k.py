@@ -262,12 +262,16 @@ def _moe_finish_rows_kernel(
         numbers = statistic_of(values, FORMAT)
         factor, encoding = row_scale(row_maximum(numbers), FORMAT)
         encoded = encode_step(values, encoding, FORMAT, STEPS)
-        out = RowsOut(codes, scale, padded_depth, num_rows)
+        out = RowsOut(codes, scale, padded_depth, num_rows, STEPS.in_order)
         store_step(out, row, factor, encoded, target)
 
 
 def sum_k_splits_and_encode(
-    parts: torch.Tensor, bias: torch.Tensor | None, plan: RoutingPlan, options: MoEOptions
+    parts: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: RoutingPlan,
+    options: MoEOptions,
+    in_order: bool = False,
 ) -> SortedRows:
     """Finish stage 1 and encode the rows for stage 2 in one launch.
 
@@ -276,12 +280,12 @@ def sum_k_splits_and_encode(
     Args:
         parts: interleaved gate and up partial sums, float32 [k_splits, P, 2F].
         bias: interleaved, float32 [E, 2F], or None.
-        plan: the routing plan. options: of the layer.
+        plan: the routing plan. options: of the layer. in_order: as in `encode_rows`.
     """
     k_splits, num_rows, width = parts.shape
     rows = empty_rows(plan, num_rows, width // 2, options)
     has_bias, depth, unit = bias is not None, width // 2, plan.routing_block_m
-    _encode_launch(k_splits, num_rows, depth, plan.num_tokens, unit, has_bias, options)(
+    _encode_launch(k_splits, num_rows, depth, plan.num_tokens, unit, has_bias, options, in_order)(
         codes=rows.codes,
         scale=rows.scale,
         tile_counter=rows.tile_counter,
@@ -304,8 +308,9 @@ def _encode_launch(
     routing_block_m: int,
     has_bias: bool,
     options: MoEOptions,
+    in_order: bool,
 ) -> Launch:
-    steps = one_step(depth)
+    steps = one_step(depth, in_order)
     return Launch(
         _moe_finish_rows_kernel,
         (num_rows,),

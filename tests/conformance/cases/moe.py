@@ -285,27 +285,30 @@ WEIGHTS: Cases = {
 }
 """Other formats with the values of MXFP4, where scales allow it."""
 WEIGHT_STAGES: Cases = {
-    f"{w_format}-{a_format}-{activation.name}": MoECase(
+    f"{w_format}-{a_format}-{activation.name}{'-zero_points' * zero_points}": MoECase(
         a_format,
         activation,
         order,
         w_format=w_format,
+        zero_points=zero_points,
         exact=False,
         poisoned=a_format == "bf16",
         sizes=WIDE,
         tile=tile,
     )
-    for w_format, a_format, activation, order, tile in (
-        ("mxfp8_e4m3", "fp8_token", SWIGLU, ORDERS[1], "small"),
-        ("mxfp8_e4m3", "bf16", ReLU2(), ORDERS[0], "small"),
-        ("nvfp4", "bf16", SiLU(), ORDERS[0], "split"),
-        ("nvfp4", "mxfp8", ReLU2(), ORDERS[0], "small"),
-        ("int4_g32", "bf16", SiLU(), ORDERS[0], "chosen"),
-        ("int4_g32", "mxfp4", SWIGLU, ORDERS[2], "chosen"),
-        ("int4_g64", "mxfp8", ClampedSiLU(), ORDERS[1], "split"),
-        ("int4_g128", "bf16", SWIGLU, ORDERS[1], "small"),
-        ("int4_g128", "fp8_token", SiLU(), ORDERS[2], "small"),
-        ("int4_g128", "mxfp8", ReLU2(), ORDERS[0], "split"),
+    for w_format, a_format, activation, order, tile, zero_points in (
+        ("mxfp8_e4m3", "fp8_token", SWIGLU, ORDERS[1], "small", False),
+        ("mxfp8_e4m3", "bf16", ReLU2(), ORDERS[0], "small", False),
+        ("nvfp4", "bf16", SiLU(), ORDERS[0], "split", False),
+        ("nvfp4", "mxfp8", ReLU2(), ORDERS[0], "small", False),
+        ("int4_g32", "bf16", SiLU(), ORDERS[0], "chosen", False),
+        ("int4_g32", "mxfp4", SWIGLU, ORDERS[2], "chosen", False),
+        ("int4_g64", "mxfp8", ClampedSiLU(), ORDERS[1], "split", False),
+        ("int4_g128", "bf16", SiLU(), ORDERS[2], "small", False),
+        ("int4_g128", "mxfp8", SWIGLU, ORDERS[1], "split", False),
+        ("int4_g128", "bf16", SWIGLU, ORDERS[1], "small", True),
+        ("int4_g128", "fp8_token", SiLU(), ORDERS[2], "small", True),
+        ("int4_g128", "mxfp8", ReLU2(), ORDERS[0], "split", True),
     )
 }
 """Scales of any value, zero points, factors of rows."""

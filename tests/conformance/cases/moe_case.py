@@ -77,7 +77,8 @@ class MoECase:
         x: how activations arrive: bfloat16, quantised, or as a view at an odd address or with gaps.
         out: written by the op: a new tensor, or x itself. poisoned: weights lie in larger storage
             that is NaN, as is what pads prepared ones. bad: stands in one element of one token,
-            which has no finite result then. w_format: of the weights.
+            which has no finite result then. w_format: of the weights. zero_points: whether INT4
+            weights have them.
     """
 
     a_format: OwnFormat
@@ -102,6 +103,7 @@ class MoECase:
     poisoned: bool = False
     bad: float | None = None
     w_format: str = "mxfp4"
+    zero_points: bool = False
     seed: int = 0
 
     def problem(self, target: Target, backend: str) -> MoEProblem:
@@ -161,7 +163,13 @@ class MoECase:
         else:
             made = random_moe_problem(shape, sizes.tokens, seed=self.seed, routing=self.routing)
         if self.w_format != "mxfp4":
-            other = in_format(made.weights, self.w_format, exact=self.exact, seed=self.seed)
+            other = in_format(
+                made.weights,
+                self.w_format,
+                exact=self.exact,
+                seed=self.seed,
+                zero_points=self.zero_points,
+            )
             made = replace(made, weights=other)
         if self.expert_map is not None:
             weights, ids = random_routing(

@@ -87,10 +87,14 @@ class Machine:
                 return a | b
             case ["mov", _], [a]:
                 return a
+            case ["not", _], [a]:
+                return ~a & MASK
             case ["prmt", _], [a, b, c]:
                 return prmt(a, b, c)
             case ["mul", "lo", "u32"], [a, b]:
                 return (a * b) & MASK
+            case ["mad", "lo", "u32"], [a, b, c]:
+                return (a * b + c) & MASK
             case ["shfl", "sync", "idx", "b32"], [lanes, lane, _, _]:
                 return lanes[lane & 31]
             case ["lop3", _], [a, b, c, table]:

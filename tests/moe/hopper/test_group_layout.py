@@ -1,0 +1,221 @@
+"""HOPPER_GROUPS: round trips, an independent decoder of its bits, and what it refuses.
+
+The bit layout is written down here a second time, from the documentation of its module, with
+explicit indices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mxpert import GateUpOrder, MoEWeights, quantize_weights
+from mxpert.formats import E8M0_NAN, MXFP8_E4M3, Layout, MXTensor, WeightTensor
+from mxpert.formats.weight_tensor import WEIGHT_FORMATS, WeightLike
+from mxpert.moe.hopper.group_layout import HOPPER_GROUPS, GroupWeights, described
+from tests.formats import ocp
+from tests.moe.hopper.test_layout import permutation
+from tests.moe.hopper.test_layout_decoder import Machine
+
+FORMATS = (
+    "int4_g32",
+    "int4_g64",
+    "int4_g128",
+    "int4_g32-zero_points",
+    "int4_g64-zero_points",
+    "int4_g128-zero_points",
+    "nvfp4",
+    "mxfp8_e4m3",
+)
+SHAPES = [(1, 64, 128), (2, 96, 384), (3, 160, 256)]
+formats = pytest.mark.parametrize("name", FORMATS)
+
+
+def weights(name: str, shape: tuple[int, int, int], seed: int = 0) -> WeightLike:
+    """Random codes, scales, zero points and factors of rows; scales of INT4 with them are fp16."""
+    name, _, zeros = name.partition("-")
+    draw = torch.Generator().manual_seed(seed)
+    experts, rows, depth = shape
+
+    def integers(low: int, high: int, *size: int) -> torch.Tensor:
+        return torch.randint(low, high, size, generator=draw, dtype=torch.uint8)
+
+    if name == "mxfp8_e4m3":
+        codes = integers(0, 0x7F, *shape) | integers(0, 2, *shape) << 7
+        return MXTensor(codes, integers(120, 134, experts, rows, depth // 32), MXFP8_E4M3)
+    codes = integers(0, 256, experts, rows, depth // 2)
+    blocks = experts, rows, depth // WEIGHT_FORMATS[name].group_size
+    if name == "nvfp4":
+        factors = torch.rand((experts, rows), generator=draw) + 0.5
+        return WeightTensor(codes, integers(0, 0x7F, *blocks), name, row_scale=factors)
+    scale = torch.rand(blocks, generator=draw) + 0.5
+    if zeros:
+        return WeightTensor(codes, scale.half(), name, integers(0, 17, *blocks))
+    return WeightTensor(codes, scale.bfloat16(), name)
+
+
+def same(one: WeightLike, other: WeightLike) -> None:
+    """Raise unless both have the same parts, dtypes and bits."""
+    for part in ("qdata", "scale", "zero_point", "row_scale"):
+        a, b = getattr(one, part, None), getattr(other, part, None)
+        assert (a is None) == (b is None), part
+        assert a is None or (a.dtype == b.dtype and torch.equal(a, b)), part
+
+
+@formats
+@pytest.mark.parametrize("permuted", [False, True], ids=["in_order", "permuted"])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+def test_round_trip(name: str, shape: tuple[int, int, int], permuted: bool) -> None:
+    t = weights(name, shape)
+    rows = permutation(shape[1]) if permuted else None
+    packed = HOPPER_GROUPS.pack(t, rows=rows)
+    HOPPER_GROUPS.check(packed, "test")
+    assert (packed.layout, packed.shape, type(packed)) == (HOPPER_GROUPS, t.shape, type(t))
+    back = HOPPER_GROUPS.unpack(packed, rows)
+    assert (back.layout, back.shape) == (Layout.ROW_MAJOR, t.shape)
+    same(back, t)
+    if permuted:
+        assert not torch.equal(HOPPER_GROUPS.unpack(packed).qdata, t.qdata)
+
+
+def stored(packed: WeightLike, expert: int, row: int, k: int) -> float:
+    """Value of one weight, read from its bits by the module's description."""
+    known = described(packed)
+    assert known is not None
+    unit, warp, lane_row, pair = row // 64, row % 64 // 16, row % 16 // 2, row % 2
+    depth, step, half, lane, place = k // 128, k % 128 // 32, k % 32 // 16, k % 16 // 4, k % 4
+    data = packed.qdata[expert, unit, depth]
+    scale = packed.scale[expert, unit, depth, k % 128 // known.group * 64 + row % 64]
+    if known.codes == "e4m3":
+        index = ((step // 2 * 2 + pair) * 4 + warp) * 8 + lane_row
+        index = (((index * 4 + lane) * 2 + step % 2) * 2 + half) * 4 + place
+        return ocp.code_values("mxfp8_e4m3")[int(data[index])] * 2.0 ** (int(scale) - 127)
+    index = ((((pair * 4 + warp) * 8 + lane_row) * 4 + lane) * 4 + step) * 4 + place
+    code = int(data[index]) >> 4 * half & 15
+    if known.codes == "int4":
+        return float(-(code + 1) // 2 if code % 2 else code // 2) * scale.item()
+    if known.codes == "int4_zero":
+        word = int(scale)
+        bits = torch.tensor(word & ~0x1FFF, dtype=torch.int32)
+        return (code - (word & 0xFF)) * bits.view(torch.float32).item()
+    assert isinstance(packed, WeightTensor)
+    assert packed.row_scale is not None
+    value = ocp.code_values("mxfp4")[code] * ocp.code_values("mxfp8_e4m3")[int(scale)]
+    return value * packed.row_scale[expert, row].item() / 64
+
+
+@formats
+def test_every_weight_lies_where_the_module_says(name: str) -> None:
+    t = weights(name, (2, 128, 256), seed=3)
+    packed, values = HOPPER_GROUPS.pack(t), t.dequantize(torch.float64)
+    draw = torch.Generator().manual_seed(1)
+    for expert, row, k in zip(
+        *(torch.randint(0, size, (600,), generator=draw).tolist() for size in t.shape), strict=True
+    ):
+        assert stored(packed, expert, row, k) == values[expert, row, k], (expert, row, k)
+
+
+MISTAKES = {
+    "int4": (("0x81", "0x80"), (", 4;", ", 3;"), ("0x01010101", "0x01010100")),
+    "int4_zero": (("0x4B", "0x4A"), ("0xBA98", "0xBA99"), ("not.b32 s, s", "and.b32 s, s, s")),
+    "e2m1": (("0x1C1C1C1C", "0x0C1C1C1C"), (", 2;", ", 1;"), ("0xEA", "0xAE")),
+}
+
+
+@pytest.mark.parametrize("codes", MISTAKES)
+def test_the_decoder_gives_every_code_in_every_place(codes: str) -> None:
+    """The PTX on words of all codes, against values by the specification, and planted mistakes."""
+    module = pytest.importorskip("mxpert.device.hopper_ptx", reason="needs Triton with Gluon")
+    exponent = GroupWeights(codes, 128).exponent
+    draw = torch.Generator().manual_seed(0)
+    code = torch.randint(0, 16, (17 * 16, 4, 2, 4), generator=draw)
+    code[:, 1, 0, 2] = torch.arange(17 * 16) % 16
+    zero = torch.arange(17 * 16) // 16
+    words = sum(code[..., h, j] << 8 * j + 4 * h for h in range(2) for j in range(4))
+    assert isinstance(words, torch.Tensor)
+    table = torch.tensor(ocp.code_values("mxfp8_e4m3"), dtype=torch.float64)
+    if codes == "e2m1":
+        wanted = torch.tensor(ocp.code_values("mxfp4"), dtype=torch.float64)[code]
+    elif codes == "int4":
+        wanted = torch.where(code % 2 == 1, -(code + 1) // 2, code // 2).double()
+    else:
+        wanted = (code - zero[:, None, None, None]).double()
+
+    def decoded(text: str) -> torch.Tensor:
+        registers = {f"${8 + step}": words[:, step] for step in range(4)}
+        machine = Machine(**registers, **{"$12": zero})
+        machine.run(text)
+        found = torch.stack([machine.registers[f"${i}"] for i in range(8)], -1)
+        found = found.unflatten(-1, (2, 4)).transpose(1, 2)  # step, half
+        return torch.stack([table[found >> 8 * j & 255] for j in range(4)], -1) * 2.0**exponent
+
+    assembly = module.nibble_assembly(codes, 4)
+    assert torch.equal(decoded(assembly), wanted)
+    for old, new in MISTAKES[codes]:
+        assert old in assembly
+        assert not torch.equal(decoded(assembly.replace(old, new)), wanted), new
+
+
+@formats
+def test_padding_is_zero(name: str) -> None:
+    t = weights(name, (1, 96, 128 if name.startswith("int4_g128") else 192))
+    depth, packed = t.shape[2], HOPPER_GROUPS.pack(t)
+    padded = (1, 128, -(-depth // 128) * 128)
+    values = HOPPER_GROUPS.unpack(replace(packed, logical_shape=padded)).dequantize()
+    assert not values[:, 96:].any()
+    assert not values[:, :, depth:].any()
+
+
+@formats
+def test_prepared_weights_compute_the_same_and_come_back(name: str) -> None:
+    given = MoEWeights(
+        weights(name, (2, 256, 256)), weights(name, (2, 256, 128), 1), gate_up_order="concatenated"
+    )
+    held = given.prepare(device="cpu", layout="hopper_groups")
+    assert (held.layout, held.gate_up_order) == (HOPPER_GROUPS, GateUpOrder.INTERLEAVED)
+    for again in (held, MoEWeights.from_state_dict(held.state_dict())):
+        back = again.unprepare()
+        assert back.gate_up_order is GateUpOrder.CONCATENATED
+        same(back.gate_up_proj, given.gate_up_proj)
+        same(back.down_proj, given.down_proj)
+
+
+def with_zero_points(value: int, dtype: torch.dtype = torch.bfloat16) -> WeightLike:
+    t = weights("int4_g64", (1, 128, 128))
+    assert isinstance(t, WeightTensor)
+    zeros = torch.full(t.scale.shape, value, dtype=torch.uint8)
+    return replace(t, scale=t.scale.to(dtype), zero_point=zeros)
+
+
+def with_scale(byte: int) -> MXTensor:
+    t = weights("mxfp8_e4m3", (1, 128, 128))
+    assert isinstance(t, MXTensor)
+    t.scale[0, 5, 1] = byte
+    return t
+
+
+@pytest.mark.parametrize(
+    "t",
+    [with_scale(0), with_scale(E8M0_NAN), with_zero_points(17), with_zero_points(8, torch.float32)],
+    ids=["scale of 2^-127", "scale of NaN", "zero point of 17", "zero points with float32 scales"],
+)
+def test_what_it_cannot_hold_is_refused(t: WeightLike) -> None:
+    assert not HOPPER_GROUPS.can_hold(t)
+    with pytest.raises(
+        ValueError, match=r"pack_groups: t — need INT4, NVFP4 or MXFP8, with E8M0 scales of 2\^-126"
+    ):
+        HOPPER_GROUPS.pack(t)
+    down = t._mapped(lambda part: part[..., : part.shape[-1] // 2])
+    given = MoEWeights(t, down, gate_up_order="interleaved")
+    with pytest.raises(ValueError, match=r"prepare: layout — need ROW_MAJOR for"):
+        given.prepare(device="cpu", layout="hopper_groups")
+
+
+def test_mxfp4_is_refused() -> None:
+    given = quantize_weights(
+        torch.ones(1, 64, 32), torch.ones(1, 32, 32), gate_up_order="interleaved"
+    )
+    with pytest.raises(ValueError, match=r"pack_groups: t — need .*, got mxfp4"):
+        given.prepare(device="cpu", layout="hopper_groups")

@@ -1,0 +1,148 @@
+"""The Hopper GEMMs for INT4 and MXFP8 weights, compiled without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
+
+from mxpert.core.problem import MoEProblem, SiLU, SwiGLU
+from mxpert.formats import MXFP8_E4M3, MXTensor, WeightTensor
+from mxpert.formats.weight_tensor import WeightLike
+from mxpert.moe.hopper import config as heuristics
+from mxpert.moe.hopper.group_layout import HOPPER_GROUPS, group_weights
+from mxpert.testing.problems import MoEShape
+from support import hopper_launches
+from support.aot import SHARED_MEMORY_LIMIT
+from support.hopper_launches import H200, Recorder
+from support.pairwise import latin
+from support.sass import overwritten_operands, parse, register_operands, reused_barriers
+from support.without_data import empty, layer_of
+from tests.moe.hopper.test_kernels_aot import RESERVED_SHARED, SM_SHARED
+
+FORMATS = ("int4_g32", "int4_g64", "int4_g128", "nvfp4", "mxfp8_e4m3")
+SCALES = (torch.bfloat16, torch.float32, torch.int32)
+"""int32: with zero points."""
+SHAPE = MoEShape(2816, 1408, 128, 4)
+"""Depths of 22 and 11 units of 128."""
+
+MOST_SPILLS = 100
+"""Local-memory instructions of a GEMM, most of them between tiles and in epilogues."""
+MOST_SPILLS_OF_16 = 140
+"""The same of NVFP4: its two operands for a k32 step need twice the registers."""
+MOST_LOOP_SPILLS = {"decode32": 64}
+"""How many of these may be in the main loop, if not 8: few registers are left beside 64 columns."""
+
+CASES = [
+    pytest.param(name, a_format, tile, id=f"{name}-{a_format}-{tile}")
+    for name in FORMATS
+    for a_format in ("bf16", "mxfp8")
+    for tile in heuristics.tiles(a_format == "bf16", name)
+    if name == "int4_g128" or tile in ("decode32", "narrow")
+]
+"""Every tile once; of the other formats the two that need most registers."""
+
+
+def packed(name: str, scale_dtype: torch.dtype) -> Callable[[int, int, int], WeightLike]:
+    """A maker of projections in HOPPER_GROUPS."""
+    known = group_weights(name)
+    assert known is not None
+
+    def projection(experts: int, num_rows: int, depth: int) -> WeightLike:
+        units = experts, -(-num_rows // 64), -(-depth // 128)
+        codes, shape = empty(*units, known.code_rows * 128), (experts, num_rows, depth)
+        scales = *units, known.groups * 64
+        if known.codes == "e4m3":
+            return MXTensor(codes, empty(*scales), MXFP8_E4M3, -1, HOPPER_GROUPS, None, shape)
+        factors = None
+        scale = empty(*scales, dtype=scale_dtype)
+        if known.codes == "e2m1":
+            scale = empty(*scales)
+            factors = empty(experts, units[1] * 64, dtype=torch.float32)
+        return WeightTensor(codes, scale, name, None, factors, HOPPER_GROUPS, shape)
+
+    return projection
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    return Recorder(monkeypatch)
+
+
+def problem_of(name: str, a_format: str, tokens: int = 64, *, biased: bool = True) -> MoEProblem:
+    shape = replace(SHAPE, activation=SwiGLU() if biased else SiLU())
+    found = layer_of(shape, tokens, H200, HOPPER_GROUPS, a_format)
+    return replace(found, weight_format=name)
+
+
+@pytest.mark.parametrize("name, a_format, tile", CASES)
+def test_gemms(
+    name: str, a_format: str, tile: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FP8 wgmma with A in registers, 16-byte loads of codes, and no spills in the main loop.
+
+    One stage of each tile, with another dtype of scales: registers follow from the tile.
+    """
+    index = CASES.index(next(case for case in CASES if case.values == (name, a_format, tile)))
+    monkeypatch.setattr(hopper_launches, "packed", packed(name, SCALES[index % 3]))
+    config = heuristics.tiles(a_format == "bf16", name)[tile]
+    launches = recorder.run(problem_of(name, a_format), config, has_bias=True)
+    gemms = [launch for launch in launches if "gemm" in launch.name]
+    assert len(gemms) == 2
+    kernel = gemms[index % 2].compile()
+    metrics = kernel.metrics
+    assert kernel.count(r"\bQGMMA\.64x\d+x32\.F32\.E4M3\.E4M3") > 0
+    assert register_operands(kernel.listing) == kernel.count(r"\bQGMMA")
+    assert metrics.instructions.get("LDS.128", 0) > 0, "codes must come 16 bytes at a time"
+    assert metrics.spills <= (MOST_SPILLS_OF_16 if name == "nvfp4" else MOST_SPILLS)
+    for block in parse(kernel.listing):
+        names = [one.name for one in block.instructions]
+        if any(each.startswith("QGMMA") for each in names):
+            local = [each for each in names if each.startswith(("STL", "LDL"))]
+            assert len(local) <= MOST_LOOP_SPILLS.get(tile, 8), "spills in the main loop"
+    assert not overwritten_operands(kernel.listing)
+    assert not reused_barriers(kernel.listing)
+    if tile.startswith("decode"):
+        assert metrics.registers <= heuristics.DECODE_REGISTERS
+        assert 2 * (metrics.shared_memory + RESERVED_SHARED) <= SM_SHARED, "two CTAs per SM"
+    else:
+        assert metrics.shared_memory <= SHARED_MEMORY_LIMIT["sm_90"]
+
+
+@pytest.mark.parametrize(
+    "a_format, hidden, quantised",
+    latin(("bf16", "mxfp8", "mxfp4", "fp8_token"), (512, 7168), (False, True)),
+)
+def test_row_kernels(
+    a_format: str, hidden: int, quantised: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that keep the order of K are stored in words, without spills."""
+    monkeypatch.setattr(hopper_launches, "packed", packed("int4_g128", torch.bfloat16))
+    problem = replace(
+        problem_of("int4_g128", a_format), hidden_size=hidden, intermediate_size=hidden
+    )
+    config = heuristics.tiles(a_format == "bf16", "int4_g128")["decode8"]
+    quantised &= a_format.startswith("mx")  # others travel as bfloat16
+    launches = recorder.run(problem, config, has_bias=True, quantised=quantised)
+    rows = [launch for launch in launches if "rows" in launch.name]
+    assert len(rows) == 2
+    for launch in rows:
+        assert launch.arguments["STEPS"].in_order
+        metrics = launch.compile().metrics
+        assert metrics.spills == 0
+        assert metrics.global_stores.get(32, 0) >= 4
+        assert not metrics.global_stores.keys() & {8, 16}
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 8192])
+@pytest.mark.parametrize("a_format", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_heuristic_chooses_a_tile_that_is_there(name: str, a_format: str, tokens: int) -> None:
+    chosen = heuristics.layer_heuristic(problem_of(name, a_format, tokens))
+    for stage in (chosen.gate_up, chosen.down):
+        heuristics.require_valid(stage, problem_of(name, a_format, tokens))
+        assert stage.kernel == "decode", "prefill tiles were not measured"
