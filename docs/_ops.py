@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from mxpert.core.backend import BACKENDS
+from mxpert.core.backend import BACKENDS, layouts_for
 from mxpert.core.problem import (
     ACTIVATION_FORMATS,
     DualProblem,
@@ -190,11 +190,10 @@ def cell(row: Row, column: Column) -> str:
         ValueError: it serves some of the row's problems: split the row.
     """
     backend = BACKENDS[column.backend]
-    layouts = [each for each in (backend.weight_layout, *backend.other_layouts) if each is not None]
 
     def layout_of(weight_format: str) -> Layout:
-        own = (layout for layout in layouts if weight_format in layout.formats)
-        return next(own, Layout.ROW_MAJOR)
+        own = column.backend != "triton" and column.backend != "reference"
+        return layouts_for(column.target.arch, weight_format)[0] if own else Layout.ROW_MAJOR
 
     served = []
     for problem in row.problems(column.target, layout_of):

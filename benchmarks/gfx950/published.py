@@ -1,8 +1,9 @@
 """Measurements of others on an MI355X, and where they are published.
 
 `LADDER`, `TILES` and `SKINNY` calibrate the model, and `SUSTAINED` bounds it: they are AMD's, in
-ROCm/gfx950-gluon-tutorials and its article. `STAGES` and `GROUPED` stand beside our modelled
-kernels: pull requests of the reference systems, each figure with the shape that it was measured on.
+ROCm/gfx950-gluon-tutorials and its article. `STAGES` stand beside our modelled kernels: pull
+requests of the reference systems, each figure with the shape that it was measured on. Those of
+grouped GEMMs are in `grouped/published.py`.
 """
 
 from __future__ import annotations
@@ -184,25 +185,3 @@ STAGES = (
 times are given for one shape, the last that its authors keep as a result. Times of T = 1024 to 4096
 name no format; those of T = 128 beside them are a4w4. The tables of 431 and 660 were not at hand,
 only their ratios."""
-
-GROUPED = {
-    (16, 2048, 4096, 7168): ((2178.9, 2080.4, 1731.7), (1602.9, 1563.8, 1744.8)),
-    (16, 4096, 4096, 7168): ((2342.9, 2165.2, 2211.0), (1735.1, 1695.7, 2145.8)),
-    (32, 2048, 4096, 7168): ((1327.1, 1224.0, 1708.1), (1328.6, 1282.6, 1670.2)),
-    (32, 4096, 4096, 7168): ((2359.5, 2147.5, 2052.6), (1585.9, 1442.0, 2026.7)),
-    (16, 2048, 7168, 2048): ((1620.2, 2162.9, 1752.1), (1267.1, 1461.9, 1756.6)),
-    (16, 4096, 7168, 2048): ((1695.0, 2275.7, 2139.4), (1473.0, 1766.4, 2063.4)),
-    (32, 2048, 7168, 2048): ((917.9, 1314.5, 1716.6), (1008.0, 1356.0, 1674.3)),
-    (32, 4096, 7168, 2048): ((1636.0, 2279.1, 2025.1), (1232.4, 1522.5, 1992.2)),
-    (4, 2048, 5760, 2880): ((1494.2, 1064.2, 1423.0), (1213.4, 1288.7, 1417.8)),
-    (4, 4096, 5760, 2880): ((1699.8, 1718.0, 1797.0), (1504.1, 1652.2, 1748.4)),
-    (32, 2048, 5760, 2880): ((1037.5, 1258.5, 1547.6), (1123.9, 1335.5, 1508.3)),
-    (32, 4096, 5760, 2880): ((1822.4, 2144.3, 1835.3), (1350.7, 1521.0, 1779.7)),
-    (4, 2048, 2880, 2880): ((855.2, 856.8, 1291.8), (1035.8, 1034.2, 1233.2)),
-    (4, 4096, 2880, 2880): ((1451.9, 1438.0, 1634.3), (1378.9, 1378.2, 1540.8)),
-    (32, 2048, 2880, 2880): ((988.1, 991.3, 1525.2), (1072.2, 1072.6, 1461.0)),
-    (32, 4096, 2880, 2880): ((1751.7, 1770.5, 1853.2), (1390.0, 1387.7, 1746.3)),
-}
-"""(groups, rows, N, K) → TFLOP/s of forward, dgrad and wgrad, E4M3: balanced, and unbalanced over
-random groups. The kernels alone, with the reordering of scales inside (Primus-Turbo, pull request
-330; N and K are columns of forward's output and input)."""

@@ -26,7 +26,8 @@ import numpy as np
 
 from benchmarks.gfx950.cells import WEIGHTS, GroupedCell, grouped_config, grouped_report, moe_report
 from benchmarks.gfx950.choice import problem
-from benchmarks.gfx950.published import GROUPED, PEAK_TFLOPS, SUSTAINED, PublishedStage
+from benchmarks.gfx950.published import PEAK_TFLOPS, SUSTAINED, PublishedStage
+from benchmarks.grouped.published import BALANCES, PUBLISHED
 from benchmarks.harness.document import Row
 from gfx950emu import Report
 from gfx950emu.timing import MI355X as CHIP
@@ -46,6 +47,23 @@ LONGEST = 3
 """Turns that are replayed; those behind them take the time of the last."""
 OPS = ("forward", "dgrad", "wgrad")
 """In the order of `GROUPED`."""
+
+
+def _published_grouped() -> dict[tuple[int, int, int, int], tuple[tuple[float, ...], ...]]:
+    """(groups, rows, N, K) → TFLOP/s of `OPS` alone: balanced, then random groups."""
+    found = {}
+    for shape in dict.fromkeys(name for name, *_ in PUBLISHED):
+        groups, sizes = shape.split("x")
+        rows, n, k = map(int, sizes.split("-"))
+        found[int(groups), rows, n, k] = tuple(
+            tuple(PUBLISHED[shape, balance, op, False] for op in OPS) for balance in BALANCES
+        )
+    return found
+
+
+GROUPED = _published_grouped()
+"""Published rates of the kernels alone, with the reordering of scales inside (Primus-Turbo, pull
+request 330; N and K are columns of forward's output and input)."""
 OPERANDS = {"mxfp4": "fp4", "mxfp8": "fp8", "bf16": "bf16"}
 """Activation format → operands of MFMA."""
 _ROW_BITS = {"mxfp4": 4.25, "mxfp8": 8.25, "bf16": 16.0}

@@ -16,7 +16,6 @@ from benchmarks.gfx950.cells import GroupedCell
 from benchmarks.gfx950.published import (
     GPT_OSS,
     GPT_OSS_PADDED,
-    GROUPED,
     PEAK_TFLOPS,
     SKINNY,
     STAGES,
@@ -225,12 +224,12 @@ def test_matrix_work_above_a_kilowatt_is_told() -> None:
 
 def test_every_published_shape_has_a_row_with_its_own_time(document: dict[str, Any]) -> None:
     rows = {(row["shape"], row["tokens"], row["what"]): row for row in document["rows"]}
-    assert len(rows) == len(STAGES) + 3 * len(GROUPED)
+    assert len(rows) == len(STAGES) + 3 * len(stages.GROUPED)
     for each in STAGES:
         what = f"{each.activation_format} {each.stage}"
         assert rows[shape_name(each), each.tokens, what]["published_us"] == each.us
     for cell in grouped_cells():
-        rate = GROUPED[cell.groups, cell.rows, cell.n, cell.k][0][stages.OPS.index(cell.op)]
+        rate = stages.GROUPED[cell.groups, cell.rows, cell.n, cell.k][0][stages.OPS.index(cell.op)]
         shape = f"{cell.groups} × {cell.rows}, N {cell.n}, K {cell.k}"
         flops = 2 * cell.groups * cell.rows * cell.n * cell.k
         found = rows[shape, cell.groups * cell.rows, cell.op]["published_us"]

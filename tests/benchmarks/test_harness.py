@@ -129,8 +129,8 @@ def test_absences_are_named_or_left_out() -> None:
 
 BAD = {
     "moe.run": "models=gpt-5 tokens=0 activations=a7 stages= peers=/nonexistent",
-    "grouped.run": "shapes=9 shapes= peers=/nonexistent",
-    "grouped.requests": "shapes=9",
+    "grouped.run": "shapes=99 shapes= peers=/nonexistent",
+    "grouped.requests": "shapes=99",
     "moe.cliffs": "shapes=E1 tokens=0 routings=x render=/nonexistent",
     "hunts.run": "variants=none processes=0 render=/nonexistent",
     "moe.at_size": "models=gpt-5 formats=a7 render=/nonexistent",

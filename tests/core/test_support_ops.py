@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from mxpert.core.backend import BACKENDS
+from mxpert.core.backend import BACKENDS, layouts_for
 from mxpert.core.problem import Op
 from mxpert.core.registry import explain_problem, kernel_of
 from mxpert.formats.tensor import Layout
@@ -38,7 +38,9 @@ def test_the_page_has_todays_table(script: ModuleType) -> None:
 
 def test_every_op_and_backend_is_in_it(script: ModuleType) -> None:
     problems = [
-        problem for row in script.ROWS for problem in row.problems(script.H200, Layout.ROW_MAJOR)
+        problem
+        for row in script.ROWS
+        for problem in row.problems(script.H200, lambda _: Layout.ROW_MAJOR)
     ]
     assert {problem.op for problem in problems} == set(Op)
     assert {column.backend for column in script.COLUMNS} == set(BACKENDS)
@@ -52,10 +54,11 @@ def test_cells_are_what_dispatch_does(script: ModuleType) -> None:
         assert column.target.arch == arch
         for row in script.ROWS:
             here = script.cell(row, column)
-            layout = BACKENDS[own].weight_layout
-            if here == "absent":
-                layout = Layout.ROW_MAJOR
-            for problem in row.problems(column.target, layout):
+
+            def layout_of(weight_format: str, arch: str = arch, here: str = here) -> Layout:
+                return Layout.ROW_MAJOR if here == "absent" else layouts_for(arch, weight_format)[0]
+
+            for problem in row.problems(column.target, layout_of):
                 found = explain_problem(problem).resolution.kernel.backend
                 assert (found == own) is (here != "absent"), (row.ops, row.formats)
 
