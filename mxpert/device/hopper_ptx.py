@@ -193,14 +193,23 @@ def decode_nibbles(codes, zeros, CODES: gl.constexpr, WORDS: gl.constexpr):
     """
     ASSEMBLY: gl.constexpr = nibble_assembly(CODES, WORDS)
     CONSTRAINTS: gl.constexpr = _nibble_constraints(CODES, WORDS)
-    HALVES: gl.constexpr = (gl.float8e4nv, gl.float8e4nv)
     if zeros is None:
         return gl.inline_asm_elementwise(
-            ASSEMBLY, CONSTRAINTS, [codes], dtype=HALVES, is_pure=True, pack=4 * WORDS
+            ASSEMBLY,
+            CONSTRAINTS,
+            [codes],
+            dtype=(gl.float8e4nv, gl.float8e4nv),
+            is_pure=True,
+            pack=4 * WORDS,
         )
     else:
         return gl.inline_asm_elementwise(
-            ASSEMBLY, CONSTRAINTS, [codes, zeros], dtype=HALVES, is_pure=True, pack=4 * WORDS
+            ASSEMBLY,
+            CONSTRAINTS,
+            [codes, zeros],
+            dtype=(gl.float8e4nv, gl.float8e4nv),
+            is_pure=True,
+            pack=4 * WORDS,
         )
 
 

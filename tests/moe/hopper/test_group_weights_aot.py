@@ -17,7 +17,7 @@ from mxpert.moe.hopper import config as heuristics
 from mxpert.moe.hopper.group_layout import HOPPER_GROUPS, group_weights
 from mxpert.testing.problems import MoEShape
 from support import hopper_launches
-from support.aot import SHARED_MEMORY_LIMIT
+from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE
 from support.hopper_launches import H200, Recorder
 from support.pairwise import latin
 from support.sass import overwritten_operands, parse, register_operands, reused_barriers
@@ -30,9 +30,9 @@ SCALES = (torch.bfloat16, torch.float32, torch.int32)
 SHAPE = MoEShape(2816, 1408, 128, 4)
 """Depths of 22 and 11 units of 128."""
 
-MOST_SPILLS = 100
+MOST_SPILLS = 155 if TRITON_RELEASE >= (3, 9) else 100
 """Local-memory instructions of a GEMM, most of them between tiles and in epilogues."""
-MOST_SPILLS_OF_16 = 140
+MOST_SPILLS_OF_16 = 200 if TRITON_RELEASE >= (3, 9) else 140
 """The same of NVFP4: its two operands for a k32 step need twice the registers."""
 MOST_LOOP_SPILLS = {"decode32": 64}
 """How many of these may be in the main loop, if not 8: few registers are left beside 64 columns."""
