@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mxpert.core.problem import GroupedProblem, Op
 from mxpert.core.target import detect_target
 from mxpert.formats import MXTensor, ScaleRule, ScaleSpan, dequantize_blocks, quantize_blocks
 from mxpert.grouped.hopper_wide_operands import decode_if_wide
@@ -52,8 +53,21 @@ def test_values_are_exact_or_untouched(
         )
     )
     target = replace(detect_target("cpu"), num_sms=1)
+    (rows, k), (groups, n, _) = sizes
+    problem = GroupedProblem(
+        Op.GROUPED_GEMM,
+        target,
+        rows,
+        groups,
+        n,
+        k,
+        first.format.name,
+        second.format.name,
+        trans_b=True,
+        out_dtype=torch.bfloat16,
+    )
     with nan_filled_scratch():
-        copies = decode_if_wide(first, second, target)
+        copies = decode_if_wide(first, second, problem)
     wide = any(count is not None and count > 0 for count in COUNTS[counts])
     for copy, tensor in zip(copies, (first, second), strict=True):
         if wide:
