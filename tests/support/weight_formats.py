@@ -14,6 +14,18 @@ from mxpert.moe.weights import MoEWeights
 EXACT = ("mxfp8_e4m3", "nvfp4")
 """Formats that hold MXFP4 weights exactly, if their scales span few binades."""
 
+WITH_GROUPS = (
+    "int4_g32",
+    "int4_g64",
+    "int4_g128",
+    "int4_g32-zero_points",
+    "int4_g64-zero_points",
+    "int4_g128-zero_points",
+    "nvfp4",
+    "mxfp8_e4m3",
+)
+"""Formats of Hopper's layout HOPPER_GROUPS, INT4 without and with zero points."""
+
 
 def in_format(
     weights: MoEWeights, name: str, *, exact: bool, seed: int = 0, zero_points: bool | None = None

@@ -15,22 +15,13 @@ from mxpert import GateUpOrder, MoEWeights, quantize_weights
 from mxpert.formats import E8M0_NAN, MXFP8_E4M3, Layout, MXTensor, WeightTensor
 from mxpert.formats.weight_tensor import WEIGHT_FORMATS, WeightLike
 from mxpert.moe.hopper.group_layout import HOPPER_GROUPS, GroupWeights, described
+from support.weight_formats import WITH_GROUPS
 from tests.formats import ocp
 from tests.moe.hopper.test_layout import permutation
 from tests.moe.hopper.test_layout_decoder import Machine
 
-FORMATS = (
-    "int4_g32",
-    "int4_g64",
-    "int4_g128",
-    "int4_g32-zero_points",
-    "int4_g64-zero_points",
-    "int4_g128-zero_points",
-    "nvfp4",
-    "mxfp8_e4m3",
-)
 SHAPES = [(1, 64, 128), (2, 96, 384), (3, 160, 256)]
-formats = pytest.mark.parametrize("name", FORMATS)
+formats = pytest.mark.parametrize("name", WITH_GROUPS)
 
 
 def weights(name: str, shape: tuple[int, int, int], seed: int = 0) -> WeightLike:

@@ -17,12 +17,11 @@ from mxpert.moe.hopper import config as heuristics
 from mxpert.moe.hopper.group_layout import HOPPER_GROUPS, group_weights
 from mxpert.testing.problems import MoEShape
 from support import hopper_launches
-from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE
+from support.aot import TRITON_RELEASE
 from support.hopper_launches import H200, Recorder
 from support.pairwise import latin
-from support.sass import overwritten_operands, parse, register_operands, reused_barriers
 from support.without_data import empty, layer_of
-from tests.moe.hopper.test_kernels_aot import RESERVED_SHARED, SM_SHARED
+from tests.moe.hopper.test_kernels_aot import check_gemm_of_any_format, gemms
 
 FORMATS = ("int4_g32", "int4_g64", "int4_g128", "nvfp4", "mxfp8_e4m3")
 SCALES = (torch.bfloat16, torch.float32, torch.int32)
@@ -83,7 +82,7 @@ def problem_of(name: str, a_format: str, tokens: int = 64, *, biased: bool = Tru
 def test_gemms(
     name: str, a_format: str, tile: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FP8 wgmma with A in registers, 16-byte loads of codes, and no spills in the main loop.
+    """FP8 wgmma with A in registers, 16-byte loads of codes, and bounded spills in the main loop.
 
     One stage of each tile, with another dtype of scales: registers follow from the tile.
     """
@@ -91,26 +90,10 @@ def test_gemms(
     monkeypatch.setattr(hopper_launches, "packed", packed(name, SCALES[index % 3]))
     config = heuristics.tiles(a_format == "bf16", name)[tile]
     launches = recorder.run(problem_of(name, a_format), config, has_bias=True)
-    gemms = [launch for launch in launches if "gemm" in launch.name]
-    assert len(gemms) == 2
-    kernel = gemms[index % 2].compile()
-    metrics = kernel.metrics
-    assert kernel.count(r"\bQGMMA\.64x\d+x32\.F32\.E4M3\.E4M3") > 0
-    assert register_operands(kernel.listing) == kernel.count(r"\bQGMMA")
-    assert metrics.instructions.get("LDS.128", 0) > 0, "codes must come 16 bytes at a time"
-    assert metrics.spills <= (MOST_SPILLS_OF_16 if name == "nvfp4" else MOST_SPILLS)
-    for block in parse(kernel.listing):
-        names = [one.name for one in block.instructions]
-        if any(each.startswith("QGMMA") for each in names):
-            local = [each for each in names if each.startswith(("STL", "LDL"))]
-            assert len(local) <= MOST_LOOP_SPILLS.get(tile, 8), "spills in the main loop"
-    assert not overwritten_operands(kernel.listing)
-    assert not reused_barriers(kernel.listing)
-    if tile.startswith("decode"):
-        assert metrics.registers <= heuristics.DECODE_REGISTERS
-        assert 2 * (metrics.shared_memory + RESERVED_SHARED) <= SM_SHARED, "two CTAs per SM"
-    else:
-        assert metrics.shared_memory <= SHARED_MEMORY_LIMIT["sm_90"]
+    both = gemms(launches)
+    assert len(both) == 2
+    most = MOST_SPILLS_OF_16 if name == "nvfp4" else MOST_SPILLS
+    check_gemm_of_any_format(both[index % 2].compile(), tile, most, MOST_LOOP_SPILLS.get(tile, 8))
 
 
 @pytest.mark.parametrize(

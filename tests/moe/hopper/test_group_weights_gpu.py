@@ -18,7 +18,7 @@ from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from support.hopper import layer_tolerance
 from support.layers import explain_layer
 from support.poison import nan_filled_scratch, poison_prepared
-from support.weight_formats import in_format
+from support.weight_formats import WITH_GROUPS, in_format
 from tests.moe.hopper.problems import first_tokens, reference, require_hopper, run
 
 heuristics = pytest.importorskip("mxpert.moe.hopper.config", reason="needs Gluon")
@@ -26,16 +26,6 @@ group_layout = pytest.importorskip("mxpert.moe.hopper.group_layout")
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = (
-    "int4_g32",
-    "int4_g64",
-    "int4_g128",
-    "int4_g32-zero_points",
-    "int4_g64-zero_points",
-    "int4_g128-zero_points",
-    "nvfp4",
-    "mxfp8_e4m3",
-)
 A_FORMATS = ("bf16", "mxfp8", "fp8_token")
 TOKENS = (1, 17, 129, 777)
 
@@ -53,7 +43,7 @@ def tiles_of(a_format: str, name: str) -> dict[str, MoEConfig]:
 
 CASES = [
     pytest.param(name, a_format, tile, id=f"{name}-{a_format}-{tile}")
-    for name in FORMATS
+    for name in WITH_GROUPS
     for a_format in A_FORMATS
     for tile in tiles_of(a_format, name)
     if a_format != "fp8_token" or tile == "decode16"
@@ -114,7 +104,7 @@ def test_layers(name: str, a_format: str, tile: str, device: torch.device) -> No
                 assert_exact(again, y, f"{tile}, T = {num_tokens}")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", WITH_GROUPS)
 def test_the_comparison_catches_planted_errors(name: str, device: torch.device) -> None:
     inputs = problem(name, device)
 
@@ -134,7 +124,7 @@ def test_the_comparison_catches_planted_errors(name: str, device: torch.device) 
             check(name, "mxfp8", wrong, 129)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", WITH_GROUPS)
 def test_the_heuristic_serves_and_explain_says_so(name: str, device: torch.device) -> None:
     inputs = prepared(name, device)
     with mxpert.override():
@@ -157,7 +147,7 @@ def test_what_the_layout_cannot_hold_runs_on_portable_kernels(device: torch.devi
 
 
 def test_packing_on_the_gpu_gives_the_bits_of_the_cpu(device: torch.device) -> None:
-    for name in FORMATS:
+    for name in WITH_GROUPS:
         given = problem(name, device).weights
         mine = given.prepare(device=device)
         theirs = given.to("cpu").prepare(device="cpu", layout=group_layout.HOPPER_GROUPS)
