@@ -6,12 +6,13 @@ import enum
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from ...core.problem import Combine, MoEConfig, MoEProblem, Op
+from ...core.problem import Combine, MoEConfig, MoEProblem, Op, Target
 from ...core.stage_configs import StageConfig, require_integers, require_positive, set_member
 from ...errors import message, require
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
@@ -161,8 +162,28 @@ second tile. A decode tile of 32 rows loads only its block's real rows. It is wi
 tile of 16 rows is used only for plans with routing_block_m = 16.
 
 Measured on an H200 with 1 to 2000 rows an expert, on gpt-oss-120b, kimi-k2 TP4, deepseek-v3 EP8 and
-qwen3-235b.
+qwen3-235b. They are limits of the tiles' rows, not of the card, where reading takes longer than
+multiplying 32 rows.
 """
+
+_LIMITS_WHERE_MULTIPLYING_COSTS: dict[bool, tuple[tuple[str, float], ...]] = {
+    hi_lo: (("decode8", 1.5), ("decode32", 200), (blocks_of_32, 320), ("wide", math.inf))
+    for hi_lo, blocks_of_32 in ((True, "triple"), (False, "narrow"))
+}
+"""The same on cards that need as long to multiply 32 rows as to read their weights, such as an H20.
+
+Derived, not measured. A second tile of an expert costs there no more than the columns that it
+multiplies, so the tile counts that adds fewest. On average these are 5.5 in decode tiles, which are
+8, 16 or 32 columns wide, 15.5 in blocks of 32 rows and 31.5 in blocks of 64. A tile with more rows
+follows where that costs 5 %: from (15.5 - 5.5) / 0.05 and (31.5 - 15.5) / 0.05 rows on.
+"""
+
+_TENSOR_FLOPS = 8192
+"""e4m3 operations that the tensor cores of an SM finish in a clock."""
+
+_DATA_SHEETS = {r"\bH20\b": (296e12, 4.0e12)}
+"""e4m3 operations and bytes a second of cards whose tensor cores are slowed down, by their name:
+the driver does not tell the first."""
 
 _PREFILL_SHAPES: dict[bool, dict[str, tuple[int, int, int]]] = {
     True: {"triple": (32, 3, 2), "wide": (64, 2, 2)},
@@ -263,13 +284,34 @@ def decode_ctas(problem: MoEProblem) -> int:
     return DECODE_CTAS_PER_SM * problem.target.num_sms
 
 
+def balanced_rows(target: Target, hi_lo: bool) -> float:
+    """Rows of an expert that a card multiplies in the time in which it reads the MXFP4 weights.
+
+    Infinite where the card's rates are not known. An H200 has 116 (58 with hi and lo), an H20 19.
+    """
+    flops, bandwidth = target.num_sms * target.clock * _TENSOR_FLOPS, target.bandwidth
+    for name, (its_flops, its_bandwidth) in _DATA_SHEETS.items():
+        if re.search(name, target.name):
+            flops, bandwidth = its_flops, bandwidth or its_bandwidth
+    if not flops or not bandwidth:
+        return math.inf
+    bytes_per_weight = _UNIT_STAGE_BYTES / (UNIT_ROWS * STAGE_DEPTH)
+    return flops / bandwidth * bytes_per_weight / (4 if hi_lo else 2)
+
+
+def _limits(target: Target, hi_lo: bool) -> tuple[tuple[str, float], ...]:
+    multiplying_costs = balanced_rows(target, hi_lo) <= max(BLOCKS_M)
+    return (_LIMITS_WHERE_MULTIPLYING_COSTS if multiplying_costs else _LIMITS)[hi_lo]
+
+
 def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
     """Choose the tile of a stage by the rows per hit expert, assuming that tokens spread evenly.
 
     Both stages get the same block_m.
     """
     hi_lo, known = uses_hi_lo(problem), _chosen_tiles(problem)
-    fitting = (name for name, limit in _LIMITS[hi_lo] if problem.rows_per_expert <= limit)
+    limits = _limits(problem.target, hi_lo)
+    fitting = (name for name, limit in limits if problem.rows_per_expert <= limit)
     name = next((name for name in fitting if name in known), [*known][-1])
     units = _row_units(problem, op)
     if name == "triple" and not hi_lo and -(-units // 3) * 3 > _MOST_IDLE * units:
