@@ -17,10 +17,8 @@ pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon
 from mxpert.core.problem import DualProblem, GemmConfig, GroupedProblem, Op, Target
 from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
-from mxpert.grouped import hopper
 from mxpert.routing.plan import padded_capacity
 from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
-from support.devices import HOPPER_CARDS
 from support.hopper_launches import H200, Launch
 from support.inputs import INPUTS
 from support.kernels import kernels_of
@@ -499,17 +497,3 @@ def test_a_specialised_argument_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
         )
         found.add(launch.binary)
     assert len(found) == 2
-
-
-@ops
-@pytest.mark.parametrize("card", HOPPER_CARDS)
-def test_every_card_is_filled_with_the_binaries_of_an_h200(op: Op, card: str) -> None:
-    """One CTA an SM; they compute a nearly square part of a result at a time."""
-    target = HOPPER_CARDS[card]
-    launch = gemm(op, FORMATS["e4m3"], SPANS["row"], target=target)
-    other = gemm(op, FORMATS["e4m3"], SPANS["row"])
-    assert launch.grid == (target.num_sms,)
-    assert launch.binary == other.binary
-    square = (target.num_sms * hopper.BLOCK_N / hopper.BLOCK_M) ** 0.5
-    nearest = min(hopper._BANDS, key=lambda band: max(band / square, square / band))
-    assert launch.arguments["BAND"] == nearest
