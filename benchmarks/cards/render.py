@@ -2,8 +2,8 @@
 
     python -m benchmarks.cards.render benchmarks/results/nvidia-h100
 
-renders every JSON of the folder that has a renderer, then the blocks "measured cards" of README.md
-and "measured files" of docs/performance.md from all folders. Without a folder only the blocks.
+renders every JSON of the folder that has a renderer, then the measured blocks of README.md and
+docs/performance.md that tell the cards apart, from all folders. Without a folder only the blocks.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.harness.script import RESULTS, bare_parser
 from benchmarks.harness.tables import paragraphs, row_table
 from benchmarks.moe.cells import NAMED
 from benchmarks.moe.figures import speed_ups
+from benchmarks.moe.row_encoding import share_table
 
 REPORTS = {
     "moe.json": "moe.render",
@@ -41,8 +42,8 @@ RENDERERS = REPORTS | {
     "options.json": "grouped.options",
 }
 """Also those that render with --render what they have measured."""
-PAGES = {"README.md": "cards", "docs/performance.md": "files"}
-"""Page → its block."""
+PAGES = {"README.md": ("cards",), "docs/performance.md": ("files", "row encoding")}
+"""Page → its blocks."""
 
 
 @dataclass(frozen=True)
@@ -154,16 +155,31 @@ def files(every: Mapping[str, Sequence[Result]], place: str) -> str:
     )
 
 
-BLOCKS = {"cards": cards, "files": files}
+def row_encoding(every: Mapping[str, Sequence[Result]], place: str) -> str:
+    """What goes of a layer's time where stage 2 finds its rows encoded, on each card."""
+    parts = []
+    for card, found in every.items():
+        document = named(found, "row_encoding.json")
+        if document is not None:
+            link = f"{place}/{card}/row_encoding"
+            parts += [
+                f"One {document['meta']['device']} ([JSON]({link}.json), [all cells]({link}.md)):",
+                share_table(document["rows"]),
+            ]
+    return paragraphs(*parts) or "No card has measured it yet."
+
+
+BLOCKS = {"cards": cards, "files": files, "row encoding": row_encoding}
 
 
 def filled(page: str, every: Mapping[str, Sequence[Result]]) -> str:
-    """A page's text with its block written anew."""
-    name, text = PAGES[page], (ROOT / page).read_text("utf-8")
-    begin, end = (f"<!-- measured {name}: {side} -->" for side in ("begin", "end"))
-    place = "../" * page.count("/") + "benchmarks/results"
-    head, tail = text.split(begin)[0], text.split(end)[1]
-    return f"{head}{begin}\n{BLOCKS[name](every, place)}\n{end}{tail}"
+    """A page's text with its blocks written anew."""
+    text, place = (ROOT / page).read_text("utf-8"), "../" * page.count("/") + "benchmarks/results"
+    for name in PAGES[page]:
+        begin, end = (f"<!-- measured {name}: {side} -->" for side in ("begin", "end"))
+        head, tail = text.split(begin)[0], text.split(end)[1]
+        text = f"{head}{begin}\n{BLOCKS[name](every, place)}\n{end}{tail}"
+    return text
 
 
 def render(folder: Path) -> list[str]:
