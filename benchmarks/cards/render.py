@@ -39,6 +39,7 @@ RENDERERS = REPORTS | {
     "hunts.json": "hunts.run",
     "cliffs.json": "moe.cliffs",
     "row_encoding.json": "moe.row_encoding",
+    "few_tokens.json": "moe.few_tokens",
     "options.json": "grouped.options",
 }
 """Also those that render with --render what they have measured."""
