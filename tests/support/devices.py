@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from mxpert.core.backend import BACKENDS
 from mxpert.core.problem import Target
 
 DEVICES: Mapping[str, Target] = MappingProxyType(
@@ -25,25 +26,8 @@ DEVICES: Mapping[str, Target] = MappingProxyType(
 MMA_SYNC = ("sm_80", "sm_86", "sm_89", "sm_120")
 """Architectures whose warps multiply operands in registers."""
 
-
-def hopper_card(name: str, num_sms: int, mhz: int, memory_mhz: int, bus_bits: int) -> Target:
-    """A card as the driver describes it."""
-    rates = dict(clock=1e6 * mhz, bandwidth=2e6 * memory_mhz * bus_bits / 8)
-    return Target("cuda", "sm_90", f"NVIDIA {name}", num_sms, 227 * 1024, **rates)
-
-
 HOPPER_CARDS: Mapping[str, Target] = MappingProxyType(
-    {
-        card.name.removeprefix("NVIDIA "): card
-        for card in (
-            hopper_card("H200", 132, 1980, 3201, 6144),
-            hopper_card("H100 80GB HBM3", 132, 1980, 2619, 5120),
-            hopper_card("H100 PCIe", 114, 1755, 1593, 5120),
-            hopper_card("GH200 480GB", 132, 1980, 2619, 6144),
-            hopper_card("GH200 144G HBM3e", 132, 1980, 3201, 6144),
-            hopper_card("H20", 78, 1980, 2619, 6144),
-        )
-    }
+    {card.name.removeprefix("NVIDIA "): card for card in BACKENDS["hopper"].devices}
 )
-"""4.9, 3.4, 2.0, 4.0, 4.9 and 4.0 TB/s. Of the H20 the driver does not tell that its tensor cores
-are slowed down to 296 TFLOP/s."""
+"""Clock and bandwidth are what the driver's clocks and bus widths give. It does not tell that the
+tensor cores of an H20 are slowed down to 296 TFLOP/s."""
