@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...core.problem import Combine, MoEConfig, MoEProblem, Op
+from ...core.problem import Combine, MoEConfig, MoEProblem, Op, leaves_sms
 from ...core.stage_configs import StageConfig, require_integers, require_positive, set_member
 from ...errors import message, require
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
@@ -27,8 +27,7 @@ class HopperKernel(enum.StrEnum):
         from.
     PREFILL: GEMM of a stage with many rows an expert; limited by the tensor cores.
     FEW_TOKENS: the whole layer in one launch, for up to four tokens with bfloat16 activations and
-        up to eight with MX activations. Both stages have it. Experimental: it runs only where it
-        is pinned, since repeats beside other work have not all given the same bits.
+        up to eight with MX activations. Both stages have it.
 
     Source:
         The kernels of the hopper backend.
@@ -90,8 +89,16 @@ class HopperGemmConfig(StageConfig):
 
 
 _FEW_TOKENS_STAGES = 3
-"""Stages of its ring in messages. More stages fill the queues of the memory, and CTAs end further
-apart."""
+"""Stages of its ring. More stages fill the queues of the memory, and CTAs end further apart: five
+take 1 to 4 % more time."""
+_MOST_FEW_TOKENS_STAGES = 5
+"""The same, as the tuner tries it."""
+_FEW_TOKENS_ITEMS = 40
+"""Items of stage 1 of a CTA up to which one launch is the faster for one token.
+
+On an H200 one launch takes 0.65 to 0.93 of the time of two stages for eight models with 5 to 23
+items, and 1.03 to 1.09 for two with 54.
+"""
 
 STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
 """Both stages of a layer."""
@@ -164,6 +171,10 @@ Measured on an H200 with 1 to 2000 rows an expert, on gpt-oss-120b, kimi-k2 TP4,
 qwen3-235b.
 """
 
+_LIMITS_OF_LONG_GROUPS = (("decode32", 48), ("triple", 84), ("wide", math.inf))
+"""The same for bfloat16 activations and weights with a scale for each 128: with 32 rows an expert
+prefill tiles take 2 to 6 % more time than the decode tile, with 64 rows 3 to 5 % less."""
+
 _PREFILL_SHAPES: dict[bool, dict[str, tuple[int, int, int]]] = {
     True: {"triple": (32, 3, 2), "wide": (64, 2, 2)},
     False: {
@@ -186,6 +197,13 @@ _SHAPES_OF_SMALL_GROUPS: dict[bool, dict[str, tuple[int, int, int]]] = {
 }
 """The same for weights with a scale for each 16, 32 or 64. Sums of a group need registers beside
 those of the tile several times a depth unit: wider tiles have 20 to 200 spills in the main loop."""
+
+
+def _limits(problem: MoEProblem) -> tuple[tuple[str, float], ...]:
+    hi_lo, weights = uses_hi_lo(problem), group_weights(problem.weight_format)
+    if hi_lo and weights is not None and weights.group >= 128:
+        return _DECODE_LIMITS[:1] + _LIMITS_OF_LONG_GROUPS
+    return _LIMITS[hi_lo]
 
 
 def _prefill_shapes(hi_lo: bool, weight_format: str) -> dict[str, tuple[int, int, int]]:
@@ -268,25 +286,13 @@ def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
 
     Both stages get the same block_m.
     """
-    hi_lo, known = uses_hi_lo(problem), _chosen_tiles(problem)
-    fitting = (name for name, limit in _LIMITS[hi_lo] if problem.rows_per_expert <= limit)
+    hi_lo, known = uses_hi_lo(problem), tiles_of(problem)
+    fitting = (name for name, limit in _limits(problem) if problem.rows_per_expert <= limit)
     name = next((name for name in fitting if name in known), [*known][-1])
     units = _row_units(problem, op)
     if name == "triple" and not hi_lo and -(-units // 3) * 3 > _MOST_IDLE * units:
         name = "narrow"
     return known[name]
-
-
-def _chosen_tiles(problem: MoEProblem) -> dict[str, HopperGemmConfig]:
-    """The tiles that the heuristic chooses among, by name.
-
-    Of weights with groups these are the decode tiles: their prefill tiles were not measured. A
-    pinned or tuned config may have them.
-    """
-    found = tiles_of(problem)
-    if group_weights(problem.weight_format) is None:
-        return found
-    return {name: tile for name, tile in found.items() if tile.kernel is HopperKernel.DECODE}
 
 
 def _row_units(problem: MoEProblem, op: Op) -> int:
@@ -345,9 +351,30 @@ def _few_tokens(problem: MoEProblem, num_stages: int) -> MoEConfig:
     return MoEConfig.of(tile, tile)
 
 
-def layer_heuristic(problem: MoEProblem) -> MoEConfig:
-    """Config of a layer: the preferred tile for each stage."""
+def _prefers_one_launch(problem: MoEProblem) -> bool:
+    """Whether a layer takes less time in one launch.
+
+    So it does for one token, unless there is much to read; and for two, where a launch sums up the
+    whole depth of stage 2 at once: 0.73 to 0.85 of the time of two stages for four models on an
+    H200. With a longer depth it takes 0.98 to 1.2, and for four tokens 0.95 to 1.2.
+    """
+    if few_tokens.unsupported(problem) or leaves_sms(problem):
+        return False
+    if problem.num_tokens == 1:
+        return few_tokens.items_of(problem) <= _FEW_TOKENS_ITEMS
+    return problem.num_tokens == 2 and few_tokens.split_of(problem).depth == 1
+
+
+def two_stage_heuristic(problem: MoEProblem) -> MoEConfig:
+    """Config of a layer in two stages: the preferred tile for each."""
     return _layer(problem, *_preferred_tiles(problem))
+
+
+def layer_heuristic(problem: MoEProblem) -> MoEConfig:
+    """Config of a layer: one launch for one or two tokens where it is the faster, or two stages."""
+    if _prefers_one_launch(problem):
+        return _few_tokens(problem, _FEW_TOKENS_STAGES)
+    return two_stage_heuristic(problem)
 
 
 def require_few_tokens(config: MoEConfig, problem: MoEProblem) -> int:
@@ -377,7 +404,8 @@ def require_few_tokens(config: MoEConfig, problem: MoEProblem) -> int:
 def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     """Configs of a layer: the heuristic's first, then other tiles, other k_splits, pairs of tiles.
 
-    A pair has the preferred tile in one stage and any other in the other.
+    A pair has the preferred tile in one stage and any other in the other. For a few tokens one
+    launch, too.
     """
     preferred = _preferred_tiles(problem)
     first = _layer(problem, *preferred)
@@ -393,7 +421,16 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     own = tiles_of(problem).values()
     others += [_layer(problem, preferred[0], tile) for tile in own]
     others += [_layer(problem, tile, preferred[1]) for tile in own]
-    yield from dict.fromkeys([first, *others])
+    others += _few_tokens_choices(problem)
+    yield from dict.fromkeys([layer_heuristic(problem), first, *others])
+
+
+def _few_tokens_choices(problem: MoEProblem) -> list[MoEConfig]:
+    """Configs of a layer in one launch that the tuner tries."""
+    if few_tokens.unsupported(problem):
+        return []
+    most = min(_MOST_FEW_TOKENS_STAGES, few_tokens.most_stages(problem))
+    return [_few_tokens(problem, stages) for stages in range(2, most + 1)]
 
 
 def _k_split_choices(problem: MoEProblem) -> Iterator[tuple[int, int]]:
