@@ -61,7 +61,8 @@ def test_one_launch_is_chosen_where_it_is_the_faster(
         problem: MoEProblem = describe(MODEL_SHAPES[model], num_tokens, a_format)
         layer = heuristics.layer_heuristic(problem)
         assert (layer.gate_up.kernel is HopperKernel.FEW_TOKENS) == (num_tokens <= most_tokens)
-        assert layer in (offered := list(heuristics.layer_configs(problem)))
+        offered = list(heuristics.layer_configs(problem))
+        assert layer in offered
         assert heuristics.two_stage_heuristic(problem) in offered
         for each in offered:
             if each.gate_up.kernel is HopperKernel.FEW_TOKENS:
