@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -20,11 +21,22 @@ import torch
 from benchmarks import ROOT
 from benchmarks.harness.document import Row
 from mxpert.cli.report import environment
+from mxpert.core.target import detect_target
 from mxpert.errors import message
 
 RESULTS = ROOT / "benchmarks/results"
 Markdown = Callable[[Row], str]
 Item = TypeVar("Item")
+_OF_MEMORY = re.compile(r"\d+gb|hbm\d\w*")
+
+
+def device_folder(name: str) -> str:
+    """The folder of a device's results: its name without size and kind of its memory.
+
+    >>> device_folder("NVIDIA H100 80GB HBM3"), device_folder("NVIDIA H100 PCIe")
+    ('nvidia-h100', 'nvidia-h100-pcie')
+    """
+    return "-".join(word for word in name.lower().split() if not _OF_MEMORY.fullmatch(word))
 
 
 def bare_parser(description: str | None) -> argparse.ArgumentParser:
@@ -43,7 +55,8 @@ class Script:
         measure: gets the options and what `prepare` returned; returns the exit code.
         prepare: checks the script's own options. add_options: adds them to the parser.
         limit: default of --time-limit, in seconds; None: there is no such option.
-        resumes: whether there is --resume. output: the JSON under benchmarks/results.
+        resumes: whether there is --resume.
+        output: the JSON in the folder of the device. suffix: of that folder's name.
         markdown: what --render writes from a JSON; None: there is no such option.
     """
 
@@ -55,6 +68,7 @@ class Script:
     limit: float | None = None
     resumes: bool = False
     output: str = ""
+    suffix: str = ""
     markdown: Markdown | None = None
 
     def parser(self) -> argparse.ArgumentParser:
@@ -62,7 +76,7 @@ class Script:
         parser = bare_parser(self.description)
         add = parser.add_argument
         self.add_options(parser)
-        add("--output", type=Path, help=f"default: {self.default_output.name}")
+        add("--output", type=Path, help=f"default: {self.file} in the device's folder")
         add("--commit", help="where the checkout has no history")
         add("--dry-run", action="store_true", help="tiny on the CPU: proves that everything runs")
         if self.limit is not None:
@@ -76,8 +90,12 @@ class Script:
         return parser
 
     @property
-    def default_output(self) -> Path:
-        return RESULTS / (self.output or f"nvidia-h200/{self.name}.json")
+    def file(self) -> str:
+        return self.output or f"{self.name}.json"
+
+    def default_output(self, device: torch.device) -> Path:
+        """Where results of a device belong."""
+        return RESULTS / (device_folder(detect_target(device).name) + self.suffix) / self.file
 
     def complete(self, options: argparse.Namespace) -> None:
         """Add `device`, `path`, `began` and `deadline` (of `time.monotonic`) to the options.
@@ -92,7 +110,8 @@ class Script:
             hint = "run with --dry-run to try the script"
             raise ValueError(message(self.name, "device", "a GPU", "none", hint))
         dry = ROOT / "reports" / f"{self.name.replace('_', '-')}-dry-run.json"
-        options.path = options.output or (dry if options.dry_run else self.default_output)
+        own = dry if options.dry_run else self.default_output(options.device)
+        options.path = options.output or own
 
     def main(self, arguments: Sequence[str] | None = None) -> int:
         """Prepare, then measure; the exit code, 2 for options that are refused."""

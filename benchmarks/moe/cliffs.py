@@ -159,10 +159,10 @@ class Run(Document):
 
 
 def count_binaries() -> dict[str, int]:
-    """Kernel of `mxpert.backends` → GPU binaries that this process has loaded for it."""
+    """Kernel of this library → GPU binaries that this process has loaded for it."""
     found: dict[str, set[str]] = {}
     for name, module in list(sys.modules.items()):
-        if not name.startswith("mxpert.backends."):
+        if not name.startswith("mxpert.") or name.startswith("mxpert.testing."):
             continue
         for kernel in vars(module).values():
             if isinstance(kernel, JITFunction):

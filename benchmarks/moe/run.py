@@ -476,7 +476,7 @@ SCRIPT = Script(
     add_options,
     limit=math.inf,
     resumes=True,
-    output="nvidia-h200/moe.json",
+    output="moe.json",
 )
 main = SCRIPT.main
 

@@ -98,7 +98,7 @@ SCRIPT = Script(
     add_options=add_options,
     limit=540.0,
     resumes=True,
-    output="nvidia-h200-x2/expert_parallel.json",
+    suffix="-x2",
 )
 main = SCRIPT.main
 

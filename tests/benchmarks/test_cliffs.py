@@ -96,7 +96,7 @@ def test_binaries_are_counted_once_by_kernel(monkeypatch: pytest.MonkeyPatch) ->
             cache = {index: types.SimpleNamespace(hash=each) for index, each in enumerate(hashes)}
             self.__name__, self.device_caches = "_planted_kernel", {0: (cache, {})}
 
-    module = types.ModuleType("mxpert.backends.planted")
+    module = types.ModuleType("mxpert.moe.planted")
     module.first, module.again = [Kernel("a", "b", "a")] * 2
     module.unused = Kernel()
     elsewhere = types.ModuleType("mxpert.testing.planted")

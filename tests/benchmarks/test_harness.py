@@ -12,10 +12,12 @@ import torch
 
 from benchmarks.grouped.rows import SCHEMA as GROUPED
 from benchmarks.harness.document import Document
-from benchmarks.harness.script import Seconds, within
+from benchmarks.harness.script import RESULTS, Script, Seconds, within
 from benchmarks.harness.tables import absences, page
 from benchmarks.models import rows as whole_model
 from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA, row_key
+from mxpert.core.problem import Target
+from mxpert.core.target import on_device
 from tests.benchmarks.comparison_rows import CEILINGS, META, grouped_document, row
 
 TIMES = {"ms": 4.0, "ms_spread": 0.1, "moe_ms": 1.0, "step_ms_hooked": 5.0}
@@ -161,3 +163,19 @@ def test_without_a_gpu_a_dry_run_is_advised(
 ) -> None:
     assert importlib.import_module(f"benchmarks.{script}").main([]) == 2
     assert "need a GPU, got none; run with --dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name, folder",
+    [
+        ("NVIDIA H200", "nvidia-h200"),
+        ("NVIDIA H100 80GB HBM3", "nvidia-h100"),
+        ("NVIDIA H100 PCIe", "nvidia-h100-pcie"),
+        ("NVIDIA GH200 480GB", "nvidia-gh200"),
+    ],
+)
+def test_results_land_in_the_folder_of_their_device(name: str, folder: str) -> None:
+    script = Script("cliffs", None, lambda options, prepared: 0, suffix="-x2")
+    with on_device(Target("cuda", "sm_90", name, 132, 232448)):
+        found = script.default_output(torch.device("cuda"))
+    assert found == RESULTS / f"{folder}-x2" / "cliffs.json"
