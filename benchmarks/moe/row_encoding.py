@@ -34,11 +34,12 @@ from benchmarks.moe.cells import FORMATS, NAMED, Cell, Inputs, Model, mean_hit, 
 from benchmarks.moe.figures import token_columns
 from benchmarks.moe.ours import ACTIVATION, Call, random_weights
 from benchmarks.moe.protocol import DATA, LEAST_REPEATS, WARMUP, idle_seconds
-from mxpert.configs import MoEConfig
+from mxpert.configs import HopperKernel, MoEConfig
 from mxpert.core.describe import describe
 from mxpert.core.problem import MoEProblem, Op
 from mxpert.core.target import on_device
 from mxpert.errors import message
+from mxpert.moe.hopper.config import two_stage_heuristic
 from mxpert.moe.hopper.encode import SortedRows, encode_rows
 from mxpert.moe.hopper.host import DOWN, GATE_UP
 from mxpert.moe.inputs import GateUpInputs
@@ -79,7 +80,7 @@ class Layer:
 
     @classmethod
     def of(cls, weights: MoEWeights, inputs: Inputs, top_k: int, activation: str) -> Layer:
-        """With the config that `mxpert.fused_moe` takes.
+        """With the config of two stages that `mxpert.fused_moe` takes.
 
         Raises:
             ValueError: another backend than hopper would run.
@@ -93,7 +94,10 @@ class Layer:
             raise ValueError(text)
         problem = describe(*call, **options)
         assert isinstance(problem, MoEProblem)
-        return cls(problem, chosen.config, weights, inputs)
+        config = chosen.config
+        if config.gate_up.kernel is HopperKernel.FEW_TOKENS:
+            config = two_stage_heuristic(problem)
+        return cls(problem, config, weights, inputs)
 
     def plan(self) -> RoutingPlan:
         routed = mxpert.route_topk(self.inputs.logits, self.problem.top_k)
