@@ -1,6 +1,7 @@
 """Layers with MXFP4, MXFP8, NVFP4 and INT4 weights, beside peers with weights of the same format.
 
     python -m benchmarks.moe.weight_formats --peers peers --time-limit 240
+    python -m benchmarks.moe.weight_formats --peers peers --time-limit 240 --resume
 
 A layer goes from router logits to the output. Marlin multiplies bfloat16 activations, Humming these
 and e4m3 ones with a scale a token. Humming gets our weights and passes the gate, too; Marlin gets
@@ -237,6 +238,15 @@ def measure_cell(run: Run, cell: Cell, built: Built) -> None:
         run.add(row | dict(tbs=weight_bytes / timing.us / 1e6))
 
 
+def has_rows(run: Run, model: Model, weight_format: str, tokens: Sequence[int]) -> bool:
+    """Whether an earlier run measured all of ours."""
+    return all(
+        run.is_done((model.name, count, weight_format, "mxpert", activation))
+        for count in tokens
+        for activation in run.activations
+    )
+
+
 def measure(run: Run, groups: Sequence[tuple[Model, str]], tokens: Sequence[int]) -> None:
     """A model and a format after the other, until the time limit."""
     left: list[tuple[Model, str]] = []
@@ -270,10 +280,13 @@ def compile_ours(groups: Sequence[tuple[Model, str]], tokens: Sequence[int], nam
         torch.cuda.synchronize()
 
 
-def start_compilers(options: argparse.Namespace, run: Run) -> list[subprocess.Popen[str]]:
+def start_compilers(
+    run: Run, groups: Sequence[tuple[Model, str]], tokens: Sequence[int]
+) -> list[subprocess.Popen[str]]:
     """A process for each format and activation."""
+    models = ",".join(dict.fromkeys(model.name for model, _ in groups))
     command = [sys.executable, "-m", "benchmarks.moe.weight_formats", "--only-compile"]
-    command += ["--models", options.models, "--tokens", options.tokens]
+    command += ["--models", models, "--tokens", ",".join(map(str, tokens))]
     return [
         subprocess.Popen(
             [*command, "--formats", weight_format, "--activations", activation],
@@ -282,7 +295,7 @@ def start_compilers(options: argparse.Namespace, run: Run) -> list[subprocess.Po
             stderr=subprocess.PIPE,
             text=True,
         )
-        for weight_format in options.formats.split(",")
+        for weight_format in dict.fromkeys(each for _, each in groups)
         for activation in run.activations
     ]
 
@@ -391,7 +404,10 @@ def prepare(options: argparse.Namespace) -> tuple[Run, list[tuple[Model, str]], 
             options.activations, ("bf16", "mxfp8", "fp8_token"), "--activations"
         ),
     )
-    return run, [(model, each) for model in models for each in formats], tokens
+    if options.resume and run.path.is_file():
+        run.resume(json.loads(run.path.read_text("utf-8")))
+    groups = [(model, each) for model in models for each in formats]
+    return run, [each for each in groups if not has_rows(run, *each, tokens)], tokens
 
 
 def execute(
@@ -406,7 +422,7 @@ def execute(
         run.meta["ceilings"] = measure_ceilings(run.device)
         if run.folder is not None:
             start_peer_compiler(run, groups, tokens)
-        warm_up.wait(start_compilers(options, run), COMPILE_SECONDS)
+        warm_up.wait(start_compilers(run, groups, tokens), COMPILE_SECONDS)
     measure(run, groups, tokens)
     if hasattr(run.compiler, "stop"):
         run.compiler.stop()
@@ -419,7 +435,14 @@ def execute(
 
 
 SCRIPT = Script(
-    "weight_formats", __doc__, execute, prepare, add_options, limit=240.0, markdown=markdown
+    "weight_formats",
+    __doc__,
+    execute,
+    prepare,
+    add_options,
+    limit=240.0,
+    resumes=True,
+    markdown=markdown,
 )
 main = SCRIPT.main
 
