@@ -18,6 +18,8 @@ from benchmarks.moe.cells import Cell, Inputs, Model
 from benchmarks.moe.ours import ACTIVATION
 from benchmarks.moe.peers import Call, MoEOps, Variants, aligned_rows, by_stage
 from mxpert.errors import message
+from mxpert.formats.tensor import MXTensor
+from mxpert.formats.weight_tensor import WEIGHT_FORMATS, WeightLike
 from mxpert.moe.weights import MoEWeights
 
 _DTYPES = {"bf16": "bfloat16", "fp8_token": "float8e4m3"}
@@ -27,6 +29,17 @@ _SWIGLU = (
     f"fminf(a, {ACTIVATION.limit}f))) * "
     f"(fmaxf(fminf(b, {ACTIVATION.limit}f), -{ACTIVATION.limit}f) + 1.f)"
 )
+
+
+def weight_config(name: str) -> dict[str, Any]:
+    """What it calls a weight format of ours. Its containers hold the same codes and scales."""
+    if name.startswith("int4"):
+        packed = dict(format="pack-quantized", type="int", num_bits=4, strategy="group")
+        group = WEIGHT_FORMATS[name].group_size
+        return dict(quant_method="compressed-tensors", group_size=group, **packed)
+    if name == "mxfp4":
+        return {"quant_method": "mxfp4"}
+    return {"quant_method": "modelopt", "quant_algo": name.partition("_")[0]}
 
 
 def paddings(model: Model) -> tuple[int, ...]:
@@ -74,27 +87,28 @@ class Compiler:
         workers = max(1, 3 * (os.cpu_count() or 1) // 4)
         self.pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
         self.pending: dict[str, list[Future[None]]] = {}
+        self.seen: set[str] = set()
 
-    def start(self, cells: Sequence[Cell]) -> None:
+    def start(self, cells: Sequence[Cell], weight_format: str = "mxfp4") -> None:
         """Queue the kernels of all cells, in their order; each distinct kernel once."""
-        seen: set[str] = set()
         for cell in cells:
-            jobs = self.pending.setdefault(str(cell), [])
+            jobs = self.pending.setdefault(f"{cell} {weight_format}", [])
             every = itertools.product(self.activations, paddings(cell.model), _shapes(cell.model))
             for activation, padding, (rows, depth) in every:
-                for options in self._options(cell, activation, padding, rows, depth):
+                found = self._options(cell, weight_format, activation, padding, rows, depth)
+                for options in found:
                     key = json.dumps(options, sort_keys=True, default=str)
-                    if key not in seen:
-                        seen.add(key)
+                    if key not in self.seen:
+                        self.seen.add(key)
                         jobs.append(self.pool.submit(self._compile, options))
 
     def _options(
-        self, cell: Cell, activation: str, padding: int, rows: int, depth: int
+        self, cell: Cell, weight_format: str, activation: str, padding: int, rows: int, depth: int
     ) -> list[dict[str, Any]]:
         """Arguments of one kernel; none where Humming refuses the shape."""
         schema = importlib.import_module("humming.schema")
         prepare = importlib.import_module("humming.transform").prepare_layer_config
-        weights = importlib.import_module("humming.schema.mxfp4").Mxfp4WeightSchema()
+        weights = schema.BaseWeightSchema.from_config(weight_config(weight_format))
         inputs = schema.BaseInputSchema.from_config(
             {"quant_method": "humming", "dtype": _DTYPES[activation]}
         )
@@ -125,13 +139,13 @@ class Compiler:
         with torch.cuda.device(torch.cuda.current_device()):
             self.kernel(**options)
 
-    def wait(self, cell: Cell, seconds: float) -> None:
+    def wait(self, cell: Cell, weight_format: str, seconds: float) -> None:
         """Until the kernels of a cell are compiled (or have failed).
 
         Raises:
             TimeoutError: they are not ready in time.
         """
-        jobs = self.pending.get(str(cell), [])
+        jobs = self.pending.get(f"{cell} {weight_format}", [])
         late = wait(jobs, timeout=max(0.0, seconds)).not_done
         if late:
             raise TimeoutError(f"{len(late)} kernels of {cell} are still being compiled")
@@ -141,10 +155,27 @@ class Compiler:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _stored(projection: WeightLike) -> dict[str, torch.Tensor]:
+    """Its tensors under the names of the container.
+
+    Raises:
+        ValueError: rows of an expert have different factors, which the container cannot hold.
+    """
+    names = {"weight": projection.qdata, "weight_scale": projection.scale}
+    if isinstance(projection, MXTensor):
+        return names
+    if projection.row_scale is None:
+        return {"weight_packed": projection.qdata, "weight_scale": projection.scale}
+    factor = projection.row_scale[..., :1].contiguous()
+    if not torch.equal(factor.expand_as(projection.row_scale), projection.row_scale):
+        raise ValueError(message("humming", "row_scale", "one of each expert", "one of each row"))
+    return names | {"weight_scale_2": factor}
+
+
 class Projection:
     """One projection's weights in Humming's layout."""
 
-    def __init__(self, model: Model, projection: Any, activation: str, padding: int) -> None:
+    def __init__(self, model: Model, projection: WeightLike, activation: str, padding: int) -> None:
         layer_type = importlib.import_module("humming.layer").HummingLayer
         experts, rows, depth = projection.shape
         with projection.device:
@@ -152,14 +183,15 @@ class Projection:
                 shape_n=rows,
                 shape_k=depth,
                 num_experts=experts,
-                weight_config={"quant_method": "mxfp4"},
+                weight_config=weight_config(projection.format.name),
                 input_config={"dtype": _DTYPES[activation]},
                 torch_dtype=torch.bfloat16,
                 **_padding_options(padding),
             )
         layer = layer.to(projection.device)
-        layer.weight.data.copy_(projection.qdata)
-        layer.weight_scale.data.copy_(projection.scale)
+        for name, tensor in _stored(projection).items():
+            held = getattr(layer, name).data
+            held.copy_(tensor.view(held.dtype).view(held.shape))
         layer.transform()
         self.model, self.config, self.rows = model, layer.humming_config, rows
         names = ("weight", "weight_scale", "weight_scale_2", "zero_point", "bias")
@@ -232,6 +264,7 @@ class Humming:
         seconds_left: Callable[[], float],
     ) -> None:
         self.model, self.activation = model, activation
+        self.weight_format = weights.weight_format
         self.compiler, self.seconds_left = compiler, seconds_left
         self.routing = MoEOps(folder, model)
         self.paddings: dict[str, tuple[Projection, Projection]] = {}
@@ -249,7 +282,7 @@ class Humming:
             raise ValueError(message("humming", model.name, need, "; ".join(errors)))
 
     def prepare(self, cell: Cell, batches: Sequence[Inputs]) -> Variants:
-        self.compiler.wait(cell, self.seconds_left())
+        self.compiler.wait(cell, self.weight_format, self.seconds_left())
         variants, errors = {}, []
         for name, pair in self.paddings.items():
             try:

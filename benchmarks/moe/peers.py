@@ -176,30 +176,52 @@ class MoEOps:
         return sorted_ids, expert_ids, used
 
 
+_MARLIN = {
+    "mxfp4": ("float4_e2m1f", 4, 32, torch.float8_e8m0fnu),
+    "nvfp4": ("float4_e2m1f", 4, 16, torch.float8_e4m3fn),
+    "mxfp8_e4m3": ("float8_e4m3fn", 8, 32, torch.float8_e8m0fnu),
+    "int4_g32": ("uint4b8", 4, 32, torch.bfloat16),
+    "int4_g128": ("uint4b8", 4, 128, torch.bfloat16),
+}
+"""Weight format → Marlin's type, bits of a code, codes of a scale, dtype of the scales."""
+
+
 class Marlin(MoEOps):
     """Marlin: bf16 tensor cores, weighting inside the second GEMM. Its packed weights are random,
     since the packer is in another library; sizes are padded to 128, which it needs."""
 
     impl, activation, same_weights = "marlin", "bf16", False
 
-    def __init__(self, folder: Path, model: Model, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, model: Model, device: torch.device, weight_format: str = "mxfp4"
+    ) -> None:
         super().__init__(folder, model)
-        self.format = importlib.import_module("scalar_type").scalar_types.float4_e2m1f.id
+        name, self.bits, self.group, self.scales = _MARLIN[weight_format]
+        types = importlib.import_module("scalar_type").scalar_types
+        self.format = getattr(types, name).id
         self.hidden, self.inner = (-(-size // 128) * 128 for size in (model.H, model.F))
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.locks = torch.zeros(4 * sms, dtype=torch.int32, device=device)
+        self.factor = None
+        if weight_format == "nvfp4":
+            self.factor = torch.ones(model.E, dtype=torch.float32, device=device)
         self.gate_up = self._random(2 * self.inner, self.hidden, device)
         self.down = self._random(self.hidden, self.inner, device)
 
     def _random(self, rows: int, depth: int, device: torch.device) -> tuple[Any, Any]:
         experts = self.model.E
         codes = torch.randint(
-            -(2**31), 2**31 - 1, (experts, depth // 16, 2 * rows), dtype=torch.int32, device=device
+            -(2**31),
+            2**31 - 1,
+            (experts, depth // 16, rows * self.bits // 2),
+            dtype=torch.int32,
+            device=device,
         )
-        scales = torch.randint(
-            118, 124, (experts, depth // 32, rows), dtype=torch.uint8, device=device
-        )
-        return codes, scales.view(torch.float8_e8m0fnu)
+        size = experts, depth // self.group, rows
+        if self.scales is torch.bfloat16:
+            return codes, (torch.rand(size, device=device) / 64).bfloat16()
+        scales = torch.randint(118, 124, size, dtype=torch.uint8, device=device)
+        return codes, scales.view(self.scales)
 
     def _block(self, tokens: int) -> int:
         """The rule of the library that ships it."""
@@ -217,7 +239,7 @@ class Marlin(MoEOps):
         codes, scales = self.gate_up if first else self.down
         weights, sorted_ids, expert_ids, used = routed
         return self.ops.moe_wna16_marlin_gemm(
-            *(rows, out, codes, None, scales, None, None, None, None, None, self.locks),
+            *(rows, out, codes, None, scales, None, self.factor, None, None, None, self.locks),
             *(sorted_ids, expert_ids, used, weights, block),
             *(self.model.k if first else 1, not first, self.format),
             *(rows.shape[0], out.shape[1], rows.shape[1]),

@@ -35,11 +35,12 @@ from benchmarks.moe.cells import FORMATS, NAMED, Cell, Inputs, Model, mean_hit, 
 from benchmarks.moe.figures import token_columns
 from benchmarks.moe.ours import ACTIVATION, Call, random_weights
 from benchmarks.moe.protocol import DATA, LEAST_REPEATS, WARMUP, idle_seconds
-from mxpert.configs import MoEConfig
+from mxpert.configs import HopperKernel, MoEConfig
 from mxpert.core.describe import describe
 from mxpert.core.problem import MoEProblem, Op
 from mxpert.core.target import on_device
 from mxpert.errors import message
+from mxpert.moe.hopper.config import two_stage_heuristic
 from mxpert.moe.hopper.encode import SortedRows, encode_rows
 from mxpert.moe.hopper.host import DOWN, GATE_UP
 from mxpert.moe.inputs import GateUpInputs
@@ -80,7 +81,7 @@ class Layer:
 
     @classmethod
     def of(cls, weights: MoEWeights, inputs: Inputs, top_k: int, activation: str) -> Layer:
-        """With the config that `mxpert.fused_moe` takes.
+        """With the config of two stages that `mxpert.fused_moe` takes.
 
         Raises:
             ValueError: another backend than hopper would run.
@@ -94,7 +95,10 @@ class Layer:
             raise ValueError(text)
         problem = describe(*call, **options)
         assert isinstance(problem, MoEProblem)
-        return cls(problem, chosen.config, weights, inputs)
+        config = chosen.config
+        if config.gate_up.kernel is HopperKernel.FEW_TOKENS:
+            config = two_stage_heuristic(problem)
+        return cls(problem, config, weights, inputs)
 
     def plan(self) -> RoutingPlan:
         routed = mxpert.route_topk(self.inputs.logits, self.problem.top_k)
@@ -143,20 +147,21 @@ def variants_of(layers: Sequence[Layer]) -> dict[str, list[Call]]:
 
 
 def check_same(layer: Layer, calls: dict[str, list[Call]]) -> None:
-    """Both forms of the layer give the bits of `mxpert.fused_moe`.
+    """Both forms of the layer give the bits of `mxpert.fused_moe` with its config.
 
     Raises:
         ValueError: they do not.
     """
     options = layer.problem.options
     routed = mxpert.route_topk(layer.inputs.logits, layer.problem.top_k)
-    right = mxpert.fused_moe(
-        layer.inputs.x,
-        layer.weights,
-        *routed,
-        activation=ACTIVATION,
-        activation_format=options.activation_format,
-    )
+    with mxpert.override(backend="hopper", config=layer.config):
+        right = mxpert.fused_moe(
+            layer.inputs.x,
+            layer.weights,
+            *routed,
+            activation=ACTIVATION,
+            activation_format=options.activation_format,
+        )
     for name in ("layer", "without"):
         mine = calls[name][0]()
         assert isinstance(mine, torch.Tensor)
@@ -290,7 +295,14 @@ def markdown(document: Row) -> str:
         conditions(meta),
         paragraphs(*(gain_table(rows, each) for each in formats)),
         paragraphs(*(kernel_table(rows, each) for each in formats)),
-        closing(meta | {"failures": {str(each): each["error"] for each in meta["failures"]}}),
+        closing(
+            meta
+            | {
+                "failures": {
+                    "{cell} {activation}".format(**e): e["error"] for e in meta["failures"]
+                }
+            }
+        ),
     )
 
 

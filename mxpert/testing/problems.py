@@ -36,6 +36,7 @@ class MoEShape:
 
 _WHOLE_V3, _WHOLE_K2 = MoEShape(7168, 2048, 256, 8), MoEShape(7168, 2048, 384, 8)
 _GPT_OSS = MoEShape(2880, 2880, 128, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True)
+_OF_EIGHT = "the experts of one of 8 ranks; tokens have all their experts here"
 _ONE_SHARED = "the shared expert is one more, which every token takes"
 
 MODEL_SHAPES: dict[str, MoEShape] = {
@@ -43,14 +44,13 @@ MODEL_SHAPES: dict[str, MoEShape] = {
     "gpt-oss-20b": replace(_GPT_OSS, num_experts=32, about="gpt-oss-20b, whole"),
     "deepseek-v3": replace(_WHOLE_V3, about="DeepSeek-V3, V3.1 and R1, whole"),
     "deepseek-v3-shared": MoEShape(7168, 2048, 257, 9, about=f"DeepSeek-V3, whole; {_ONE_SHARED}"),
-    "dsv3-ep8": replace(
-        _WHOLE_V3,
-        num_experts=32,
-        about="DeepSeek-V3, the experts of one of 8 ranks; tokens have all their experts here",
-    ),
+    "dsv3-ep8": replace(_WHOLE_V3, num_experts=32, about=f"DeepSeek-V3, {_OF_EIGHT}"),
     "kimi-k2": replace(_WHOLE_K2, about="Kimi-K2, whole"),
     "kimi-k2-tp4": replace(
         _WHOLE_K2, intermediate_size=512, about="Kimi-K2, a quarter of each expert (TP 4)"
+    ),
+    "kimi-k2-tp8": replace(
+        _WHOLE_K2, intermediate_size=256, about="Kimi-K2, an eighth of each expert (TP 8)"
     ),
     "kimi-k2-tp4-shared": MoEShape(
         7168, 512, 385, 9, about=f"Kimi-K2, a quarter of each expert (TP 4); {_ONE_SHARED}"
@@ -63,6 +63,17 @@ MODEL_SHAPES: dict[str, MoEShape] = {
     ),
     "dsv4-pro": MoEShape(7168, 3072, 384, 6, ClampedSiLU(), about="DeepSeek-V4 Pro, whole"),
     "dsv4-flash": MoEShape(4096, 2048, 256, 6, ClampedSiLU(), about="DeepSeek-V4 Flash, whole"),
+    "dsv4-pro-ep8": MoEShape(
+        7168, 3072, 48, 6, ClampedSiLU(), about=f"DeepSeek-V4 Pro, {_OF_EIGHT}"
+    ),
+    "dsv4.1-flash-ep8": MoEShape(
+        5120, 2304, 48, 6, ClampedSiLU(), about=f"DeepSeek-V4.1 Flash, {_OF_EIGHT}"
+    ),
+    "kimi-k3-ep8": MoEShape(3584, 3072, 112, 16, about=f"Kimi-K3, {_OF_EIGHT}"),
+    "minimax-m3-tp4": MoEShape(
+        6144, 768, 128, 4, about="MiniMax-M3, a quarter of each expert (TP 4)"
+    ),
+    "qwen3-30b": MoEShape(2048, 768, 128, 8, about="Qwen3-30B-A3B, whole"),
     "glm-5.1": MoEShape(6144, 2048, 256, 8, about="GLM-5.1, whole"),
     "minimax-m2.7": MoEShape(3072, 1536, 256, 8, about="MiniMax-M2.7, whole"),
     "qwen3-235b": MoEShape(4096, 1536, 128, 8, about="Qwen3-235B-A22B, whole"),

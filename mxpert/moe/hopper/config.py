@@ -5,20 +5,19 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from ...core.problem import Combine, MoEConfig, MoEProblem, Op, Target
+from ...core.problem import Combine, MoEConfig, MoEProblem, Op, leaves_sms
 from ...core.stage_configs import StageConfig, require_integers, require_positive, set_member
 from ...errors import message, require
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
 from . import few_tokens_split as few_tokens
 from .group_layout import group_weights
+from .tile_limits import tile_limits
 
 
 class HopperKernel(enum.StrEnum):
@@ -28,8 +27,7 @@ class HopperKernel(enum.StrEnum):
         from.
     PREFILL: GEMM of a stage with many rows an expert; limited by the tensor cores.
     FEW_TOKENS: the whole layer in one launch, for up to four tokens with bfloat16 activations and
-        up to eight with MX activations. Both stages have it. Experimental: it runs only where it
-        is pinned, since repeats beside other work have not all given the same bits.
+        up to eight with MX activations. Both stages have it.
 
     Source:
         The kernels of the hopper backend.
@@ -91,8 +89,16 @@ class HopperGemmConfig(StageConfig):
 
 
 _FEW_TOKENS_STAGES = 3
-"""Stages of its ring in messages. More stages fill the queues of the memory, and CTAs end further
-apart."""
+"""Stages of its ring. More stages fill the queues of the memory, and CTAs end further apart: five
+take 1 to 4 % more time."""
+_MOST_FEW_TOKENS_STAGES = 5
+"""The same, as the tuner tries it."""
+_FEW_TOKENS_ITEMS = 40
+"""Items of stage 1 of a CTA up to which one launch is the faster for one token.
+
+On an H200 one launch takes 0.65 to 0.93 of the time of two stages for eight models with 5 to 23
+items, and 1.03 to 1.09 for two with 54.
+"""
 
 STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
 """Both stages of a layer."""
@@ -141,49 +147,6 @@ _MOST_IDLE = 1.1
 """Largest ratio of padded to real row units with three consumers. In a stage with few weight rows
 the third consumer has none in the last tile: with the 1024 rows (16 units) of kimi-k2 TP4, tiles of
 two consumers take 4 % less time."""
-
-_DECODE_LIMITS = (("decode8", 1.5), ("decode32", 26))
-_LIMITS: dict[bool, tuple[tuple[str, float], ...]] = {
-    True: (*_DECODE_LIMITS, ("triple", 84), ("wide", math.inf)),
-    False: (
-        *_DECODE_LIMITS,
-        ("short", 56),
-        ("triple", 88),
-        ("narrow", 104),
-        ("middle", 192),
-        ("wide", math.inf),
-    ),
-}
-"""Tile names with the largest number of rows per hit expert at which each is the fastest, by hi_lo.
-
-The limits are somewhat below a tile's rows, since experts with more rows than the average need a
-second tile. A decode tile of 32 rows loads only its block's real rows. It is within 1 % (a8w4) or
-3 % (a16w4) of narrower tiles if tokens spread evenly, and up to 20 % faster if they do not. The
-tile of 16 rows is used only for plans with routing_block_m = 16.
-
-Measured on an H200 with 1 to 2000 rows an expert, on gpt-oss-120b, kimi-k2 TP4, deepseek-v3 EP8 and
-qwen3-235b. They are limits of the tiles' rows, not of the card, where reading takes longer than
-multiplying 32 rows.
-"""
-
-_LIMITS_WHERE_MULTIPLYING_COSTS: dict[bool, tuple[tuple[str, float], ...]] = {
-    hi_lo: (("decode8", 1.5), ("decode32", 200), (blocks_of_32, 320), ("wide", math.inf))
-    for hi_lo, blocks_of_32 in ((True, "triple"), (False, "narrow"))
-}
-"""The same on cards that need as long to multiply 32 rows as to read their weights, such as an H20.
-
-Derived, not measured. A second tile of an expert costs there no more than the columns that it
-multiplies, so the tile counts that adds fewest. On average these are 5.5 in decode tiles, which are
-8, 16 or 32 columns wide, 15.5 in blocks of 32 rows and 31.5 in blocks of 64. A tile with more rows
-follows where that costs 5 %: from (15.5 - 5.5) / 0.05 and (31.5 - 15.5) / 0.05 rows on.
-"""
-
-_TENSOR_FLOPS = 8192
-"""e4m3 operations that the tensor cores of an SM finish in a clock."""
-
-_DATA_SHEETS = {r"\bH20\b": (296e12, 4.0e12)}
-"""e4m3 operations and bytes a second of cards whose tensor cores are slowed down, by their name:
-the driver does not tell the first."""
 
 _PREFILL_SHAPES: dict[bool, dict[str, tuple[int, int, int]]] = {
     True: {"triple": (32, 3, 2), "wide": (64, 2, 2)},
@@ -284,51 +247,20 @@ def decode_ctas(problem: MoEProblem) -> int:
     return DECODE_CTAS_PER_SM * problem.target.num_sms
 
 
-def balanced_rows(target: Target, hi_lo: bool) -> float:
-    """Rows of an expert that a card multiplies in the time in which it reads the MXFP4 weights.
-
-    Infinite where the card's rates are not known. An H200 has 116 (58 with hi and lo), an H20 19.
-    """
-    flops, bandwidth = target.num_sms * target.clock * _TENSOR_FLOPS, target.bandwidth
-    for name, (its_flops, its_bandwidth) in _DATA_SHEETS.items():
-        if re.search(name, target.name):
-            flops, bandwidth = its_flops, bandwidth or its_bandwidth
-    if not flops or not bandwidth:
-        return math.inf
-    bytes_per_weight = _UNIT_STAGE_BYTES / (UNIT_ROWS * STAGE_DEPTH)
-    return flops / bandwidth * bytes_per_weight / (4 if hi_lo else 2)
-
-
-def _limits(target: Target, hi_lo: bool) -> tuple[tuple[str, float], ...]:
-    multiplying_costs = balanced_rows(target, hi_lo) <= max(BLOCKS_M)
-    return (_LIMITS_WHERE_MULTIPLYING_COSTS if multiplying_costs else _LIMITS)[hi_lo]
-
-
 def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
     """Choose the tile of a stage by the rows per hit expert, assuming that tokens spread evenly.
 
     Both stages get the same block_m.
     """
-    hi_lo, known = uses_hi_lo(problem), _chosen_tiles(problem)
-    limits = _limits(problem.target, hi_lo)
+    hi_lo, known = uses_hi_lo(problem), tiles_of(problem)
+    bytes_per_weight = _unit_stage_bytes(problem.weight_format) / (UNIT_ROWS * STAGE_DEPTH)
+    limits = tile_limits(problem, hi_lo, bytes_per_weight)
     fitting = (name for name, limit in limits if problem.rows_per_expert <= limit)
     name = next((name for name in fitting if name in known), [*known][-1])
     units = _row_units(problem, op)
     if name == "triple" and not hi_lo and -(-units // 3) * 3 > _MOST_IDLE * units:
         name = "narrow"
     return known[name]
-
-
-def _chosen_tiles(problem: MoEProblem) -> dict[str, HopperGemmConfig]:
-    """The tiles that the heuristic chooses among, by name.
-
-    Of weights with groups these are the decode tiles: their prefill tiles were not measured. A
-    pinned or tuned config may have them.
-    """
-    found = tiles_of(problem)
-    if group_weights(problem.weight_format) is None:
-        return found
-    return {name: tile for name, tile in found.items() if tile.kernel is HopperKernel.DECODE}
 
 
 def _row_units(problem: MoEProblem, op: Op) -> int:
@@ -387,9 +319,30 @@ def _few_tokens(problem: MoEProblem, num_stages: int) -> MoEConfig:
     return MoEConfig.of(tile, tile)
 
 
-def layer_heuristic(problem: MoEProblem) -> MoEConfig:
-    """Config of a layer: the preferred tile for each stage."""
+def _prefers_one_launch(problem: MoEProblem) -> bool:
+    """Whether a layer takes less time in one launch.
+
+    So it does for one token, unless there is much to read; and for two, where a launch sums up the
+    whole depth of stage 2 at once: 0.73 to 0.85 of the time of two stages for four models on an
+    H200. With a longer depth it takes 0.98 to 1.2, and for four tokens 0.95 to 1.2.
+    """
+    if few_tokens.unsupported(problem) or leaves_sms(problem):
+        return False
+    if problem.num_tokens == 1:
+        return few_tokens.items_of(problem) <= _FEW_TOKENS_ITEMS
+    return problem.num_tokens == 2 and few_tokens.split_of(problem).depth == 1
+
+
+def two_stage_heuristic(problem: MoEProblem) -> MoEConfig:
+    """Config of a layer in two stages: the preferred tile for each."""
     return _layer(problem, *_preferred_tiles(problem))
+
+
+def layer_heuristic(problem: MoEProblem) -> MoEConfig:
+    """Config of a layer: one launch for one or two tokens where it is the faster, or two stages."""
+    if _prefers_one_launch(problem):
+        return _few_tokens(problem, _FEW_TOKENS_STAGES)
+    return two_stage_heuristic(problem)
 
 
 def require_few_tokens(config: MoEConfig, problem: MoEProblem) -> int:
@@ -419,7 +372,8 @@ def require_few_tokens(config: MoEConfig, problem: MoEProblem) -> int:
 def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     """Configs of a layer: the heuristic's first, then other tiles, other k_splits, pairs of tiles.
 
-    A pair has the preferred tile in one stage and any other in the other.
+    A pair has the preferred tile in one stage and any other in the other. For a few tokens one
+    launch, too.
     """
     preferred = _preferred_tiles(problem)
     first = _layer(problem, *preferred)
@@ -435,7 +389,16 @@ def layer_configs(problem: MoEProblem) -> Iterator[MoEConfig]:
     own = tiles_of(problem).values()
     others += [_layer(problem, preferred[0], tile) for tile in own]
     others += [_layer(problem, tile, preferred[1]) for tile in own]
-    yield from dict.fromkeys([first, *others])
+    others += _few_tokens_choices(problem)
+    yield from dict.fromkeys([layer_heuristic(problem), first, *others])
+
+
+def _few_tokens_choices(problem: MoEProblem) -> list[MoEConfig]:
+    """Configs of a layer in one launch that the tuner tries."""
+    if few_tokens.unsupported(problem):
+        return []
+    most = min(_MOST_FEW_TOKENS_STAGES, few_tokens.most_stages(problem))
+    return [_few_tokens(problem, stages) for stages in range(2, most + 1)]
 
 
 def _k_split_choices(problem: MoEProblem) -> Iterator[tuple[int, int]]:

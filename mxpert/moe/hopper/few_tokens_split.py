@@ -98,7 +98,7 @@ def _ranges(depth: int, items: int) -> int:
     return ranges
 
 
-def _items(problem: MoEProblem) -> int:
+def items_of(problem: MoEProblem) -> int:
     """Items of stage 1 of a CTA, rounded down."""
     units = units_of(problem)
     return problem.hit_experts * units["rows1"] * units["depth1"] // num_ctas(problem)
@@ -114,7 +114,7 @@ def split_of(problem: MoEProblem) -> Split:
     return Split(
         tokens=_power(problem.num_tokens),
         slots=_power(problem.top_k),
-        ranges=_ranges(units["depth1"], _items(problem)),
+        ranges=_ranges(units["depth1"], items_of(problem)),
         depth=depth,
         groups=_power(-(-units["depth2"] // depth)),
         width=max(4, _power(-(-problem.num_tokens * problem.hidden_size // workers))),

@@ -460,7 +460,7 @@ class _FusedMoE(TwoStageLayer):
                 out = few_tokens_layer(problem, stages, inputs)
                 if out is not None:
                     return out
-            config = heuristics.layer_heuristic(problem)
+            config = heuristics.two_stage_heuristic(problem)
         return super().launch(problem, config, inputs)
 
     def stages(

@@ -16,6 +16,7 @@ from mxpert.core.problem import ACTIVATION_FORMATS, Combine, MoEProblem, Op
 from mxpert.core.registry import explain_problem
 from mxpert.formats.tensor import Layout
 from mxpert.moe.hopper import config as heuristics
+from mxpert.moe.hopper.group_layout import HOPPER_GROUPS
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from support.hopper_launches import Recorder, describe
 from tests.moe.hopper.test_kernels_aot import config_of, gemms, shape_of
@@ -32,7 +33,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 def test_the_heuristic_takes_a_tested_tile(a_format: str, model: str, num_tokens: int) -> None:
     problem: MoEProblem = describe(MODEL_SHAPES[model], num_tokens, a_format)
     assert problem.weight_layout is Layout.HOPPER_FRAGMENT
-    layer = heuristics.layer_heuristic(problem)
+    layer = heuristics.two_stage_heuristic(problem)
     tested = heuristics.tiles(a_format == "bf16").values()
     assert {replace(layer.gate_up, k_splits=1), replace(layer.down, k_splits=1)} <= set(tested)
     for config in (layer.gate_up, layer.down):
@@ -40,11 +41,66 @@ def test_the_heuristic_takes_a_tested_tile(a_format: str, model: str, num_tokens
     assert layer in list(heuristics.layer_configs(problem))
 
 
-@pytest.mark.parametrize("model", ["gpt-oss-120b", "kimi-k2-tp4"])
-def test_one_launch_runs_only_where_it_is_pinned(model: str) -> None:
-    problem = describe(MODEL_SHAPES[model], 1, "bf16")
-    layers = [heuristics.layer_heuristic(problem), *heuristics.layer_configs(problem)]
-    assert all(layer.gate_up.kernel is not HopperKernel.FEW_TOKENS for layer in layers)
+@pytest.mark.parametrize(
+    "model, most_tokens",
+    [
+        ("gpt-oss-120b", 1),  # stage 2 in two parts
+        ("kimi-k2-tp4", 2),
+        ("qwen3-next", 2),
+        ("qwen3-235b", 1),
+        ("dsv3-ep8", 0),  # 54 items a CTA
+    ],
+)
+@pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
+def test_one_launch_is_chosen_where_it_is_the_faster(
+    a_format: str, model: str, most_tokens: int
+) -> None:
+    """Measured on an H200: docs/dev/performance-log.md. fp8_token needs whole rows of features."""
+    most_tokens = 0 if a_format == "fp8_token" else most_tokens
+    for num_tokens in (1, 2, 4, 8):
+        problem: MoEProblem = describe(MODEL_SHAPES[model], num_tokens, a_format)
+        layer = heuristics.layer_heuristic(problem)
+        assert (layer.gate_up.kernel is HopperKernel.FEW_TOKENS) == (num_tokens <= most_tokens)
+        offered = list(heuristics.layer_configs(problem))
+        assert layer in offered
+        assert heuristics.two_stage_heuristic(problem) in offered
+        for each in offered:
+            if each.gate_up.kernel is HopperKernel.FEW_TOKENS:
+                heuristics.require_few_tokens(each, problem)
+
+
+def test_one_launch_takes_all_sms() -> None:
+    """So it is not chosen where a call leaves some to other work."""
+    for num_sms, chosen in ((66, HopperKernel.DECODE), (132, HopperKernel.FEW_TOKENS)):
+        problem = describe(MODEL_SHAPES["kimi-k2-tp4"], 1, "mxfp8", num_sms=num_sms)
+        assert heuristics.layer_heuristic(problem).gate_up.kernel is chosen
+
+
+@pytest.mark.parametrize(
+    "weight_format, a_format, rows, tile",
+    [
+        ("int4_g128", "bf16", 32, "decode32"),
+        ("int4_g128", "bf16", 64, "triple"),
+        ("int4_g128", "bf16", 128, "wide"),
+        ("int4_g128", "mxfp8", 64, "triple"),
+        ("int4_g128", "mxfp8", 256, "wide"),
+        ("int4_g32", "bf16", 32, "narrow"),
+        ("nvfp4", "mxfp8", 32, "short"),
+        ("mxfp8_e4m3", "mxfp8", 64, "narrow"),
+        ("mxfp8_e4m3", "mxfp8", 16, "decode32"),
+    ],
+)
+def test_rows_of_an_expert_choose_the_tile_of_weights_with_groups(
+    weight_format: str, a_format: str, rows: int, tile: str
+) -> None:
+    shape = MoEShape(2048, 768, 128, 8)
+    problem = replace(
+        describe(shape, rows * 16, a_format),
+        weight_format=weight_format,
+        weight_layout=HOPPER_GROUPS,
+    )
+    layer = heuristics.layer_heuristic(problem)
+    assert layer.gate_up == layer.down == heuristics.tiles_of(problem)[tile]
 
 
 def test_the_tuner_tries_tiles_of_the_stages_apart() -> None:

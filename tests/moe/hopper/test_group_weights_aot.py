@@ -128,4 +128,4 @@ def test_the_heuristic_chooses_a_tile_that_is_there(name: str, a_format: str, to
     chosen = heuristics.layer_heuristic(problem_of(name, a_format, tokens))
     for stage in (chosen.gate_up, chosen.down):
         heuristics.require_valid(stage, problem_of(name, a_format, tokens))
-        assert stage.kernel == "decode", "prefill tiles were not measured"
+        assert stage.kernel == ("prefill" if tokens == 8192 else "decode")

@@ -15,7 +15,7 @@ GEMMS = ("_moe_gemm_decode_kernel", "_moe_gemm_prefill_kernel")
 
 def gemms(monkeypatch: pytest.MonkeyPatch, tokens: int, num_sms: int | None) -> list[Launch]:
     problem = describe(MODEL_SHAPES["gpt-oss-20b"], tokens, "mxfp8", num_sms=num_sms)
-    config = heuristics.layer_heuristic(problem).gate_up
+    config = heuristics.two_stage_heuristic(problem).gate_up
     launches = Recorder(monkeypatch).run(problem, config, has_bias=True)
     return [each for each in launches if each.name in GEMMS]
 

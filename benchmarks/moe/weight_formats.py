@@ -1,0 +1,451 @@
+"""Layers with MXFP4, MXFP8, NVFP4 and INT4 weights, beside peers with weights of the same format.
+
+    python -m benchmarks.moe.weight_formats --peers peers --time-limit 240
+    python -m benchmarks.moe.weight_formats --peers peers --time-limit 240 --resume
+
+A layer goes from router logits to the output. Marlin multiplies bfloat16 activations, Humming these
+and e4m3 ones with a scale a token. Humming gets our weights and passes the gate, too; Marlin gets
+random ones of the format, since its packer is in another library. Kernels are compiled before the
+first cell: ours by a process for each format and activation, Humming's in the background.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import torch
+
+from benchmarks import ROOT
+from benchmarks.harness.document import Document, Row
+from benchmarks.harness.faults import describe
+from benchmarks.harness.script import Script, machine, parse_list, parse_tokens, within
+from benchmarks.harness.tables import closing, conditions, page, paragraphs, pivot
+from benchmarks.harness.timing import measure_ceilings
+from benchmarks.moe import warm_up
+from benchmarks.moe.cells import WIDTHS, Cell, Model, mean_hit, named, random_inputs, tiny
+from benchmarks.moe.figures import token_columns
+from benchmarks.moe.ours import Ours, Truth
+from benchmarks.moe.peers import Call, Marlin, Peer, add_to_path
+from benchmarks.moe.protocol import DATA, LEAST_REPEATS, WARMUP, idle_seconds
+from mxpert.cli.measure import GateError, RunWeights, check_gate, intermediate_sizes
+from mxpert.formats.weight_tensor import WeightLike, WeightTensor
+from mxpert.moe.weights import GateUpOrder, MoEWeights
+from mxpert.testing.problems import random_weight
+from mxpert.testing.timing import time_graph
+
+MODELS = named(
+    "qwen3-30b", "minimax-m3-tp4", "kimi-k2-tp4", "kimi-k2-tp8", "dsv4-flash", "kimi-k3-ep8"
+)
+"""In order of importance."""
+FORMATS = ("mxfp4", "int4_g128", "mxfp8_e4m3", "nvfp4", "int4_g32")
+ACTIVATIONS = ("bf16", "mxfp8")
+TOKENS = (1, 16, 128, 1024, 8192)
+REPEATS = 12
+FEW_REPEATS_FROM = 8192
+COMPILE_SECONDS = 120.0
+"""How long the first cell waits for our kernels, and each for Humming's."""
+PEERS = {"marlin": ("bf16",), "humming": ("bf16", "fp8_token")}
+PROTOCOL = {
+    "data": DATA,
+    "layer": "from logits, top-k and sort included",
+    "power": "idle 50 ms (10 ms at T ≤ 256) before each cell",
+    "timing": "CUDA-graph replays, all implementations in turns, L2 swept before each; us is the "
+    "median; T < 8 rotates among 8 // T routings",
+    "gate": "relative L2 to float64 on the same weights, ours and Humming's",
+}
+
+
+def random_weights(model: Model, weight_format: str, device: torch.device) -> RunWeights:
+    """Random codes and scales. NVFP4 has one factor for an expert, as checkpoints have."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def projection(rows: int, depth: int) -> WeightLike:
+        size = model.E, rows, depth
+        rms = 1.5 / depth**0.5
+        made = random_weight(size, weight_format, rms=rms, scale_spread=1.0, generator=generator)
+        if isinstance(made, WeightTensor) and made.row_scale is not None:
+            factor = made.row_scale[:, :1].expand_as(made.row_scale)
+            made = replace(made, row_scale=factor.contiguous())
+        return made
+
+    first, second = projection(2 * model.F, model.H), projection(model.H, model.F)
+    weights = MoEWeights(first, second, gate_up_order=GateUpOrder.INTERLEAVED)
+    return RunWeights.of(weights, device)
+
+
+def bytes_of_expert(weights: MoEWeights) -> float:
+    """Bytes of the codes and scales of one expert, as stored."""
+    parts = (weights.gate_up_proj, weights.down_proj)
+    return sum(each.qdata.nbytes + each.scale.nbytes for each in parts) / weights.num_experts
+
+
+@dataclass(kw_only=True)
+class Run(Document):
+    """What one invocation works with, and what it has found.
+
+    Args:
+        folder: of the peers. activations: ours. compiler: Humming's, or why there is none.
+    """
+
+    device: torch.device
+    deadline: float
+    folder: Path | None
+    activations: list[str]
+    compiler: Any = "no --peers"
+    peers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def dry(self) -> bool:
+        return self.device.type == "cpu"
+
+
+def make_peers(run: Run, model: Model, weights: RunWeights) -> list[Peer]:
+    """Those that can hold the weights; `meta` has why others are absent."""
+    if run.folder is None:
+        return []
+    from benchmarks.moe.humming import Humming
+
+    form, made = weights.plain.weight_format, []
+
+    def seconds_left() -> float:
+        return min(COMPILE_SECONDS, run.deadline - time.monotonic())
+
+    for impl, activations in PEERS.items():
+        for activation in activations:
+            try:
+                if impl == "marlin":
+                    made.append(Marlin(run.folder, model, run.device, form))
+                elif isinstance(run.compiler, str):
+                    raise RuntimeError(run.compiler)
+                else:
+                    each = Humming(
+                        *(run.folder, model, weights.plain, activation, run.compiler, seconds_left)
+                    )
+                    made.append(each)
+            except Exception as error:
+                run.peers[f"{impl}/{activation}/{form}"] = describe(error)
+    run.meta["peers"] = run.peers
+    return made
+
+
+@dataclass(frozen=True)
+class Built:
+    """Implementations of one model with one format of weights."""
+
+    weights: RunWeights
+    ours: list[Ours]
+    peers: list[Peer]
+
+    @classmethod
+    def of(cls, run: Run, model: Model, weight_format: str) -> Built:
+        weights = random_weights(model, weight_format, run.device)
+        ours = [Ours(model, weights, name) for name in run.activations]
+        return cls(weights, ours, make_peers(run, model, weights))
+
+
+Calls = dict[tuple[str, str, str], list[Call]]
+"""(impl, activation, variant) → a call for each batch."""
+
+
+def calls_of(run: Run, cell: Cell, built: Built) -> tuple[Calls, dict[tuple[str, str], float]]:
+    """Calls of all that are right, and their errors; the others are noted as failures."""
+    batches = random_inputs(cell, run.device)
+    calls: Calls = {}
+    errors: dict[tuple[str, str], float] = {}
+    form = built.weights.plain.weight_format
+    for ours in built.ours:
+        try:
+            made, found = ours.prepare(cell, batches, ("layer",))
+            calls[ours.impl, ours.activation, ""] = made["layer"]
+            errors[ours.impl, ours.activation] = found["layer"]
+        except Exception as error:
+            run.fail((str(cell), form, ours.impl, ours.activation), error)
+    for peer in built.peers:
+        try:
+            variants = peer.prepare(cell, batches)
+            if peer.same_weights:
+                errors[peer.impl, peer.activation] = gate(cell, peer, built, batches, variants)
+            for name, stages in variants.items():
+                calls[peer.impl, peer.activation, name] = stages["layer"]
+        except Exception as error:
+            run.fail((str(cell), form, peer.impl, peer.activation), error)
+    return calls, errors
+
+
+def gate(cell: Cell, peer: Peer, built: Built, batches: Sequence[Any], variants: Any) -> float:
+    """A peer's relative L2 to float64.
+
+    Raises:
+        GateError: another layer came out.
+    """
+    plain = built.weights.plain
+    truth = Truth.of(plain, batches[0], cell.model.k, peer.activation)
+    sizes = intermediate_sizes(truth.tokens.numel(), cell.model.k, plain.intermediate_size)
+    error = max(truth.layer_error(stages["layer"][0]()) for stages in variants.values())
+    try:
+        check_gate(f"{cell} {peer.impl}", error, "layer", peer.activation, sizes)
+    except GateError:
+        if not error <= ROUNDED_PRODUCTS:
+            raise
+    return error
+
+
+ROUNDED_PRODUCTS = 2.0**-6
+"""A peer may round each product of code and scale to bfloat16 (2^-9 each), and its rows to e4m3
+with another scale (2^-4 / √12 a value): three such errors stay below this part of the result."""
+
+
+def measure_cell(run: Run, cell: Cell, built: Built) -> None:
+    """One row for each implementation: whole layers, all in turns."""
+    calls, errors = calls_of(run, cell, built)
+    plain = built.weights.plain
+    hit = mean_hit(random_inputs(cell, run.device), cell.model.k)
+    if not run.dry:
+        torch.cuda.synchronize()
+        time.sleep(idle_seconds(cell.tokens))
+    repeats = LEAST_REPEATS if cell.tokens >= FEW_REPEATS_FROM else REPEATS
+    names = {"/".join(key): key for key in calls}
+    failed: dict[str, Exception] = {}
+    timings = time_graph(
+        {name: calls[key] for name, key in names.items()},
+        device=run.device,
+        repeats=1 if run.dry else repeats,
+        warmup=0 if run.dry else WARMUP,
+        failures=failed,
+    )
+    for name, error in failed.items():
+        run.fail((str(cell), plain.weight_format, *names[name][:2]), error)
+    fastest: dict[tuple[str, str], Any] = {}
+    for name, timing in timings.items():
+        key = names[name][:2]
+        if key not in fastest or timing.us < fastest[key].us:
+            fastest[key] = timing
+    for (impl, activation), timing in fastest.items():
+        model, weight_bytes = cell.model, hit * bytes_of_expert(plain)
+        row: Row = dict(model=model.name, E=model.E, k=model.k, H=model.H, F=model.F)
+        row |= dict(T=cell.tokens, hit=hit, weights=plain.weight_format)
+        row |= dict(impl=impl, activation=activation, rel_l2=errors.get((impl, activation)))
+        row |= dict(us=timing.us, us_spread=timing.high_us - timing.low_us)
+        run.add(row | dict(tbs=weight_bytes / timing.us / 1e6))
+
+
+def has_rows(run: Run, model: Model, weight_format: str, tokens: Sequence[int]) -> bool:
+    """Whether an earlier run measured all of ours."""
+    return all(
+        run.is_done((model.name, count, weight_format, "mxpert", activation))
+        for count in tokens
+        for activation in run.activations
+    )
+
+
+def measure(run: Run, groups: Sequence[tuple[Model, str]], tokens: Sequence[int]) -> None:
+    """A model and a format after the other, until the time limit."""
+    left: list[tuple[Model, str]] = []
+    for model, weight_format in within(groups, run.deadline, left):
+        began = time.monotonic()
+        built = Built.of(run, model, weight_format)
+        for count in tokens:
+            try:
+                measure_cell(run, Cell(model, count), built)
+            except Exception as error:
+                run.fail((f"{model.name} T={count}", weight_format, "", ""), error)
+        del built
+        if not run.dry:
+            torch.cuda.empty_cache()
+        run.save()
+        print(f"{model.name} {weight_format}: {time.monotonic() - began:.1f} s", flush=True)
+    run.left += [f"{model.name} {weight_format}" for model, weight_format in left]
+
+
+# --- kernels ------------------------------------------------------------------------------------
+
+
+def compile_ours(groups: Sequence[tuple[Model, str]], tokens: Sequence[int], name: str) -> None:
+    """Run each layer once, which fills Triton's cache."""
+    device = torch.device("cuda")
+    for model, weight_format in groups:
+        ours = Ours(model, random_weights(model, weight_format, device), name)
+        for count in tokens:
+            for inputs in random_inputs(Cell(model, count), device)[:1]:
+                ours._layer(ours._chosen_weights(inputs)[0], inputs)
+        torch.cuda.synchronize()
+
+
+def start_compilers(
+    run: Run, groups: Sequence[tuple[Model, str]], tokens: Sequence[int]
+) -> list[subprocess.Popen[str]]:
+    """A process for each format and activation."""
+    models = ",".join(dict.fromkeys(model.name for model, _ in groups))
+    command = [sys.executable, "-m", "benchmarks.moe.weight_formats", "--only-compile"]
+    command += ["--models", models, "--tokens", ",".join(map(str, tokens))]
+    return [
+        subprocess.Popen(
+            [*command, "--formats", weight_format, "--activations", activation],
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for weight_format in dict.fromkeys(each for _, each in groups)
+        for activation in run.activations
+    ]
+
+
+def start_peer_compiler(
+    run: Run, groups: Sequence[tuple[Model, str]], tokens: Sequence[int]
+) -> None:
+    """Begin to compile Humming's kernels."""
+    try:
+        from benchmarks.moe.humming import Compiler
+
+        run.compiler = Compiler(PEERS["humming"])
+        for model, weight_format in groups:
+            run.compiler.start([Cell(model, count) for count in tokens], weight_format)
+    except Exception as error:
+        run.compiler = describe(error)
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def best_peer(rows: Sequence[Row], mine: Row) -> Row | None:
+    """The fastest peer in the same cell with activations of the same width."""
+    cell = "model", "T", "weights"
+    peers = [
+        row
+        for row in rows
+        if row["impl"] != "mxpert"
+        and all(row[name] == mine[name] for name in cell)
+        and WIDTHS[row["activation"]] == WIDTHS[mine["activation"]]
+    ]
+    return min(peers, key=lambda row: row["us"], default=None)
+
+
+def format_table(rows: Sequence[Row], weights: str) -> str:
+    """Model and activation by T: µs of the layer, and the best peer's time over it."""
+    chosen = [row for row in rows if row["weights"] == weights]
+    cells = {}
+    for row in (each for each in chosen if each["impl"] == "mxpert"):
+        peer = best_peer(rows, row)
+        ratio = f" ({peer['us'] / row['us']:.2f}×)" if peer else ""
+        line = f"{row['model']} {WIDTHS[row['activation']]}"
+        cells[line, f"T = {row['T']}"] = f"{row['us']:.0f}{ratio}"
+    columns = token_columns(row["T"] for row in chosen)
+    return pivot(f"{weights}: layer, µs (speed-up over the best peer)", cells, columns)
+
+
+def means_table(rows: Sequence[Row]) -> str:
+    """Geometric means over the models of the best peer's time over ours."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for row in (each for each in rows if each["impl"] == "mxpert"):
+        peer = best_peer(rows, row)
+        if peer is not None:
+            line = f"{row['weights']}, {WIDTHS[row['activation']]}"
+            found.setdefault((line, f"T = {row['T']}"), []).append(peer["us"] / row["us"])
+    cells = {key: f"{geometric_mean(values):.2f}" for key, values in found.items()}
+    return pivot("best peer's time / ours", cells, token_columns(row["T"] for row in rows))
+
+
+def markdown(document: Row) -> str:
+    """Means, a table a format, the protocol, what is missing."""
+    rows, meta = document["rows"], document["meta"]
+    present = [each for each in FORMATS if any(row["weights"] == each for row in rows)]
+    return page(
+        "# Layers by the format of their weights",
+        conditions(meta),
+        means_table(rows),
+        paragraphs(*(format_table(rows, each) for each in present)),
+        closing(meta | {"failures": {str(each): each["error"] for each in meta["failures"]}}),
+    )
+
+
+# --- command line -------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The script's own options."""
+    add = parser.add_argument
+    add("--peers", type=Path, help="directory with the unpacked peers")
+    add("--models", default=",".join(MODELS), help="default: %(default)s")
+    add("--tokens", default=",".join(map(str, TOKENS)))
+    add("--formats", default=",".join(FORMATS), help="of the weights; default: %(default)s")
+    add("--activations", default=",".join(ACTIVATIONS), help="ours; default: %(default)s")
+    add("--only-compile", action="store_true", help=argparse.SUPPRESS)
+
+
+def prepare(options: argparse.Namespace) -> tuple[Run, list[tuple[Model, str]], list[int]]:
+    """The document, models with formats, and token counts."""
+    models = [MODELS[name] for name in parse_list(options.models, list(MODELS), "--models")]
+    formats = parse_list(options.formats, FORMATS, "--formats")
+    tokens = parse_tokens(options.tokens)
+    if options.dry_run:
+        models, tokens = [replace(tiny(each), H=256, F=128) for each in models], tokens[:2]
+    if options.peers is not None:
+        add_to_path(options.peers)
+    names = ("device", "clocks", "versions", "commit", "date")
+    run = Run(
+        options.path,
+        machine(options, *names, protocol=PROTOCOL, ceilings={}),
+        ("model", "T", "weights", "impl", "activation"),
+        ("cell", "weights", "impl", "activation"),
+        device=options.device,
+        deadline=options.deadline,
+        folder=options.peers,
+        activations=parse_list(
+            options.activations, ("bf16", "mxfp8", "fp8_token"), "--activations"
+        ),
+    )
+    if options.resume and run.path.is_file():
+        run.resume(json.loads(run.path.read_text("utf-8")))
+    groups = [(model, each) for model in models for each in formats]
+    return run, [each for each in groups if not has_rows(run, *each, tokens)], tokens
+
+
+def execute(
+    options: argparse.Namespace, prepared: tuple[Run, list[tuple[Model, str]], list[int]]
+) -> int:
+    """Measure; 0 if every implementation that is present gave the right layers."""
+    run, groups, tokens = prepared
+    if options.only_compile:
+        compile_ours(groups, tokens, run.activations[0])
+        return 0
+    if not run.dry:
+        run.meta["ceilings"] = measure_ceilings(run.device)
+        if run.folder is not None:
+            start_peer_compiler(run, groups, tokens)
+        warm_up.wait(start_compilers(run, groups, tokens), COMPILE_SECONDS)
+    measure(run, groups, tokens)
+    if hasattr(run.compiler, "stop"):
+        run.compiler.stop()
+    run.save()
+    if not run.dry:
+        SCRIPT.write_tables(run.path, json.loads(run.path.read_text("utf-8")))
+    seconds = time.monotonic() - options.began
+    print(f"wrote {run.path}: {len(run.rows)} rows, {len(run.left)} groups left, {seconds:.0f} s")
+    return 1 if run.failures else 0
+
+
+SCRIPT = Script(
+    "weight_formats",
+    __doc__,
+    execute,
+    prepare,
+    add_options,
+    limit=240.0,
+    resumes=True,
+    markdown=markdown,
+)
+main = SCRIPT.main
+
+
+if __name__ == "__main__":
+    sys.exit(main())
