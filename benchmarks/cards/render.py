@@ -163,8 +163,10 @@ def row_encoding(every: Mapping[str, Sequence[Result]], place: str) -> str:
         document = named(found, "row_encoding.json")
         if document is not None:
             link = f"{place}/{card}/row_encoding"
+            models = dict.fromkeys(row["model"] for row in document["rows"])
             parts += [
-                f"One {document['meta']['device']} ([JSON]({link}.json), [all cells]({link}.md)):",
+                f"One {document['meta']['device']}, {', '.join(models)} ([JSON]({link}.json), "
+                f"[all cells]({link}.md)):",
                 share_table(document["rows"]),
             ]
     return paragraphs(*parts) or "No card has measured it yet."
