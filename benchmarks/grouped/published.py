@@ -57,14 +57,21 @@ PUBLISHED = _parse(_TEXT)
 """TFLOP/s of the reference."""
 REFERENCE_PEAK = PEAK_TFLOPS["fp8"]
 """TFLOP/s of MI355X."""
-DEVICE_PEAKS = {"H200": 1979.0, "H100": 1979.0, "MI355X": REFERENCE_PEAK}
-"""Dense FP8 TFLOP/s of the SXM and OAM modules, by a part of the device's name."""
+DEVICE_PEAKS = {
+    "H200": 1979.0,
+    "H100 PCIe": 1513.0,
+    "H100 NVL": 1671.0,
+    "H100": 1979.0,
+    "H20": 296.0,
+    "MI355X": REFERENCE_PEAK,
+}
+"""Dense FP8 TFLOP/s by a part of the device's name, the first that it has."""
 
 
 def peak_of(device: str) -> float | None:
     """FP8 peak of a device by its name, None where it is not listed.
 
-    >>> peak_of("NVIDIA H200")
-    1979.0
+    >>> peak_of("NVIDIA H200"), peak_of("NVIDIA H100 PCIe")
+    (1979.0, 1513.0)
     """
     return next((peak for name, peak in DEVICE_PEAKS.items() if name in device), None)

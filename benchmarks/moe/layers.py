@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from benchmarks import ROOT
 from benchmarks.harness.document import Row
+from benchmarks.harness.script import RESULTS, device_folder
 from benchmarks.harness.tables import conditions, folded, page, paragraphs, pivot
 from benchmarks.moe.cells import NAMED, REFERENCE, REFERENCE_TOKENS, TOKENS
 from benchmarks.moe.figures import (
@@ -24,6 +24,7 @@ from benchmarks.moe.figures import (
 )
 from mxpert.errors import message
 
+FIRST_CARD = "nvidia-h200"
 SUMMARY_TOKENS = (1, 16, 128, 1024, 8192)
 NAMES = {"bf16": "a16w4", "mxfp8": "a8w4", "mxfp4": "a4w4"}
 """Our formats in a document."""
@@ -116,10 +117,10 @@ def layer_block(document: Mapping[str, Any], folder: str) -> str:
         table([*REFERENCE, "gpt-oss-120b"], REFERENCE_TOKENS),
     )
     return paragraphs(
-        "Whole MoE layers from router logits on one NVIDIA H200, µs. In brackets the speed-up, the "
-        "best peer's time over ours: above 1 mxpert is faster. a16w4 is compared with peers of "
-        "16-bit activations, a8w4 and a4w4 with peers of 8-bit ones, which have one scale for each "
-        f"token ([JSON]({folder}/moe.json), [all cells]({folder}/moe.md), "
+        f"Whole MoE layers from router logits on one {document['meta']['device']}, µs. In brackets "
+        "the speed-up, the best peer's time over ours: above 1 mxpert is faster. a16w4 is compared "
+        "with peers of 16-bit activations, a8w4 and a4w4 with peers of 8-bit ones, which have one "
+        f"scale for each token ([JSON]({folder}/moe.json), [all cells]({folder}/moe.md), "
         f"[plot]({folder}/moe.png)).",
         table(named[:OPEN_MODELS], SUMMARY_TOKENS),
         folded("other models and the reference systems' shapes", others) if others else "",
@@ -136,13 +137,17 @@ BLOCKS: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
 def filled(document: Mapping[str, Any], path: Path) -> str:
     """The text of a file with its measured blocks written anew.
 
+    The blocks of an H200 have no name of a card, those of others its folder: "layers, nvidia-h100".
+
     Raises:
         ValueError: the file has no pair of markers, or one that is not whole.
     """
     text = path.read_text(encoding="utf-8")
-    results = os.path.relpath(ROOT / "benchmarks/results/nvidia-h200", path.resolve().parent)
+    card = device_folder(document["meta"]["device"])
+    results = os.path.relpath(RESULTS / card, path.resolve().parent)
+    blocks = {name if card == FIRST_CARD else f"{name}, {card}": BLOCKS[name] for name in BLOCKS}
     found = 0
-    for name, block in BLOCKS.items():
+    for name, block in blocks.items():
         begin, end = (f"<!-- measured {name}: {side} -->" for side in ("begin", "end"))
         pair = text.count(begin), text.count(end)
         if pair == (0, 0):
@@ -154,7 +159,7 @@ def filled(document: Mapping[str, Any], path: Path) -> str:
         text = f"{head}{begin}\n{block(document, Path(results).as_posix())}\n{end}{tail}"
         found += 1
     if not found:
-        names = " or ".join(f"<!-- measured {name}: begin -->" for name in BLOCKS)
+        names = " or ".join(f"<!-- measured {name}: begin -->" for name in blocks)
         raise ValueError(message("render", f"--page {path}", names, "neither"))
     return text
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -255,6 +256,23 @@ def gain_text(times: Row) -> str:
         return "no such kernel"
     layer, without = times["layer"]["us"], times["without"]["us"]
     return f"{layer:.0f} ({100 * (without / layer - 1):+.1f} %)"
+
+
+def share_table(rows: Sequence[Row]) -> str:
+    """Format by T: percent of a layer's time that goes without the kernel, mean and largest."""
+    shares: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        if row["times"]:
+            layer, without = (row["times"][name]["us"] for name in ("layer", "without"))
+            shares.setdefault((row["activation"], row["T"]), []).append(100 * (1 - without / layer))
+    cells = {
+        (NAMES[activation], f"T = {tokens}"): f"{fmean(found):.1f} ({max(found):.1f})"
+        for (activation, tokens), found in sorted(
+            shares.items(), key=lambda each: (FORMATS.index(each[0][0]), each[0][1])
+        )
+    }
+    columns = token_columns(tokens for _, tokens in shares)
+    return pivot("less time, %: mean over models (largest)", cells, columns)
 
 
 def kernel_table(rows: Sequence[Row], activation: str) -> str:

@@ -25,11 +25,17 @@ BACKEND = Backend(
     training_span=ScaleSpan.AUTO,
     gpus=(
         Support("H200", ("sm_90",), "hopper", Status.MEASURED, r"\bH200\b"),
-        Support("H100", ("sm_90",), "hopper", Status.TESTED, r"\bH100\b"),
-        Support("GH200, H800, H20", ("sm_90",), "hopper", Status.SAME_BINARIES),
+        Support("H100 SXM", ("sm_90",), "hopper", Status.MEASURED, r"\bH100 80GB HBM3\b"),
+        Support("H100 PCIe and NVL, GH200, H800, H20", ("sm_90",), "hopper", Status.SAME_BINARIES),
     ),
-    devices=(
-        Target("cuda", "sm_90", "NVIDIA H200", 132, 232448),
-        Target("cuda", "sm_90", "NVIDIA H100 80GB HBM3", 132, 232448),
+    devices=tuple(
+        Target("cuda", "sm_90", f"NVIDIA {name}", num_sms, 232448, clock, bandwidth)
+        for name, num_sms, clock, bandwidth in (
+            ("H200", 132, 1.98e9, 4.916736e12),
+            ("H100 80GB HBM3", 132, 1.98e9, 3.35232e12),
+            ("H100 PCIe", 114, 1.755e9, 2.03904e12),
+            ("GH200 480GB", 132, 1.98e9, 4.022784e12),
+            ("H20", 78, 1.98e9, 4.022784e12),
+        )
     ),
 )

@@ -107,6 +107,8 @@ class Target:
         name: the driver's name of the device.
         num_sms: multiprocessors or compute units.
         shared_memory: bytes that one block may use.
+        clock: highest clock of the multiprocessors in Hz; 0 where it is not known.
+        bandwidth: bytes a second that memory can deliver by its clock and width; 0 likewise.
     """
 
     kind: str = field(hash=False)  # the name tells devices apart, and every call hashes one
@@ -114,6 +116,8 @@ class Target:
     name: str
     num_sms: int = field(hash=False)
     shared_memory: int = field(hash=False)
+    clock: float = field(default=0.0, hash=False)
+    bandwidth: float = field(default=0.0, hash=False)
 
     @property
     def compute_capability(self) -> int:

@@ -151,4 +151,12 @@ def _gpu_target(index: int) -> Target:
     # torch's stub lacks the attribute.
     shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined,unused-ignore]
     arch = f"sm_{properties.major}{properties.minor}"
-    return Target("cuda", arch, properties.name, properties.multi_processor_count, shared_memory)
+    return Target(
+        "cuda",
+        arch,
+        properties.name,
+        properties.multi_processor_count,
+        shared_memory,
+        clock=1e3 * properties.clock_rate,
+        bandwidth=2e3 * properties.memory_clock_rate * properties.memory_bus_width / 8,
+    )

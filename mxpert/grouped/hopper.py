@@ -39,7 +39,8 @@ _STAGING_ROW_BYTES = 256
 """Bytes of a row of a consumer's staging memory: 128 columns, or 64 of float32."""
 
 _BANDS = (16, 8, 32)
-"""Choices for the row tiles that share a column tile's operand in L2; the first is the default."""
+"""Choices for the row tiles that share a column tile's operand in L2; the first is the default. It
+is the nearest to a square of as many tiles as there are SMs, on every card (78, 114 or 132)."""
 
 UNPROMOTED_DEPTH = 8192
 """Longest reduction whose fp8 sums stay in the tensor core. Its adder drops bits below 2^-13 of the

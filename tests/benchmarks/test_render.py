@@ -206,7 +206,8 @@ def test_documents_get_the_blocks_that_they_have_markers_of(tmp_path: Path) -> N
         row(us=9, activation="fp8_token"),
         row(us=7, model="r1-e384", tokens=64),
     ]
-    (tmp_path / "moe.json").write_text(json.dumps({"meta": META, "rows": rows}))
+    document = {"meta": META | {"device": "NVIDIA H200"}, "rows": rows}
+    (tmp_path / "moe.json").write_text(json.dumps(document))
     readme, page = tmp_path / "README.md", tmp_path / "performance.md"
     readme.write_text(f"before\n{markers('speed-ups')}after\n")
     page.write_text(markers("speed-ups") + "between\n" + markers("layers"))
@@ -239,10 +240,28 @@ def test_the_committed_blocks_are_those_of_the_json(name: str) -> None:
     assert layers.filled(document, ROOT / name) == (ROOT / name).read_text("utf-8")
 
 
+def test_blocks_of_another_card_have_their_own_place(tmp_path: Path) -> None:
+    """The JSON of an H100 leaves the blocks of the H200, and links to its own files."""
+    document = SCHEMA.load(ROOT / "benchmarks/results/nvidia-h200/moe.json")
+    document["meta"]["device"] = "NVIDIA H100 80GB HBM3"
+    page = tmp_path / "page.md"
+    text = markers("layers") + markers("layers, nvidia-h100")
+    page.write_text(text)
+    found = layers.filled(document, page)
+    assert found.startswith(markers("layers"))
+    assert "on one NVIDIA H100 80GB HBM3" in found
+    assert "results/nvidia-h100/moe.json" in found
+    page.write_text(markers("layers"))
+    with pytest.raises(ValueError, match="measured speed-ups, nvidia-h100: begin"):
+        layers.filled(document, page)
+
+
 def test_links_of_a_block_lead_from_its_document(tmp_path: Path) -> None:
     assert "](benchmarks/results/nvidia-h200/moe.json)" in (ROOT / "README.md").read_text("utf-8")
     page = (ROOT / "docs/performance.md").read_text("utf-8")
-    assert page.count("](../benchmarks/results/nvidia-h200/moe.json)") == 2
+    assert (
+        page.count("](../benchmarks/results/nvidia-h200/moe.json)") == 3
+    )  # two blocks, the list of files
 
 
 def test_a_long_list_of_slower_cells_is_folded() -> None:

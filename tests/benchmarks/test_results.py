@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
+from benchmarks.cards import render as cards
 from benchmarks.harness.script import RESULTS
 
-REPORTS = {
-    "nvidia-h200/moe.json": "moe.render",
-    "nvidia-h200/grouped_gemm.json": "grouped.render",
-    "nvidia-h200/models.json": "models.render",
-    "nvidia-h200/serving.json": "serving.render",
-    "nvidia-h200-x2/expert_parallel.json": "ranks.render",
+GFX950 = {
     "gfx950-model/model.json": "gfx950.render",
     "gfx950-model/newest.json": "gfx950.render",
     "gfx950-model/stages.json": "gfx950.stage_tables",
 }
+
+
+def measured(renderers: Mapping[str, str]) -> dict[str, str]:
+    """Every card's JSON with a renderer → the script."""
+    found = sorted(path for path in RESULTS.glob("nvidia-*/*.json") if path.name in renderers)
+    return {path.relative_to(RESULTS).as_posix(): renderers[path.name] for path in found}
+
+
+REPORTS = measured(cards.REPORTS) | GFX950
 """JSON → the script that renders it."""
-RENDERED = REPORTS | {
-    "nvidia-h200/at_size.json": "moe.at_size",
-    "nvidia-h200/hunts.json": "hunts.run",
-    "nvidia-h200/cliffs.json": "moe.cliffs",
-}
+RENDERED = measured(cards.RENDERERS) | GFX950
 """Also those that render with --render what they have measured."""
 
 
@@ -56,7 +57,7 @@ def test_pages_and_plots_are_those_of_the_json(name: str, tmp_path: Path) -> Non
             assert path.read_text("utf-8") == published.read_text("utf-8"), path.name
 
 
-@pytest.mark.parametrize("script", REPORTS.values())
+@pytest.mark.parametrize("script", dict.fromkeys(REPORTS.values()))
 def test_what_is_not_its_document_is_refused(tmp_path: Path, script: str) -> None:
     (tmp_path / "x.json").write_text('{"rows": []}')
     assert main_of(script)([str(tmp_path / "absent.json")]) == 2

@@ -56,6 +56,18 @@ def test_tables() -> None:
     assert "| m | 12.3 |" in row_encoding.kernel_table(rows, "mxfp8")
 
 
+def test_shares_are_means_over_models() -> None:
+    """One model saves 5 %, one nothing; a layer without the kernel does not count."""
+    rows = [
+        row(1, {}),
+        row(64, {"layer": 200.0, "without": 190.0, "rows": 10.0}),
+        row(64, {"layer": 100.0, "without": 100.0, "rows": 10.0}) | {"model": "n"},
+    ]
+    text = row_encoding.share_table(rows)
+    assert text.splitlines()[0] == "| less time, %: mean over models (largest) | T = 64 |"
+    assert "| a8w4, MXFP8 | 2.5 (5.0) |" in text
+
+
 def test_a_dry_run_has_a_row_for_each_format(tmp_path: Path) -> None:
     some = "--models", "gpt-oss-20b", "--tokens", "16"
     code, found = dry_run(row_encoding.main, tmp_path / "a.json", *some)

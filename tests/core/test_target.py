@@ -18,7 +18,7 @@ from mxpert.core.problem import MoEOptions, MoEProblem, Op, SiLU, Target
 from mxpert.distributed.symmetric import SymmetricExchange
 from mxpert.formats.tensor import Layout
 from mxpert.moe.triton import config as heuristics
-from support.devices import DEVICES
+from support.devices import DEVICES, HOPPER_CARDS
 from support.exchange import Case
 
 
@@ -73,8 +73,12 @@ def test_cuda_architecture_is_the_compute_capability(monkeypatch: pytest.MonkeyP
         name="NVIDIA H200",
         multi_processor_count=132,
         shared_memory_per_block_optin=232448,
+        clock_rate=1_980_000,
+        memory_clock_rate=3_201_000,
+        memory_bus_width=6144,
     )
-    assert found == Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
+    assert found == HOPPER_CARDS["H200"]
+    assert (found.clock, found.bandwidth) == (1.98e9, 4.916736e12)  # kHz; two transfers a clock
 
 
 class Named(ThroughTriton):

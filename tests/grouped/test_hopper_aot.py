@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
-from mxpert.core.problem import DualProblem, GemmConfig, GroupedProblem, Op
+from mxpert.core.problem import DualProblem, GemmConfig, GroupedProblem, Op, Target
 from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
 from mxpert.routing.plan import padded_capacity
@@ -92,6 +92,7 @@ def launches_of(
     accumulate: bool = False,
     config: GemmConfig | None = None,
     trans_b: bool = True,
+    target: Target = H200,
 ) -> list[Launch]:
     """All launches of one grouped GEMM."""
     m, groups, n, k = sizes
@@ -107,7 +108,7 @@ def launches_of(
     )
     problem = GroupedProblem(
         op,
-        H200,
+        target,
         length,
         groups,
         n,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from mxpert.core.backend import BACKENDS
 from mxpert.core.problem import Target
 
 DEVICES: Mapping[str, Target] = MappingProxyType(
@@ -24,3 +25,9 @@ DEVICES: Mapping[str, Target] = MappingProxyType(
 
 MMA_SYNC = ("sm_80", "sm_86", "sm_89", "sm_120")
 """Architectures whose warps multiply operands in registers."""
+
+HOPPER_CARDS: Mapping[str, Target] = MappingProxyType(
+    {card.name.removeprefix("NVIDIA "): card for card in BACKENDS["hopper"].devices}
+)
+"""Clock and bandwidth are what the driver's clocks and bus widths give. It does not tell that the
+tensor cores of an H20 are slowed down to 296 TFLOP/s."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import functools
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
 from . import few_tokens_split as few_tokens
 from .group_layout import group_weights
+from .tile_limits import limits_of
 
 
 class HopperKernel(enum.StrEnum):
@@ -148,33 +148,6 @@ _MOST_IDLE = 1.1
 the third consumer has none in the last tile: with the 1024 rows (16 units) of kimi-k2 TP4, tiles of
 two consumers take 4 % less time."""
 
-_DECODE_LIMITS = (("decode8", 1.5), ("decode32", 26))
-_LIMITS: dict[bool, tuple[tuple[str, float], ...]] = {
-    True: (*_DECODE_LIMITS, ("triple", 84), ("wide", math.inf)),
-    False: (
-        *_DECODE_LIMITS,
-        ("short", 56),
-        ("triple", 88),
-        ("narrow", 104),
-        ("middle", 192),
-        ("wide", math.inf),
-    ),
-}
-"""Tile names with the largest number of rows per hit expert at which each is the fastest, by hi_lo.
-
-The limits are somewhat below a tile's rows, since experts with more rows than the average need a
-second tile. A decode tile of 32 rows loads only its block's real rows. It is within 1 % (a8w4) or
-3 % (a16w4) of narrower tiles if tokens spread evenly, and up to 20 % faster if they do not. The
-tile of 16 rows is used only for plans with routing_block_m = 16.
-
-Measured on an H200 with 1 to 2000 rows an expert, on gpt-oss-120b, kimi-k2 TP4, deepseek-v3 EP8 and
-qwen3-235b.
-"""
-
-_LIMITS_OF_LONG_GROUPS = (("decode32", 48), ("triple", 84), ("wide", math.inf))
-"""The same for bfloat16 activations and weights with a scale for each 128: with 32 rows an expert
-prefill tiles take 2 to 6 % more time than the decode tile, with 64 rows 3 to 5 % less."""
-
 _PREFILL_SHAPES: dict[bool, dict[str, tuple[int, int, int]]] = {
     True: {"triple": (32, 3, 2), "wide": (64, 2, 2)},
     False: {
@@ -197,13 +170,6 @@ _SHAPES_OF_SMALL_GROUPS: dict[bool, dict[str, tuple[int, int, int]]] = {
 }
 """The same for weights with a scale for each 16, 32 or 64. Sums of a group need registers beside
 those of the tile several times a depth unit: wider tiles have 20 to 200 spills in the main loop."""
-
-
-def _limits(problem: MoEProblem) -> tuple[tuple[str, float], ...]:
-    hi_lo, weights = uses_hi_lo(problem), group_weights(problem.weight_format)
-    if hi_lo and weights is not None and weights.group >= 128:
-        return _DECODE_LIMITS[:1] + _LIMITS_OF_LONG_GROUPS
-    return _LIMITS[hi_lo]
 
 
 def _prefill_shapes(hi_lo: bool, weight_format: str) -> dict[str, tuple[int, int, int]]:
@@ -287,7 +253,8 @@ def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
     Both stages get the same block_m.
     """
     hi_lo, known = uses_hi_lo(problem), tiles_of(problem)
-    fitting = (name for name, limit in _limits(problem) if problem.rows_per_expert <= limit)
+    limits = limits_of(problem, hi_lo)
+    fitting = (name for name, limit in limits if problem.rows_per_expert <= limit)
     name = next((name for name in fitting if name in known), [*known][-1])
     units = _row_units(problem, op)
     if name == "triple" and not hi_lo and -(-units // 3) * 3 > _MOST_IDLE * units:

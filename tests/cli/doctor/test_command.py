@@ -24,7 +24,7 @@ from mxpert.core.problem import Target
 from mxpert.core.target import detect_target, on_device
 from mxpert.core.toolchain import Toolchain
 from mxpert.errors import UnsupportedError, message
-from support.devices import DEVICES
+from support.devices import DEVICES, HOPPER_CARDS
 
 ROOT = Path(__file__).resolve().parents[3]
 FACTS = {"commit": None, "versions": {"mxpert": "0.2.0"}}
@@ -45,7 +45,6 @@ def on() -> Iterator[Callable[[Target], None]]:
         yield lambda target: stack.enter_context(on_device(target))
 
 
-H100 = Target("cuda", "sm_90", "NVIDIA H100 80GB HBM3", 132, 227 * 1024)
 VERDICTS = {
     "sm_90": (
         "NVIDIA H200 (sm_90): measured",
@@ -82,9 +81,10 @@ def test_a_cpu_is_told_what_to_do_next() -> None:
     assert "plain torch every operation, slow next mxpert demo" in said
 
 
-def test_an_h100_is_told_which_results_exist(on: Any) -> None:
-    on(H100)
-    assert "tested; results files for H200 only" in run()
+@pytest.mark.parametrize("card, status", [("H100 80GB HBM3", "measured"), ("H20", "not run;")])
+def test_a_hopper_card_is_told_whether_it_was_measured(card: str, status: str, on: Any) -> None:
+    on(HOPPER_CARDS[card])
+    assert status in run()
 
 
 def test_the_report_has_the_verdict(on: Any) -> None:

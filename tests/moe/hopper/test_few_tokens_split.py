@@ -12,6 +12,7 @@ pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon
 from mxpert.core.problem import Combine, Target
 from mxpert.moe.hopper import few_tokens_split as few
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
+from support.devices import HOPPER_CARDS
 from support.hopper_launches import H200, describe
 
 SHAPES = {
@@ -20,7 +21,7 @@ SHAPES = {
     "one_unit": MoEShape(128, 64, 4, 1),
     "deep": MoEShape(256, 4096, 8, 4),
 }
-PCIE = Target("cuda", "sm_90", "NVIDIA H100 PCIe", 114, 232448)
+CARDS = H200, HOPPER_CARDS["H100 PCIe"], HOPPER_CARDS["H20"]
 
 
 class Shares:
@@ -55,7 +56,7 @@ class Shares:
         return max(-(-self.items2 // self.workers), self.split.depth)
 
 
-@pytest.mark.parametrize("target", [H200, PCIE], ids=["132", "114"])
+@pytest.mark.parametrize("target", CARDS, ids=["132", "114", "78"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 4])
 @pytest.mark.parametrize("name", SHAPES)
 def test_shares_cover_all_items(name: str, num_tokens: int, target: Target) -> None:

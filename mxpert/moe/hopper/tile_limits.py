@@ -1,0 +1,93 @@
+"""At how many rows an expert each tile of the Hopper MoE kernels is the fastest."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ...core.problem import MoEProblem, Target
+from .group_layout import group_weights
+
+Limits = tuple[tuple[str, float], ...]
+"""Tile names with the largest number of rows an expert at which each is chosen."""
+
+_DECODE_LIMITS = (("decode8", 1.5), ("decode32", 26))
+_LIMITS: dict[bool, Limits] = {
+    True: (*_DECODE_LIMITS, ("triple", 84), ("wide", math.inf)),
+    False: (
+        *_DECODE_LIMITS,
+        ("short", 56),
+        ("triple", 88),
+        ("narrow", 104),
+        ("middle", 192),
+        ("wide", math.inf),
+    ),
+}
+"""Tile names with the largest number of rows per hit expert at which each is the fastest, by hi_lo.
+
+The limits are somewhat below a tile's rows, since experts with more rows than the average need a
+second tile. A decode tile of 32 rows loads only its block's real rows. It is within 1 % (a8w4) or
+3 % (a16w4) of narrower tiles if tokens spread evenly, and up to 20 % faster if they do not. The
+tile of 16 rows is used only for plans with routing_block_m = 16.
+
+Measured on an H200 with 1 to 2000 rows an expert, on gpt-oss-120b, kimi-k2 TP4, deepseek-v3 EP8 and
+qwen3-235b. They are limits of the tiles' rows, not of the card, where reading takes longer than
+multiplying 32 rows.
+"""
+
+_LIMITS_OF_LONG_GROUPS: Limits = (
+    ("decode8", 1.5),
+    ("decode32", 48),
+    ("triple", 84),
+    ("wide", math.inf),
+)
+"""The same for bfloat16 activations and weights with a scale for each 128: with 32 rows an expert
+prefill tiles take 2 to 6 % more time than the decode tile, with 64 rows 3 to 5 % less."""
+
+_LIMITS_WHERE_MULTIPLYING_COSTS: dict[bool, Limits] = {
+    hi_lo: (("decode8", 1.5), ("decode32", 200), (blocks_of_32, 320), ("wide", math.inf))
+    for hi_lo, blocks_of_32 in ((True, "triple"), (False, "narrow"))
+}
+"""The same on cards that need as long to multiply 32 rows as to read their weights, such as an H20.
+
+Derived, not measured. A second tile of an expert costs there no more than the columns that it
+multiplies, so the tile counts that adds fewest. On average these are 5.5 in decode tiles, which are
+8, 16 or 32 columns wide, 15.5 in blocks of 32 rows and 31.5 in blocks of 64. A tile with more rows
+follows where that costs 5 %: from (15.5 - 5.5) / 0.05 and (31.5 - 15.5) / 0.05 rows on.
+"""
+
+_TENSOR_FLOPS = 8192
+"""e4m3 operations that the tensor cores of an SM finish in a clock."""
+
+_DATA_SHEETS = {r"\bH20\b": (296e12, 4.0e12)}
+"""e4m3 operations and bytes a second of cards whose tensor cores are slowed down, by their name:
+the driver does not tell the first."""
+
+_ROWS_OF_DECODE = 32
+"""Most rows of a decode tile."""
+_BYTES_OF_WEIGHT = (4 + 8 / 32) / 8
+"""MXFP4: four bits a code, and a shift of eight for 32 codes."""
+
+
+def balanced_rows(target: Target, hi_lo: bool) -> float:
+    """Rows of an expert that a card multiplies in the time in which it reads the MXFP4 weights.
+
+    Infinite where the card's rates are not known. An H200 has 116 (58 with hi and lo), an H20 19.
+    """
+    flops, bandwidth = target.num_sms * target.clock * _TENSOR_FLOPS, target.bandwidth
+    for name, (its_flops, its_bandwidth) in _DATA_SHEETS.items():
+        if re.search(name, target.name):
+            flops, bandwidth = its_flops, bandwidth or its_bandwidth
+    if not flops or not bandwidth:
+        return math.inf
+    return flops / bandwidth * _BYTES_OF_WEIGHT / (4 if hi_lo else 2)
+
+
+def limits_of(problem: MoEProblem, hi_lo: bool) -> Limits:
+    """The limits for a problem's card and weights; hi_lo: bfloat16 activations."""
+    if balanced_rows(problem.target, hi_lo) <= _ROWS_OF_DECODE:
+        return _LIMITS_WHERE_MULTIPLYING_COSTS[hi_lo]
+    weights = group_weights(problem.weight_format)
+    if hi_lo and weights is not None and weights.group >= 128:
+        return _LIMITS_OF_LONG_GROUPS
+    return _LIMITS[hi_lo]

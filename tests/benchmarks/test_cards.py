@@ -1,0 +1,82 @@
+"""Which card gave which figure: blocks of the pages, and a folder of a new card."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import ROOT
+from benchmarks.cards import render as cards
+from benchmarks.harness.script import RESULTS, device_folder
+
+
+@pytest.mark.parametrize("page", cards.PAGES)
+def test_the_committed_blocks_are_those_of_the_results(page: str) -> None:
+    assert cards.filled(page, cards.results()) == (ROOT / page).read_text("utf-8")
+
+
+def test_every_file_names_its_card() -> None:
+    for folder, found in cards.results().items():
+        for each in found:
+            assert device_folder(each.meta["device"]) == folder.removesuffix("-x2"), each.path
+
+
+def copy_of(name: str, folder: Path, **meta: Any) -> None:
+    """A JSON of the H200 as one of another card."""
+    document = json.loads((RESULTS / "nvidia-h200" / name).read_text("utf-8"))
+    document["meta"] |= meta
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(document), encoding="utf-8")
+
+
+def test_a_new_card_gets_its_pages_and_its_line(tmp_path: Path) -> None:
+    folder = tmp_path / "nvidia-h100"
+    for name in ("cliffs.json", "grouped_gemm.json", "moe.json"):
+        copy_of(name, folder, device="NVIDIA H100 80GB HBM3", commit="1234567890")
+    assert cards.render(folder) == []
+    assert {path.name for path in folder.glob("*.md")} == {
+        "cliffs.md",
+        *("grouped_gemm.md", "grouped_gemm-summary.md"),
+        *("moe.md", "moe-summary.md"),
+    }
+    assert "NVIDIA H100" in (folder / "moe-summary.md").read_text("utf-8")
+    found = cards.results(tmp_path)
+    known = cards.cards(cards.results(), "results").splitlines()
+    (line,) = (each for each in known if "(results/nvidia-h200)" in each)
+    line = line.replace("H200", "H100 80GB HBM3").replace("nvidia-h200", "nvidia-h100")
+    assert line in cards.cards(found, "results")
+    line = "| [cliffs](results/nvidia-h100/cliffs.json) | NVIDIA H100 80GB HBM3 |"
+    assert line in cards.files(found, "results")
+    assert cards.files(found, "results").count("`1234567`") == 3
+
+
+def test_a_document_that_cannot_be_rendered_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "nvidia-h100"
+    folder.mkdir()
+    (folder / "moe.json").write_text("{}")
+    shutil.copy(RESULTS / "nvidia-h200/routing.json", folder)
+    assert cards.render(folder) == ["moe.json"]
+
+
+def test_other_columns_of_a_card_that_lacks_a_benchmark(tmp_path: Path) -> None:
+    copy_of("routing.json", tmp_path / "nvidia-h20", device="NVIDIA H20")
+    text = cards.cards(cards.results(tmp_path), "x")
+    assert "| [NVIDIA H20](x/nvidia-h20) | – | – | – |" in text
+
+
+def test_rates_are_means_of_the_default_recipe() -> None:
+    row = dict(impl="mxpert", mode="auto", balance="balanced", with_quant=False, op="forward")
+    rows = [
+        row | {"tflops": 1000.0},
+        row | {"tflops": 1440.0},
+        row | {"tflops": 900.0, "op": "wgrad"},
+        *(row | {"tflops": 1.0} | other for other in ({"mode": "row"}, {"impl": "torch"})),
+        *(row | {"tflops": 1.0} | other for other in ({"balance": "skewed"}, {"with_quant": True})),
+    ]
+    rates = cards.training_rates({"rows": rows})
+    assert rates == pytest.approx([1200.0, 900.0])
+    assert cards.span(rates, ".0f") == "900 to 1200"
