@@ -161,8 +161,9 @@ def repeats(run: Run) -> int:
 
 def run_cells(run: Run) -> None:
     """All cells, balanced ones first, until one as long as the longest would not fit."""
+    if run.device.type == "cuda":
+        warm_up(run)  # a first cell that compiles would count as the longest
     if run.compiler is not None:
-        warm_up(run)
         run.jobs = run.compiler.wait(min(run.deadline, time.monotonic() + COMPILE_SECONDS))
         run.document.meta["peers"]["deepgemm"] = summary(run.jobs)
         print(f"deepgemm: {run.document.meta['peers']['deepgemm']}", flush=True)

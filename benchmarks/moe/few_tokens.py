@@ -54,7 +54,7 @@ PROTOCOL = {
 
 def configs_of(problem: MoEProblem) -> tuple[dict[str, MoEConfig], str | None]:
     """Configs by name, and why the layer does not fit into one launch."""
-    first, tile = hopper.layer_heuristic(problem), hopper.tiles_of(problem)["decode8"]
+    first, tile = hopper.two_stage_heuristic(problem), hopper.tiles_of(problem)["decode8"]
     steps = [hopper._tiles_and_steps(problem, op)[1] for op in hopper.STAGE_OPS]
     own: Any = (first.gate_up, first.down)
     split = tuple(stage.k_splits for stage in own)

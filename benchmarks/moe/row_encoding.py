@@ -147,20 +147,21 @@ def variants_of(layers: Sequence[Layer]) -> dict[str, list[Call]]:
 
 
 def check_same(layer: Layer, calls: dict[str, list[Call]]) -> None:
-    """Both forms of the layer give the bits of `mxpert.fused_moe`.
+    """Both forms of the layer give the bits of `mxpert.fused_moe` with its config.
 
     Raises:
         ValueError: they do not.
     """
     options = layer.problem.options
     routed = mxpert.route_topk(layer.inputs.logits, layer.problem.top_k)
-    right = mxpert.fused_moe(
-        layer.inputs.x,
-        layer.weights,
-        *routed,
-        activation=ACTIVATION,
-        activation_format=options.activation_format,
-    )
+    with mxpert.override(backend="hopper", config=layer.config):
+        right = mxpert.fused_moe(
+            layer.inputs.x,
+            layer.weights,
+            *routed,
+            activation=ACTIVATION,
+            activation_format=options.activation_format,
+        )
     for name in ("layer", "without"):
         mine = calls[name][0]()
         assert isinstance(mine, torch.Tensor)
@@ -294,7 +295,14 @@ def markdown(document: Row) -> str:
         conditions(meta),
         paragraphs(*(gain_table(rows, each) for each in formats)),
         paragraphs(*(kernel_table(rows, each) for each in formats)),
-        closing(meta | {"failures": {str(each): each["error"] for each in meta["failures"]}}),
+        closing(
+            meta
+            | {
+                "failures": {
+                    "{cell} {activation}".format(**e): e["error"] for e in meta["failures"]
+                }
+            }
+        ),
     )
 
 

@@ -27,7 +27,7 @@ def test_every_config_is_valid(model: str, num_tokens: int) -> None:
     shape = MODEL_SHAPES[model]
     problem = describe(shape, num_tokens, "bf16")
     configs, refused = few_tokens.configs_of(problem)
-    assert configs[few_tokens.HEURISTIC] == heuristics.layer_heuristic(problem)
+    assert configs[few_tokens.HEURISTIC] == heuristics.two_stage_heuristic(problem)
     assert (few_tokens.ONE_LAUNCH in configs) is (refused is None)
     splits = [name for name in configs if "," in name]
     assert {"1,1"} < set(splits)

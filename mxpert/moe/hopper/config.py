@@ -17,7 +17,7 @@ from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
 from . import few_tokens_split as few_tokens
 from .group_layout import group_weights
-from .tile_limits import limits_of
+from .tile_limits import tile_limits
 
 
 class HopperKernel(enum.StrEnum):
@@ -253,7 +253,8 @@ def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
     Both stages get the same block_m.
     """
     hi_lo, known = uses_hi_lo(problem), tiles_of(problem)
-    limits = limits_of(problem, hi_lo)
+    bytes_per_weight = _unit_stage_bytes(problem.weight_format) / (UNIT_ROWS * STAGE_DEPTH)
+    limits = tile_limits(problem, hi_lo, bytes_per_weight)
     fitting = (name for name, limit in limits if problem.rows_per_expert <= limit)
     name = next((name for name in fitting if name in known), [*known][-1])
     units = _row_units(problem, op)

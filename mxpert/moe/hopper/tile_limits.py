@@ -1,4 +1,4 @@
-"""At how many rows an expert each tile of the Hopper MoE kernels is the fastest."""
+"""Up to how many rows an expert each tile of the Hopper MoE kernels is the fastest, on any card."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import re
 from ...core.problem import MoEProblem, Target
 from .group_layout import group_weights
 
-Limits = tuple[tuple[str, float], ...]
-"""Tile names with the largest number of rows an expert at which each is chosen."""
-
 _DECODE_LIMITS = (("decode8", 1.5), ("decode32", 26))
-_LIMITS: dict[bool, Limits] = {
+_LIMITS: dict[bool, tuple[tuple[str, float], ...]] = {
     True: (*_DECODE_LIMITS, ("triple", 84), ("wide", math.inf)),
     False: (
         *_DECODE_LIMITS,
@@ -35,16 +32,11 @@ qwen3-235b. They are limits of the tiles' rows, not of the card, where reading t
 multiplying 32 rows.
 """
 
-_LIMITS_OF_LONG_GROUPS: Limits = (
-    ("decode8", 1.5),
-    ("decode32", 48),
-    ("triple", 84),
-    ("wide", math.inf),
-)
+_LIMITS_OF_LONG_GROUPS = (("decode32", 48), ("triple", 84), ("wide", math.inf))
 """The same for bfloat16 activations and weights with a scale for each 128: with 32 rows an expert
 prefill tiles take 2 to 6 % more time than the decode tile, with 64 rows 3 to 5 % less."""
 
-_LIMITS_WHERE_MULTIPLYING_COSTS: dict[bool, Limits] = {
+_LIMITS_WHERE_MULTIPLYING_COSTS: dict[bool, tuple[tuple[str, float], ...]] = {
     hi_lo: (("decode8", 1.5), ("decode32", 200), (blocks_of_32, 320), ("wide", math.inf))
     for hi_lo, blocks_of_32 in ((True, "triple"), (False, "narrow"))
 }
@@ -56,6 +48,9 @@ multiplies, so the tile counts that adds fewest. On average these are 5.5 in dec
 follows where that costs 5 %: from (15.5 - 5.5) / 0.05 and (31.5 - 15.5) / 0.05 rows on.
 """
 
+_DECODE_ROWS = 32
+"""Rows of the widest decode tile."""
+
 _TENSOR_FLOPS = 8192
 """e4m3 operations that the tensor cores of an SM finish in a clock."""
 
@@ -63,16 +58,12 @@ _DATA_SHEETS = {r"\bH20\b": (296e12, 4.0e12)}
 """e4m3 operations and bytes a second of cards whose tensor cores are slowed down, by their name:
 the driver does not tell the first."""
 
-_ROWS_OF_DECODE = 32
-"""Most rows of a decode tile."""
-_BYTES_OF_WEIGHT = (4 + 8 / 32) / 8
-"""MXFP4: four bits a code, and a shift of eight for 32 codes."""
 
+def balanced_rows(target: Target, hi_lo: bool, bytes_per_weight: float) -> float:
+    """Rows of an expert that a card multiplies in the time in which it reads the weights.
 
-def balanced_rows(target: Target, hi_lo: bool) -> float:
-    """Rows of an expert that a card multiplies in the time in which it reads the MXFP4 weights.
-
-    Infinite where the card's rates are not known. An H200 has 116 (58 with hi and lo), an H20 19.
+    Infinite where the card's rates are not known. With MXFP4 weights an H200 has 116 (58 with hi
+    and lo), an H20 19 (10).
     """
     flops, bandwidth = target.num_sms * target.clock * _TENSOR_FLOPS, target.bandwidth
     for name, (its_flops, its_bandwidth) in _DATA_SHEETS.items():
@@ -80,14 +71,16 @@ def balanced_rows(target: Target, hi_lo: bool) -> float:
             flops, bandwidth = its_flops, bandwidth or its_bandwidth
     if not flops or not bandwidth:
         return math.inf
-    return flops / bandwidth * _BYTES_OF_WEIGHT / (4 if hi_lo else 2)
+    return flops / bandwidth * bytes_per_weight / (4 if hi_lo else 2)
 
 
-def limits_of(problem: MoEProblem, hi_lo: bool) -> Limits:
-    """The limits for a problem's card and weights; hi_lo: bfloat16 activations."""
-    if balanced_rows(problem.target, hi_lo) <= _ROWS_OF_DECODE:
-        return _LIMITS_WHERE_MULTIPLYING_COSTS[hi_lo]
+def tile_limits(
+    problem: MoEProblem, hi_lo: bool, bytes_per_weight: float
+) -> tuple[tuple[str, float], ...]:
+    """Names of tiles in the order of their rows, each with the most rows of an expert."""
     weights = group_weights(problem.weight_format)
+    if balanced_rows(problem.target, hi_lo, bytes_per_weight) <= _DECODE_ROWS:
+        return _LIMITS_WHERE_MULTIPLYING_COSTS[hi_lo]
     if hi_lo and weights is not None and weights.group >= 128:
-        return _LIMITS_OF_LONG_GROUPS
+        return _DECODE_LIMITS[:1] + _LIMITS_OF_LONG_GROUPS
     return _LIMITS[hi_lo]

@@ -21,6 +21,9 @@ from tests.moe.hopper.test_kernels_aot import config_of, gemms
 
 TOKENS = (1, 2, 4, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 32768)
 H20 = HOPPER_CARDS["H20"]
+MXFP4, MXFP8 = 4.25 / 8, 8.25 / 8
+"""Bytes of a weight with its scale."""
+
 EVERY_EXPERT = MoEShape(2880, 2880, 8, 8)
 """T tokens are T rows an expert."""
 
@@ -56,12 +59,12 @@ def test_all_models_have_valid_tiles_on_every_card(card: str, a_format: str, mod
             assert layer == heuristics.layer_heuristic(problem)
         configs = list(heuristics.layer_configs(problem))
         assert heuristics.layer_heuristic(problem) == configs[0]
-        for each in configs:
-            if each.gate_up.kernel is HopperKernel.FEW_TOKENS:
-                heuristics.require_few_tokens(each, problem)
+        for config in configs:
+            if config.gate_up.kernel is HopperKernel.FEW_TOKENS:
+                heuristics.require_few_tokens(config, problem)
                 continue
-            for config in (each.gate_up, each.down):
-                heuristics.require_valid(config, problem)
+            for stage in (config.gate_up, config.down):
+                heuristics.require_valid(stage, problem)
 
 
 @cards
@@ -144,14 +147,25 @@ def test_an_h20_keeps_narrow_tiles_longer() -> None:
     "card, fp8, bf16", [("H200", 116, 58), ("H100 PCIe", 213, 107), ("H20", 19.5, 9.8)]
 )
 def test_rows_that_balance_multiplying_and_reading(card: str, fp8: float, bf16: float) -> None:
-    found = [balanced_rows(HOPPER_CARDS[card], hi_lo) for hi_lo in (False, True)]
+    found = [balanced_rows(HOPPER_CARDS[card], hi_lo, MXFP4) for hi_lo in (False, True)]
     assert found == pytest.approx([fp8, bf16], rel=0.01)
 
 
 def test_rates_that_the_driver_does_not_tell() -> None:
     """The data sheet stands in for an H20's memory; other cards are taken as measured."""
     unknown = replace(H20, bandwidth=0.0)
-    assert balanced_rows(unknown, False) == pytest.approx(19.7, rel=0.01)
-    assert balanced_rows(H200, False) == math.inf
-    assert balanced_rows(replace(HOPPER_CARDS["H200"], clock=0.0), False) == math.inf
-    assert balanced_rows(replace(H20, name="NVIDIA H20-3e"), True) < 10
+    assert balanced_rows(unknown, False, MXFP4) == pytest.approx(19.7, rel=0.01)
+    assert balanced_rows(H200, False, MXFP4) == math.inf
+    assert balanced_rows(replace(HOPPER_CARDS["H200"], clock=0.0), False, MXFP4) == math.inf
+    assert balanced_rows(replace(H20, name="NVIDIA H20-3e"), True, MXFP4) < 10
+
+
+def test_weights_of_8_bits_keep_the_measured_tiles_with_8_bit_activations() -> None:
+    """An H20 reads them for longer than it multiplies 32 rows; with hi and lo it does not."""
+    assert balanced_rows(H20, False, MXFP8) > 32 > balanced_rows(H20, True, MXFP8)
+    layers = {}
+    for a_format in ("mxfp8", "bf16"):
+        problem = replace(on(H20, EVERY_EXPERT, 64, a_format), weight_format="mxfp8_e4m3")
+        layers[a_format] = heuristics.two_stage_heuristic(problem)
+    assert layers["mxfp8"].gate_up.kernel is HopperKernel.PREFILL
+    assert layers["bf16"].gate_up.kernel is HopperKernel.DECODE
