@@ -111,7 +111,7 @@ def test_only_an_h20_leaves_the_measured_tiles(card: str, a_format: str) -> None
     for shape in MODEL_SHAPES.values():
         for num_tokens in TOKENS:
             here, there = (
-                heuristics.layer_heuristic(on(each, shape, num_tokens, a_format))
+                heuristics.two_stage_heuristic(on(each, shape, num_tokens, a_format))
                 for each in (target, replace(measured, name="NVIDIA H200"))
             )
             same.append(here == there)
