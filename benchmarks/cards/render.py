@@ -41,6 +41,7 @@ RENDERERS = REPORTS | {
     "row_encoding.json": "moe.row_encoding",
     "few_tokens.json": "moe.few_tokens",
     "options.json": "grouped.options",
+    "weight_formats.json": "moe.weight_formats",
 }
 """Also those that render with --render what they have measured."""
 PAGES = {"README.md": ("cards",), "docs/performance.md": ("files", "row encoding")}
@@ -185,14 +186,22 @@ def filled(page: str, every: Mapping[str, Sequence[Result]]) -> str:
     return text
 
 
+def rendered(folder: Path, renderers: Mapping[str, str] = RENDERERS) -> list[Path]:
+    """A folder's documents with a renderer; reports of `mxpert bench` have none."""
+    return [
+        path
+        for path in sorted(folder.glob("*.json"))
+        if path.name in renderers and "environment" not in json.loads(path.read_text("utf-8"))
+    ]
+
+
 def render(folder: Path) -> list[str]:
     """Write the pages of a folder's documents; names of those that failed."""
     failed = []
-    for path in sorted(folder.glob("*.json")):
-        if path.name in RENDERERS:
-            option = [] if path.name in REPORTS else ["--render"]
-            main_of: Any = importlib.import_module(f"benchmarks.{RENDERERS[path.name]}").main
-            failed += [path.name] if main_of([*option, str(path)]) else []
+    for path in rendered(folder):
+        option = [] if path.name in REPORTS else ["--render"]
+        main_of: Any = importlib.import_module(f"benchmarks.{RENDERERS[path.name]}").main
+        failed += [path.name] if main_of([*option, str(path)]) else []
     return failed
 
 

@@ -62,6 +62,13 @@ def test_a_document_that_cannot_be_rendered_is_named(tmp_path: Path) -> None:
     assert cards.render(folder) == ["moe.json"]
 
 
+def test_a_report_of_bench_has_no_page(tmp_path: Path) -> None:
+    """Two scripts write a weight_formats.json."""
+    (tmp_path / "weight_formats.json").write_text('{"kind": "bench", "environment": {}}')
+    copy_of("cliffs.json", tmp_path)
+    assert [path.name for path in cards.rendered(tmp_path)] == ["cliffs.json"]
+
+
 def test_other_columns_of_a_card_that_lacks_a_benchmark(tmp_path: Path) -> None:
     copy_of("routing.json", tmp_path / "nvidia-h20", device="NVIDIA H20")
     text = cards.cards(cards.results(tmp_path), "x")

@@ -21,7 +21,8 @@ GFX950 = {
 
 def measured(renderers: Mapping[str, str]) -> dict[str, str]:
     """Every card's JSON with a renderer → the script."""
-    found = sorted(path for path in RESULTS.glob("nvidia-*/*.json") if path.name in renderers)
+    folders = sorted(RESULTS.glob("nvidia-*"))
+    found = [path for folder in folders for path in cards.rendered(folder, renderers)]
     return {path.relative_to(RESULTS).as_posix(): renderers[path.name] for path in found}
 
 
