@@ -25,6 +25,7 @@ from benchmarks.harness.tables import paragraphs, row_table
 from benchmarks.moe.cells import NAMED
 from benchmarks.moe.figures import speed_ups
 from benchmarks.moe.row_encoding import share_table
+from benchmarks.moe.weight_formats import means_table
 
 REPORTS = {
     "moe.json": "moe.render",
@@ -44,7 +45,11 @@ RENDERERS = REPORTS | {
     "weight_formats.json": "moe.weight_formats",
 }
 """Also those that render with --render what they have measured."""
-PAGES = {"README.md": ("cards",), "docs/performance.md": ("files", "row encoding")}
+PAGES = {
+    "README.md": ("cards",),
+    "docs/performance.md": ("files", "row encoding"),
+    "docs/formats.md": ("weight formats",),
+}
 """Page → its blocks."""
 
 
@@ -173,7 +178,29 @@ def row_encoding(every: Mapping[str, Sequence[Result]], place: str) -> str:
     return paragraphs(*parts) or "No card has measured it yet."
 
 
-BLOCKS = {"cards": cards, "files": files, "row encoding": row_encoding}
+def weight_formats(every: Mapping[str, Sequence[Result]], place: str) -> str:
+    """Layers by the format of their weights, beside the best peer with the same, on each card."""
+    parts = []
+    for card, found in every.items():
+        document = named(found, "weight_formats.json")
+        if document is not None:
+            link = f"{place}/{card}/weight_formats"
+            models = dict.fromkeys(row["model"] for row in document["rows"])
+            parts += [
+                f"Best peer's time over ours, layers of {' and '.join(models)} on one "
+                f"{document['meta']['device']}, geometric means "
+                f"([JSON]({link}.json), [all cells]({link}.md)):",
+                means_table(document["rows"]),
+            ]
+    return paragraphs(*parts)
+
+
+BLOCKS = {
+    "cards": cards,
+    "files": files,
+    "row encoding": row_encoding,
+    "weight formats": weight_formats,
+}
 
 
 def filled(page: str, every: Mapping[str, Sequence[Result]]) -> str:

@@ -53,6 +53,8 @@ REPEATS = 12
 FEW_REPEATS_FROM = 8192
 COMPILE_SECONDS = 120.0
 """How long the first cell waits for our kernels, and each for Humming's."""
+_REASON = 240
+"""Characters of a peer's error in the tables; the JSON has more."""
 PEERS = {"marlin": ("bf16",), "humming": ("bf16", "fp8_token")}
 PROTOCOL = {
     "data": DATA,
@@ -364,8 +366,17 @@ def markdown(document: Row) -> str:
         conditions(meta),
         means_table(rows),
         paragraphs(*(format_table(rows, each) for each in present)),
-        closing(meta | {"failures": {str(each): each["error"] for each in meta["failures"]}}),
+        closing(meta | {"failures": reasons(meta["failures"])}),
     )
+
+
+def reasons(failures: Sequence[Row]) -> dict[str, str]:
+    """Why an implementation has no rows, once for all cells of a format."""
+    found: dict[str, str] = {}
+    for each in failures:
+        line = f"{each['impl']} {each['activation']}, {each['weights']} weights"
+        found.setdefault(line, each["error"][:_REASON])
+    return found
 
 
 # --- command line -------------------------------------------------------------------------------

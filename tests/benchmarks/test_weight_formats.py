@@ -1,0 +1,87 @@
+"""The comparison of weight formats: a dry run, its tables, resumption, what peers are given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.moe import weight_formats
+from benchmarks.moe.cells import Model
+from benchmarks.moe.humming import _stored, weight_config
+from mxpert.formats.weight_tensor import WeightTensor
+
+TINY = Model("tiny", 4, 2, 256, 128)
+
+
+def run(output: Path, *options: str) -> int:
+    fixed = ["--dry-run", "--models", "qwen3-30b", "--activations", "mxfp8"]
+    return weight_formats.main([*fixed, "--output", str(output), *options])
+
+
+def test_a_dry_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    path = tmp_path / "weight_formats.json"
+    assert run(path, "--formats", "nvfp4") == 0
+    first = json.loads(path.read_text())["rows"]
+    assert [(row["weights"], row["T"]) for row in first] == [("nvfp4", 1), ("nvfp4", 16)]
+    assert all(row["rel_l2"] < 0.02 for row in first)
+    assert run(path, "--formats", "nvfp4,int4_g32", "--resume") == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert rows[:2] == first
+    assert [row["weights"] for row in rows] == ["nvfp4"] * 2 + ["int4_g32"] * 2
+
+
+@pytest.mark.parametrize("name", weight_formats.FORMATS)
+def test_humming_gets_our_weights(name: str) -> None:
+    """Codes and scales as stored, and one factor for each expert."""
+    weights = weight_formats.random_weights(TINY, name, torch.device("cpu")).plain
+    for part in (weights.gate_up_proj, weights.down_proj):
+        stored = _stored(part)
+        codes = stored.get("weight", stored.get("weight_packed"))
+        assert codes is part.qdata
+        assert stored["weight_scale"] is part.scale
+        if name == "nvfp4":
+            assert stored["weight_scale_2"].shape == (TINY.E, 1)
+    config = weight_config(name)
+    if name.startswith("int4"):
+        assert config["group_size"] == int(name.partition("_g")[2])
+    else:
+        assert config.get("quant_algo", config["quant_method"]) == name.partition("_")[0]
+
+
+def test_humming_cannot_hold_a_factor_for_each_row() -> None:
+    weights = weight_formats.random_weights(TINY, "nvfp4", torch.device("cpu")).plain
+    part = weights.down_proj
+    assert isinstance(part, WeightTensor)
+    assert part.row_scale is not None
+    part.row_scale[1, 3] *= 2
+    with pytest.raises(ValueError, match="one of each expert"):
+        _stored(part)
+
+
+def row(impl: str, activation: str, us: float) -> dict[str, object]:
+    cell = dict(model="tiny", T=16, weights="nvfp4", rel_l2=None)
+    return cell | dict(impl=impl, activation=activation, us=us)
+
+
+def test_peers_are_compared_at_the_width_of_the_activations() -> None:
+    rows = [
+        row("mxpert", "bf16", 10.0),
+        row("mxpert", "mxfp8", 8.0),
+        row("marlin", "bf16", 20.0),
+        row("humming", "bf16", 15.0),
+        row("humming", "fp8_token", 4.0),
+    ]
+    table = weight_formats.means_table(rows)
+    assert "| nvfp4, a16 | 1.50 |" in table
+    assert "| nvfp4, a8 | 0.50 |" in table
+
+
+def test_a_reason_is_told_once() -> None:
+    failures = [
+        dict(cell=f"tiny T={count}", weights="nvfp4", impl="humming", activation="bf16", error="no")
+        for count in (1, 16)
+    ]
+    assert weight_formats.reasons(failures) == {"humming bf16, nvfp4 weights": "no"}
