@@ -187,7 +187,7 @@ def weight_formats(every: Mapping[str, Sequence[Result]], place: str) -> str:
             link = f"{place}/{card}/weight_formats"
             models = dict.fromkeys(row["model"] for row in document["rows"])
             parts += [
-                f"Best peer's time over ours, layers of {' and '.join(models)} on one "
+                f"Best peer's time over ours, layers of {', '.join(models)} on one "
                 f"{document['meta']['device']}, geometric means "
                 f"([JSON]({link}.json), [all cells]({link}.md)):",
                 means_table(document["rows"]),
