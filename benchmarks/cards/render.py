@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import Any
 
 from benchmarks import ROOT
@@ -127,7 +127,7 @@ def cards(every: Mapping[str, Sequence[Result]], place: str) -> str:
         lines.append(
             {
                 "card": f"[{found[-1].meta['device']}]({place}/{card})",
-                "read": f"{max(reads):.1f}" if reads else "–",
+                "read": f"{median(reads):.1f}" if reads else "–",
                 "layers": span(layer_means(named(found, "moe.json")), ".2f"),
                 "training": span(training_rates(named(found, "grouped_gemm.json")), ".0f"),
             }
