@@ -44,7 +44,7 @@ ROW_BLOCKS = {16: 17, 32: 100, 64: 240, 128: 1000}
 def forget_launches() -> None:
     """Empty the caches of `Launch` objects: most of their keys lack the device."""
     for name, module in list(sys.modules.items()):
-        if name.startswith("mxpert.backends."):
+        if name.startswith("mxpert."):
             for value in vars(module).values():
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
