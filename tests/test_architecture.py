@@ -167,6 +167,13 @@ def no_assert(text: str, path: Path) -> Iterator[str]:
                 )
 
 
+def reasons_for_any(text: str, path: Path) -> Iterator[str]:
+    """A value or a parameter of type Any says why: on its line, or once in the file ("Any: …")."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.search(r": Any\b", line) and "#" not in line and "Any: " not in text:
+            yield f"line {number}: Any without a reason"
+
+
 def inline_assembly(text: str, path: Path) -> Iterator[str]:
     """Inline assembly lives in mxpert/device."""
     if "inline_asm" in text and path.parent.name != "device":
@@ -197,15 +204,9 @@ def is_public(name: str) -> bool:
 def forbidden_names(text: str, path: Path) -> Iterator[str]:
     """Parameters and names of public functions and fields of public classes use the glossary."""
     tree = ast.parse(text)
-    for node in functions(tree):
-        if not is_public(node.name):
-            continue
-        arguments = node.args
-        names = [
-            argument.arg
-            for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-        ]
-        for name in (node.name, *names):
+    for node in filter(lambda node: is_public(node.name), functions(tree)):
+        arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        for name in (node.name, *(argument.arg for argument in arguments)):
             if name in FORBIDDEN_NAMES:
                 yield f"::{node.name} uses {name!r}; see the glossary in CONTRIBUTING.md"
     for node in ast.walk(tree):
@@ -264,6 +265,7 @@ PACKAGE_RULES: dict[str, Rule] = {
     "core_names_no_chip": core_names_no_chip,
     "thin_init": thin_init,
     "no_assert": no_assert,
+    "reasons_for_any": reasons_for_any,
     "inline_assembly": inline_assembly,
     "forbidden_names": forbidden_names,
     "literal_subscripts": literal_subscripts,
@@ -430,6 +432,7 @@ PLANTED: dict[str, tuple[Rule, str, str]] = {
     "long-kernel-file": (file_size, "moe/hopper/x.py", f"{GLUON}    pass\n" + "x = 1\n" * 900),
     "long-function": (function_size, "moe/planted.py", "def f():\n" + "    x = 1\n" * 60),
     "long-compiled-function": (function_size, "moe/planted.py", TRITON + "    x = 1\n" * 80),
+    "any": (reasons_for_any, "moe/planted.py", "def f(x: Any): ..."),
     "bare-assert": (no_assert, "moe/planted.py", "assert x"),
     "assembly": (inline_assembly, "moe/triton/host.py", "tl.inline_asm_elementwise()"),
     "code-in-init": (thin_init, "moe/__init__.py", "x = 1"),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.compiler import CompiledKernel
 
 import mxpert
 from benchmarks.gfx950.published import GPT_OSS_PADDED, KIMI_K25, PEAK_TFLOPS
@@ -35,7 +36,7 @@ from mxpert.core.registry import override, resolve
 from mxpert.core.target import Kernel, on_device
 from mxpert.formats.tensor import Layout
 from mxpert.routing.plan import padded_capacity
-from mxpert.testing.gfx950 import MI355X, Emulation, emulate
+from mxpert.testing.gfx950 import MI355X, Emulation, Grid, emulate
 from mxpert.testing.problems import MoEShape, random_moe_problem
 
 BACKENDS = ("triton", "cdna4")
@@ -251,8 +252,8 @@ class _OneGemm(Emulation):
     gemms: int = 0
 
     def execute(
-        self, kernel: Kernel, grid: Any, arguments: Mapping[str, Any], *, warmup: bool = False
-    ) -> Any:  # Triton's compiled kernel
+        self, kernel: Kernel, grid: Grid, arguments: Mapping[str, Any], *, warmup: bool = False
+    ) -> CompiledKernel:
         compiled = super().execute(kernel, grid, arguments, warmup=True)
         if "v_mfma" in compiled.asm["amdgcn"]:
             self.gemms += 1

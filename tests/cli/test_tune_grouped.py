@@ -37,6 +37,7 @@ from support.launches import recorded_launches
 from support.outcomes import assert_one_line
 from tests.cli.test_tune import HEAD, FakeTrial
 from tests.core.test_tables import FIRST as LAYER
+from tests.core.test_tables import MEASURED
 from tests.core.test_tables import row as layer_row
 
 runner = CliRunner()
@@ -269,7 +270,8 @@ def row(num_rows: int = 1024, config: GemmConfig = SECOND, **changes: Any) -> ta
         problem.formats,
         tables.grouped_spans(problem),
         *(problem.trans_b, problem.num_groups, problem.n, problem.k, problem.num_rows),
-        *("hopper", config, 9.5, None, 0.02, "search", "because", 2e-3, 4, 5, "abc", "today"),
+        *("hopper", config),
+        **MEASURED,
     )
     return replace(made, **changes)
 

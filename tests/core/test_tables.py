@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,9 +39,23 @@ def config(block_m: int, **settings: int) -> MoEConfig:
 FIRST, SECOND, THIRD = config(8), config(16), config(32)
 
 
+MEASURED: dict[str, Any] = dict(
+    us=9.5,
+    heuristic_us=None,
+    spread=0.02,
+    source="search",
+    note="because",
+    rel_l2=2e-3,
+    tried=4,
+    valid=5,
+    commit="abc",
+    date="today",
+)
+"""Of a row of any table."""
+
+
 def row(num_tokens: int, chosen: MoEConfig, backend: str = "hopper") -> tables.TunedRow:
-    measured = (9.5, None, 0.02, "search", "because", 2e-3, 4, 5, "abc", "today")
-    return tables.TunedRow("bf16xmxfp4", 4, 2, 64, 64, num_tokens, backend, chosen, *measured)
+    return tables.TunedRow("bf16xmxfp4", 4, 2, 64, 64, num_tokens, backend, chosen, **MEASURED)
 
 
 def problem(
