@@ -35,9 +35,9 @@ from mxpert.grouped.inputs import GroupedGemmInputs, GroupedWgradInputs
 from support.devices import DEVICES
 from support.launches import recorded_launches
 from support.outcomes import assert_one_line
-from tests.cli.test_tune import HEAD, FakeTrial
+from support.tables import HEAD, MEASURED, ship_tables_of
+from tests.cli.test_tune import FakeTrial
 from tests.core.test_tables import FIRST as LAYER
-from tests.core.test_tables import MEASURED
 from tests.core.test_tables import row as layer_row
 
 runner = CliRunner()
@@ -283,10 +283,7 @@ def problem_of(num_rows: int) -> GroupedProblem:
 
 @pytest.fixture
 def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(tables.resources, "files", lambda _: tmp_path)
-    monkeypatch.setenv("MXPERT_CACHE_DIR", str(tmp_path / "cache"))
-    tables.reload_tables()
-    return tmp_path / "tables" / "nvidia-h200.json"
+    return ship_tables_of(tmp_path, monkeypatch)
 
 
 def test_a_row_answers_near_its_own_number_of_rows(shipped: Path) -> None:
