@@ -38,10 +38,9 @@ USES_TRITON = re.compile(
 """Files that may import Triton: device code, and the host code that launches it."""
 NAMES_A_CHIP = re.compile("hopper|cdna4|gfx950|sm_90", re.IGNORECASE)
 NAMES_NO_CHIP = re.compile(
-    r"(core|formats)/|(moe|grouped|quantize|routing)/"
-    r"(op|dual_op|checks|inputs|plan|published_tensors|requantize|weights|weights_state)\.py"
+    rf"(core|formats)/|(moe|grouped|quantize|routing)/(?!.*({'|'.join(CHIPS)}))"
 )
-"""Files of the core and of the ops; a chip's parts are found by its manifest."""
+"""Files of the core, and of the ops those of every chip; a chip's parts are in its manifest."""
 MAX_FILE_LINES, MAX_KERNEL_FILE_LINES = 500, 900
 MAX_HOST_LINES, MAX_COMPILED_LINES = 60, 80
 """Of a function, without its docstring."""
@@ -427,6 +426,7 @@ GLUON, TRITON = "@gluon.jit\ndef _f_kernel(tile):\n", "@triton.jit\ndef _f_kerne
 ROLES = '    """Roles: … Barriers: … Pipeline: …"""\n    gl.warp_specialize([])'
 PLANTED: dict[str, tuple[Rule, str, str]] = {
     "an-op-names-a-chip": (core_names_no_chip, "moe/op.py", "# as on Hopper"),
+    "a-layer-names-a-chip": (core_names_no_chip, "moe/layer.py", "# as on gfx950"),
     "op-imports-triton": (triton_stays_below, "moe/op.py", "import triton.language as tl"),
     "long-file": (file_size, "moe/planted.py", "x = 1\n" * 501),
     "long-kernel-file": (file_size, "moe/hopper/x.py", f"{GLUON}    pass\n" + "x = 1\n" * 900),
