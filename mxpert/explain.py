@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import ParamSpec
 
 import torch
 
@@ -19,12 +19,10 @@ from .formats.tensor import MXTensor
 from .routing import op as route  # noqa: F401  (they fill OPS)
 from .routing.plan import RoutingPlan
 
+_P = ParamSpec("_P")
 
-def explain(
-    op: Callable[..., object],
-    *args: Any,  # of any op
-    **kwargs: Any,
-) -> Explanation:
+
+def explain(op: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> Explanation:
     """Say which backend and config `op(*args, **kwargs)` would run with, and why.
 
     Nothing is launched or sent. `override()` blocks are honoured. With `expert_parallel` the answer

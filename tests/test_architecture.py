@@ -38,10 +38,9 @@ USES_TRITON = re.compile(
 """Files that may import Triton: device code, and the host code that launches it."""
 NAMES_A_CHIP = re.compile("hopper|cdna4|gfx950|sm_90", re.IGNORECASE)
 NAMES_NO_CHIP = re.compile(
-    r"(core|formats)/|(moe|grouped|quantize|routing)/"
-    r"(op|dual_op|checks|inputs|plan|published_tensors|requantize|weights|weights_state)\.py"
+    rf"(core|formats)/|(moe|grouped|quantize|routing)/(?!.*({'|'.join(CHIPS)}))"
 )
-"""Files of the core and of the ops; a chip's parts are found by its manifest."""
+"""Files of the core, and of the ops those of every chip; a chip's parts are in its manifest."""
 MAX_FILE_LINES, MAX_KERNEL_FILE_LINES = 500, 900
 MAX_HOST_LINES, MAX_COMPILED_LINES = 60, 80
 """Of a function, without its docstring."""
@@ -167,6 +166,13 @@ def no_assert(text: str, path: Path) -> Iterator[str]:
                 )
 
 
+def reasons_for_any(text: str, path: Path) -> Iterator[str]:
+    """A value or a parameter of type Any says why: on its line, or once in the file ("Any: …")."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.search(r": Any\b", line) and "#" not in line and "Any: " not in text:
+            yield f"line {number}: Any without a reason"
+
+
 def inline_assembly(text: str, path: Path) -> Iterator[str]:
     """Inline assembly lives in mxpert/device."""
     if "inline_asm" in text and path.parent.name != "device":
@@ -197,15 +203,9 @@ def is_public(name: str) -> bool:
 def forbidden_names(text: str, path: Path) -> Iterator[str]:
     """Parameters and names of public functions and fields of public classes use the glossary."""
     tree = ast.parse(text)
-    for node in functions(tree):
-        if not is_public(node.name):
-            continue
-        arguments = node.args
-        names = [
-            argument.arg
-            for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-        ]
-        for name in (node.name, *names):
+    for node in filter(lambda node: is_public(node.name), functions(tree)):
+        arguments = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        for name in (node.name, *(argument.arg for argument in arguments)):
             if name in FORBIDDEN_NAMES:
                 yield f"::{node.name} uses {name!r}; see the glossary in CONTRIBUTING.md"
     for node in ast.walk(tree):
@@ -264,6 +264,7 @@ PACKAGE_RULES: dict[str, Rule] = {
     "core_names_no_chip": core_names_no_chip,
     "thin_init": thin_init,
     "no_assert": no_assert,
+    "reasons_for_any": reasons_for_any,
     "inline_assembly": inline_assembly,
     "forbidden_names": forbidden_names,
     "literal_subscripts": literal_subscripts,
@@ -425,11 +426,13 @@ GLUON, TRITON = "@gluon.jit\ndef _f_kernel(tile):\n", "@triton.jit\ndef _f_kerne
 ROLES = '    """Roles: … Barriers: … Pipeline: …"""\n    gl.warp_specialize([])'
 PLANTED: dict[str, tuple[Rule, str, str]] = {
     "an-op-names-a-chip": (core_names_no_chip, "moe/op.py", "# as on Hopper"),
+    "a-layer-names-a-chip": (core_names_no_chip, "moe/layer.py", "# as on gfx950"),
     "op-imports-triton": (triton_stays_below, "moe/op.py", "import triton.language as tl"),
     "long-file": (file_size, "moe/planted.py", "x = 1\n" * 501),
     "long-kernel-file": (file_size, "moe/hopper/x.py", f"{GLUON}    pass\n" + "x = 1\n" * 900),
     "long-function": (function_size, "moe/planted.py", "def f():\n" + "    x = 1\n" * 60),
     "long-compiled-function": (function_size, "moe/planted.py", TRITON + "    x = 1\n" * 80),
+    "any": (reasons_for_any, "moe/planted.py", "def f(x: Any): ..."),
     "bare-assert": (no_assert, "moe/planted.py", "assert x"),
     "assembly": (inline_assembly, "moe/triton/host.py", "tl.inline_asm_elementwise()"),
     "code-in-init": (thin_init, "moe/__init__.py", "x = 1"),

@@ -8,12 +8,13 @@ repeats the loop from there.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
+from triton.compiler import CompiledKernel
 
 import mxpert
 from benchmarks.gfx950.published import GPT_OSS_PADDED, KIMI_K25, PEAK_TFLOPS
@@ -21,6 +22,7 @@ from benchmarks.harness.document import Row
 from gfx950emu import Report
 from gfx950emu.timing import Execution, LoopError, LoopReport, model_loop
 from gfx950emu.timing.execution import find_loop
+from gfx950emu.timing.loop import LIKELY_LOAD
 from mxpert.core.problem import (
     GemmConfig,
     GroupedProblem,
@@ -31,9 +33,10 @@ from mxpert.core.problem import (
     SiLU,
 )
 from mxpert.core.registry import override, resolve
+from mxpert.core.target import Kernel, on_device
 from mxpert.formats.tensor import Layout
 from mxpert.routing.plan import padded_capacity
-from mxpert.testing.gfx950 import MI355X, emulate
+from mxpert.testing.gfx950 import MI355X, Emulation, Grid, emulate
 from mxpert.testing.problems import MoEShape, random_moe_problem
 
 BACKENDS = ("triton", "cdna4")
@@ -125,11 +128,14 @@ def cells() -> Iterator[Cell]:
             yield GroupedCell(op, groups, rows, n, k)
 
 
-def run_cell(cell: Cell, backend: str, depths: Sequence[int] = ()) -> Row:
+def run_cell(
+    cell: Cell, backend: str, depths: Sequence[int] = (), likely_load: float = LIKELY_LOAD
+) -> Row:
     """Execute a cell's kernel small, model it, and describe the result.
 
     Args:
         depths: choices for the executed k (default: the cell's, then `LONGER`).
+        likely_load: see `model_loop`; a good guess saves three of four replays in decode.
 
     Raises:
         UnsupportedError: the backend has no kernel for the cell.
@@ -138,7 +144,7 @@ def run_cell(cell: Cell, backend: str, depths: Sequence[int] = ()) -> Row:
     choices = depths or (cell.depth, *LONGER)
     for depth in choices:
         try:
-            config, loop = run(cell, backend, depth)
+            config, loop = run(cell, backend, depth, likely_load)
             break
         except LoopError:
             if depth == choices[-1]:
@@ -183,7 +189,7 @@ def _matrix_reports(reports: list[Report]) -> list[Report]:
     return [each for each in reports if any(name.startswith("v_mfma") for name in each.counts)]
 
 
-def _run_moe(cell: MoECell, backend: str, depth: int) -> tuple[Any, LoopReport]:
+def _run_moe(cell: MoECell, backend: str, depth: int, likely_load: float) -> tuple[Any, LoopReport]:
     """The config of the full shape, and the modelled loop of its stage."""
     shape, layout = cell.shape, Layout.ROW_MAJOR if backend == "triton" else Layout.CDNA4_FRAGMENT
     options = MoEOptions(SiLU(), cell.activation_format)
@@ -194,7 +200,7 @@ def _run_moe(cell: MoECell, backend: str, depth: int) -> tuple[Any, LoopReport]:
     stages = {name: _unsplit(getattr(config, name)) for name in STAGES}
     config = replace(config, **stages)
     return stages[cell.stage], _moe_loop(
-        backend, config, cell.stage, cell.activation_format, layout, cell.regime, depth
+        backend, config, cell.stage, cell.activation_format, layout, cell.regime, depth, likely_load
     )
 
 
@@ -207,13 +213,16 @@ def _moe_loop(
     layout: Layout,
     regime: str,
     depth: int,
+    likely_load: float,
 ) -> LoopReport:
     """Execute one expert and one row block of a layer, and model one stage's loop."""
     report = moe_report(backend, config, stage, activation_format, layout, depth)
     if regime != "decode":
         return model_loop(Execution.of(report))
     execution = Execution.of(report, WEIGHTS)
-    return model_loop(without_last_turn(execution) if backend == "cdna4" else execution)
+    if backend == "cdna4":
+        execution = without_last_turn(execution)
+    return model_loop(execution, likely_load=likely_load)
 
 
 def without_last_turn(execution: Execution) -> Execution:
@@ -229,6 +238,29 @@ def without_last_turn(execution: Execution) -> Execution:
     return replace(execution, waves=waves)
 
 
+@dataclass
+class _OneGemm(Emulation):
+    """Executes one of a layer's GEMMs, and the kernels around both; the other is only compiled.
+
+    A GEMM takes its time whatever values it reads.
+
+    Args:
+        wanted: number of the GEMM, from 1.
+    """
+
+    wanted: int = 1
+    gemms: int = 0
+
+    def execute(
+        self, kernel: Kernel, grid: Grid, arguments: Mapping[str, Any], *, warmup: bool = False
+    ) -> CompiledKernel:
+        compiled = super().execute(kernel, grid, arguments, warmup=True)
+        if "v_mfma" in compiled.asm["amdgcn"]:
+            self.gemms += 1
+            warmup = warmup or self.gemms != self.wanted
+        return compiled if warmup else super().execute(kernel, grid, arguments)
+
+
 def moe_report(
     backend: str, config: MoEConfig, stage: str, activation_format: str, layout: Layout, depth: int
 ) -> Report:
@@ -236,7 +268,9 @@ def moe_report(
     sizes = (depth, OTHER) if stage == "gate_up" else (OTHER, depth)
     inputs = random_moe_problem(MoEShape(*sizes, 1, 1), config.routing_block_m, seed=0)
     weights = inputs.weights.prepare(device="cpu", layout=layout)
-    with override(backend=backend, config=config), emulate(trace=True, checks=False) as emulation:
+    options = dict(schedule="lowest", seed=0, checks=False, trace=True)
+    emulation = _OneGemm(options, wanted=1 + STAGES.index(stage))
+    with override(backend=backend, config=config), on_device(MI355X, emulation):
         mxpert.fused_moe(
             inputs.x,
             weights,
@@ -245,7 +279,8 @@ def moe_report(
             activation=inputs.activation,
             activation_format=activation_format,
         )
-    return _matrix_reports(emulation.reports)[STAGES.index(stage)]
+    (report,) = _matrix_reports(emulation.reports)
+    return report
 
 
 def _unsplit(config: Any) -> Any:
@@ -254,8 +289,10 @@ def _unsplit(config: Any) -> Any:
     return replace(config, **dict.fromkeys(names, 1))
 
 
-def _run_grouped(cell: GroupedCell, backend: str, depth: int) -> tuple[Any, LoopReport]:
-    """The config of the full shape, and the modelled loop."""
+def _run_grouped(
+    cell: GroupedCell, backend: str, depth: int, likely_load: float
+) -> tuple[Any, LoopReport]:
+    """The config of the full shape, and the modelled loop, which takes nothing from HBM."""
     config = grouped_config(cell, backend)
     return config, _grouped_loop(backend, config, cell.op, depth)
 

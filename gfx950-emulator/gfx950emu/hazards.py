@@ -137,7 +137,7 @@ class _Tracked:
 
     @classmethod
     def nobody(cls, region: Region) -> _Tracked:
-        """Granules of 4 bytes that nobody has used."""
+        """A region without accesses, in granules of 4 bytes."""
         granules = -(-(region.end - region.start) // 4)
         return cls(2, *(np.full(granules, _NOBODY, np.int32) for _ in range(4)))
 

@@ -114,7 +114,7 @@ class LdsCheck:
         return last >> (_WAVE_BITS + _KIND_BITS)
 
     def _known_number(self, last: Numbers, by: Indices) -> Numbers:
-        """Up to which operation of its kind all waves know what the wave `by` has done."""
+        """Number of the last operation of wave `by`, of its kind, that all waves know of."""
         if not self._has_direct:
             return self._known["lgkm"][by]
         direct = (last >> _WAVE_BITS & _KIND_MASK) == _DIRECT

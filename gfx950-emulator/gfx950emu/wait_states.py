@@ -55,7 +55,7 @@ def passes(instruction: Instruction) -> int:
 
 @dataclass(frozen=True)
 class _Fact:
-    """What the rules ask of an instruction."""
+    """An instruction, with the effects that the wait-state rules look at."""
 
     instruction: Instruction
     effects: Effects

@@ -174,7 +174,7 @@ class _Body(TyperCommand):
 class _Command(_Examples, _Body):
     """A subcommand. Only while it runs an interrupt raises KeyboardInterrupt."""
 
-    # Any, here and below: click's types, which releases of typer keep in different places.
+    # Any: click's types, which releases of typer keep in different places.
     def invoke(self, ctx: Any) -> Any:
         with raising():
             return super().invoke(ctx)

@@ -235,7 +235,7 @@ class _Tuner:
         self.head = provenance(self.report.environment, self.report.read_tbs, request.commit)
         for shape, cells in itertools.groupby(pending, lambda cell: cell.shape):
             advance(done, total, f"making operands of {shape}")
-            operands: Any = None
+            operands: Any = None  # of the cell's kind, which `shape` has in common
             for cell in cells:
                 if operands is None:
                     operands = cell.operands(self.device)
@@ -247,7 +247,7 @@ class _Tuner:
                 done += 1
             del operands  # before the next shape's are made
 
-    def _tune(self, cell: AnyCell, operands: Any) -> None:
+    def _tune(self, cell: AnyCell, operands: Any) -> None:  # Any: of the cell's kind
         """Search one cell within its share of the remaining time and write its row."""
         report, request, name = self.report, self.request, cell.name
         choice, make_trial = cell.trial(operands, self.target, request.backend)

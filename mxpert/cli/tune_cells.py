@@ -17,7 +17,6 @@ import torch
 from ..core.backend import BACKENDS, layouts_for
 from ..core.kernel import AnyKernel
 from ..core.problem import (
-    Config,
     GroupedProblem,
     MoEConfig,
     MoEOptions,
@@ -28,6 +27,7 @@ from ..core.problem import (
     parse_activation_format,
 )
 from ..core.registry import config_exists, explain_problem, override
+from ..core.stage_configs import StageConfig
 from ..core.tables import Source, TunedRow, row_key, table_name
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import MX_BLOCK_SIZE
@@ -106,6 +106,8 @@ class Cell:
 
 
 ProblemT = TypeVar("ProblemT", MoEProblem, GroupedProblem)
+Tunable = MoEConfig | StageConfig
+"""Config of a layer, or of a grouped GEMM."""
 
 
 @dataclass(frozen=True)
@@ -120,20 +122,20 @@ class Choice(Generic[ProblemT]):
         """The key of the cell's row in a table."""
         return row_key(self.problem, self.kernel.backend)
 
-    def configs(self) -> list[Any]:  # Any: of the kernel's own type
+    def configs(self) -> list[Tunable]:
         """The heuristic's choice first, then the kernel's other configs, most similar first."""
-        heuristic: Any = self.kernel.heuristic(self.problem)
+        heuristic: Tunable = self.kernel.heuristic(self.problem)
         chosen = _settings(heuristic)
 
-        def differences(config: Any) -> int:
+        def differences(config: Tunable) -> int:
             settings = _settings(config)
             return sum(chosen.get(name) != value for name, value in settings.items())
 
-        others: dict[Any, None] = dict.fromkeys(self.kernel.configs(self.problem))
+        others: dict[Tunable, None] = dict.fromkeys(self.kernel.configs(self.problem))
         return [heuristic, *sorted((each for each in others if each != heuristic), key=differences)]
 
 
-def _settings(config: Any) -> dict[tuple[str, str], Any]:
+def _settings(config: Tunable) -> dict[tuple[str, str], object]:
     """The fields of a config, or of both stages of a layer's."""
     stages = {"": asdict(config)}
     if isinstance(config, MoEConfig):
@@ -253,7 +255,7 @@ class AnyTrial:
     sound: torch.Tensor | None = None
     """Result of the first config that passed the gate, whole."""
 
-    def run(self, config: Any, batch: Any) -> torch.Tensor:
+    def run(self, config: Any, batch: Any) -> torch.Tensor:  # Any: those of the trial's op
         """The result for one batch."""
         raise NotImplementedError
 
@@ -261,7 +263,7 @@ class AnyTrial:
         """The part of a result that `truth` holds."""
         raise NotImplementedError
 
-    def error(self, config: Any) -> float:
+    def error(self, config: Tunable) -> float:
         """The larger of two errors: of the probes to float64, of the rest to a right result.
 
         The right result is the first one. The second error is halved: two right results may differ
@@ -278,7 +280,9 @@ class AnyTrial:
         apart = relative_l2(result, self.sound) / 2
         return apart if not apart <= error else error
 
-    def times(self, configs: Sequence[Any], failures: dict[str, Exception]) -> dict[str, Timing]:
+    def times(
+        self, configs: Sequence[Tunable], failures: dict[str, Exception]
+    ) -> dict[str, Timing]:
         """Time the configs in turns with a cold L2 cache; both dictionaries go by index."""
         calls = {
             str(index): [functools.partial(self.run, config, batch) for batch in self.batches]
@@ -286,7 +290,7 @@ class AnyTrial:
         }
         return time_graph(calls, device=self.device, repeats=REPEATS, warmup=1, failures=failures)
 
-    def require_alive(self, config: Any) -> None:
+    def require_alive(self, config: Tunable) -> None:
         """Raise ValueError if the config's fault destroyed the device context."""
         try:
             if self.device.type == "cuda":
@@ -350,7 +354,7 @@ class Candidate:
         spread: wider 10–90 % band of these two, relative to the median.
     """
 
-    config: Any  # of the kernel's own type
+    config: Tunable
     state: str = "timed"
     rel_l2: float | None = None
     reason: str = ""
@@ -379,7 +383,7 @@ class Outcome:
 
 
 def search(
-    configs: Sequence[Config],
+    configs: Sequence[Tunable],
     trial: AnyTrial,
     *,
     deadline: float,
@@ -429,7 +433,7 @@ def search(
     return outcome(heuristic, "heuristic", note)
 
 
-def _gated(config: Config, trial: AnyTrial) -> Candidate:
+def _gated(config: Tunable, trial: AnyTrial) -> Candidate:
     """Run a config once and compare its error with the gate; NaN never passes."""
     try:
         error = trial.error(config)

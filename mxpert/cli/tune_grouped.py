@@ -6,7 +6,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -205,7 +204,9 @@ class GroupedTrial(AnyTrial):
         depth = problem.num_rows // problem.num_groups if self.wgrad else problem.k
         self.limit = grouped_gate(depth)
 
-    def run(self, config: GemmConfig, batch: Any) -> torch.Tensor:
+    def run(
+        self, config: GemmConfig, batch: GroupedGemmInputs | GroupedWgradInputs
+    ) -> torch.Tensor:
         result: torch.Tensor = self.choice.kernel.launch(self.choice.problem, config, batch)
         return result
 

@@ -13,7 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
 try:
     from triton.backends.nvidia import driver as nvidia
@@ -67,7 +71,7 @@ class DescriptorEncoder:
         metadata: what the binary expects of the descriptor.
     """
 
-    def __init__(self, position: int, like: Any, metadata: Any) -> None:
+    def __init__(self, position: int, like: TensorDescriptor, metadata: object) -> None:
         self._described = dict(
             shape=like.shape,
             strides=like.strides,
@@ -111,7 +115,7 @@ class Binary:
     encoders: dict[tuple[Any, ...], DescriptorEncoder] = field(default_factory=dict)
 
 
-def binary_of(compiled: Any, tiles: list[str]) -> Binary | None:
+def binary_of(compiled: CompiledKernel, tiles: list[str]) -> Binary | None:
     """Make the Binary of a compiled kernel; None if its launches have to go through Triton.
 
     Args:
@@ -141,11 +145,11 @@ def binary_of(compiled: Any, tiles: list[str]) -> Binary | None:
 
 
 def _flat(
-    launcher: Callable[..., None], annotations: list[Any], signature: Any
+    launcher: Callable[..., None], annotations: list[Any], signature: object
 ) -> Callable[..., None]:
     """The NESTED launcher of a kernel as a function of one flat list of arguments."""
 
-    def launch(*arguments: Any) -> None:
+    def launch(*arguments: object) -> None:
         leading = arguments[:NUM_LEADING]
         launcher(*leading, annotations, signature, arguments[NUM_LEADING:])
 

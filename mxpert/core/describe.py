@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ParamSpec
 
 from torch.overrides import TorchFunctionMode
 
@@ -12,8 +12,10 @@ from .files import short
 from .ops import OPS
 from .problem import Problem
 
+_P = ParamSpec("_P")
 
-def describe(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Problem:
+
+def describe(op: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> Problem:
     """The problem that ``op(*args, **kwargs)`` resolves. Nothing is launched.
 
     Raises:
@@ -38,7 +40,13 @@ class _DescribedError(Exception):
 class _StopBeforeLaunch(TorchFunctionMode):
     """Observes ops, as a tracer does, and ends the call of the first one of this library."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:  # what `func` returns
         namespace, _, name = str(func).partition(".")
         if namespace == "mxpert":
             raise _DescribedError(OPS[name.partition(".")[0]].problem_of(args))

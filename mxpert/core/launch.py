@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import message
 from .binary import CONVENTION, MAX_DESCRIPTORS, NUM_LEADING, Binary, DescriptorEncoder, binary_of
-from .target import current_device, on_device
+from .target import Kernel, current_device, on_device
 
 _STREAM, _FIXED, _LEADING = 3, 4, NUM_LEADING
 """Indices of the stream, of the first argument after it, and of the kernel's first argument."""
@@ -83,7 +83,7 @@ class ThroughTriton:
     """The executor that launches by Triton's own code."""
 
     def execute(
-        self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], *, warmup: bool
+        self, kernel: Kernel, grid: tuple[int, ...], arguments: Mapping[str, Any], *, warmup: bool
     ) -> Any:
         """Launch a kernel on the current device, or only compile it."""
         return kernel.run(grid=grid, warmup=warmup, **arguments)
@@ -108,11 +108,11 @@ class Launch:
 
     def __init__(
         self,
-        kernel: Any,
+        kernel: Kernel,
         grid: tuple[int, ...],
         tiles: Mapping[str, DescriptorSpec] = MappingProxyType({}),
         /,
-        **constants: Any,
+        **constants: Any,  # of the kernel's parameters
     ) -> None:
         constants = {**LAUNCH_OPTIONS, **constants}
         self.kernel, self.grid, self.tiles, self.constants = kernel, grid, tiles, constants
@@ -168,7 +168,7 @@ class Launch:
         """The encoders of the descriptors of these tensors."""
         encoders = []
         for name, tile in self.tiles.items():
-            tensor: Any = tensors[name]
+            tensor: Any = tensors[name]  # a tile's is never None
             key = name, tensor.shape, tensor.stride()
             encoder = binary.encoders.get(key)
             if encoder is None:
@@ -322,7 +322,7 @@ def _misaligned(tensors: Mapping[str, torch.Tensor | None]) -> tuple[str, ...]:
 
 
 def _template(
-    kernel: Any,
+    kernel: Kernel,
     grid: tuple[int, ...],
     tiles: Mapping[str, DescriptorSpec],
     constants: Mapping[str, Any],
@@ -340,7 +340,7 @@ def _template(
 
 
 def _signature(
-    kernel: Any, tiles: Mapping[str, DescriptorSpec], constants: Mapping[str, Any]
+    kernel: Kernel, tiles: Mapping[str, DescriptorSpec], constants: Mapping[str, Any]
 ) -> tuple[Any, ...]:
     """Key of everything except tensors that can change Triton's choice of a binary.
 
@@ -352,7 +352,7 @@ def _signature(
     parts: list[Any] = [kernel, tuple(tiles.items())]
     for name, value in constants.items():
         parameter = parameters.get(name)
-        part: Any = value
+        part: object = value
         if parameter is not None and not parameter.is_constexpr:
             if type(value) is int:
                 width = -(1 << 31) <= value < 1 << 31, -(1 << 63) <= value < 1 << 63

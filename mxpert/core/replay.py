@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -123,8 +123,9 @@ _Buffer = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, strides and dtype of an allocation."""
 
 
-def _empty(place: torch.device, *buffer: Any) -> torch.Tensor:
-    shape, stride, dtype = buffer
+def _empty(
+    place: torch.device, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=place)
 
 
@@ -194,7 +195,13 @@ class _Allocations(TorchDispatchMode):
         self.made: list[torch.Tensor] = []
         self.foreign = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:  # what `func` returns
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             self.made.append(result)

@@ -42,7 +42,7 @@ class Kind:
     rebuild: Callable[..., Any]
 
 
-def rebuild(cls: type[_T], **values: Any) -> _T:
+def rebuild(cls: type[_T], **values: object) -> _T:
     """Return an instance of a frozen dataclass without checking its fields again."""
     instance = object.__new__(cls)
     if torch.compiler.is_compiling():  # dynamo of torch 2.11 cannot trace the faster way
@@ -86,7 +86,7 @@ def _one(schema: str, to: Callable[[Any], Any], back: Callable[[Any], Any]) -> K
     return Kind((("", schema),), lambda value: (to(value),), back)
 
 
-def _same(value: Any) -> Any:
+def _same(value: _T) -> _T:
     return value
 
 
@@ -224,7 +224,7 @@ class FlatLayout:
 
 
 @functools.cache
-def kind_of(hint: Any) -> Kind:
+def kind_of(hint: Any) -> Kind:  # Any: Python 3.11 has no type for a type hint
     """The kind of a type hint of an op's check."""
     if hint in _KINDS:
         return _KINDS[hint]

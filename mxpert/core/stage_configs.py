@@ -13,7 +13,7 @@ import torch
 from ..errors import message, require, require_dtype
 
 
-def require_integers(config: Any, names: tuple[str, ...]) -> None:
+def require_integers(config: StageConfig, names: tuple[str, ...]) -> None:
     """Raise TypeError unless these fields are ints."""
     for name in names:
         value = getattr(config, name)
@@ -21,14 +21,14 @@ def require_integers(config: Any, names: tuple[str, ...]) -> None:
             raise TypeError(message(type(config).__name__, name, "an int", repr(value)))
 
 
-def require_positive(config: Any, name: str) -> None:
+def require_positive(config: StageConfig | MoEConfig | ReferenceConfig, name: str) -> None:
     """Raise ValueError unless a field is an int of at least 1."""
     value = getattr(config, name)
     if type(value) is not int or value < 1:
         raise ValueError(message(type(config).__name__, name, "an int of at least 1", repr(value)))
 
 
-def set_member(config: Any, name: str, members: type[enum.StrEnum]) -> None:
+def set_member(config: StageConfig, name: str, members: type[enum.StrEnum]) -> None:
     """Make a field a member of an enum; raise ValueError for an unknown name."""
     value, names = getattr(config, name), [each.value for each in members]
     known = isinstance(value, str) and value in names

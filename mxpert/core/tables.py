@@ -68,9 +68,9 @@ ShapeKey = tuple[str, str, int, int, int, int]
 GroupedKey = tuple[str, str, str, str, bool, int, int, int]
 
 
-@dataclass(frozen=True)
-class TunedRow:
-    """One tuned choice: for exactly these dimensions, about `num_tokens` tokens, one backend.
+@dataclass(frozen=True, kw_only=True)
+class MeasuredRow:
+    """What every row says of its config. In a file it follows the row's own fields.
 
     Args:
         us: microseconds of the config.
@@ -85,14 +85,6 @@ class TunedRow:
         place: the file and the row, for `explain()` and for errors. It is not in the file.
     """
 
-    formats: str
-    num_experts: int
-    top_k: int
-    hidden_size: int
-    intermediate_size: int
-    num_tokens: int
-    backend: str
-    config: MoEConfig
     us: float
     heuristic_us: float | None
     spread: float
@@ -109,6 +101,20 @@ class TunedRow:
     def modelled(self) -> bool:
         """Whether nobody has measured this row."""
         return self.source == "model"
+
+
+@dataclass(frozen=True)
+class TunedRow(MeasuredRow):
+    """One tuned choice: for exactly these dimensions, about `num_tokens` tokens, one backend."""
+
+    formats: str
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    num_tokens: int
+    backend: str
+    config: MoEConfig
 
     @property
     def shape_key(self) -> ShapeKey:
@@ -129,8 +135,8 @@ class TunedRow:
 
 
 @dataclass(frozen=True)
-class GroupedRow:
-    """One tuned choice for a grouped GEMM; fields that `TunedRow` has too mean the same.
+class GroupedRow(MeasuredRow):
+    """One tuned choice for a grouped GEMM.
 
     Args:
         op: "grouped_gemm" (forward and dgrad) or "grouped_wgrad".
@@ -148,22 +154,6 @@ class GroupedRow:
     num_rows: int
     backend: str
     config: GemmConfig
-    us: float
-    heuristic_us: float | None
-    spread: float
-    source: Source
-    note: str
-    rel_l2: float | None
-    tried: int
-    valid: int
-    commit: str
-    date: str
-    place: str = ""
-
-    @property
-    def modelled(self) -> bool:
-        """Whether nobody has measured this row."""
-        return self.source == "model"
 
     @property
     def shape_key(self) -> GroupedKey:
@@ -313,11 +303,17 @@ def format_table(provenance: Mapping[str, Any], rows: Iterable[AnyRow]) -> str:
 
 def _format_rows(name: str, rows: Iterable[AnyRow], kind: type[AnyRow]) -> str:
     lines = []
+    keys = {field: _KEYS.get(field, field) for field in (*_own(kind), *_own(MeasuredRow))}
     for row in sorted((row for row in rows if isinstance(row, kind)), key=lambda row: row.key):
-        named = {_KEYS.get(name, name): value for name, value in asdict(row).items()}
-        document = {name: value for name, value in named.items() if name is not None}
+        values = asdict(row)
+        document = {key: values[field] for field, key in keys.items() if key is not None}
         lines.append(f"  {json.dumps(document, allow_nan=False)}")
     return f'"{name}": [\n' + ",\n".join(lines) + "\n ]"
+
+
+def _own(kind: type[MeasuredRow]) -> tuple[str, ...]:
+    """The fields that a class does not inherit."""
+    return tuple(kind.__annotations__)
 
 
 def add_rows(path: Path, provenance: Mapping[str, Any], rows: Iterable[AnyRow]) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import inspect
 import platform
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,11 +22,32 @@ from ..errors import Checks
 from .problem import Target
 
 
+class Kernel(Protocol):
+    """A Triton or Gluon kernel, compiled or interpreted."""
+
+    @property
+    def arg_names(self) -> Sequence[str]: ...
+
+    @property
+    def params(self) -> Sequence[Any]: ...  # Triton's KernelParam
+
+    @property
+    def signature(self) -> inspect.Signature: ...
+
+    @property
+    def pre_run_hooks(self) -> Sequence[Callable[..., object]]: ...
+
+    def run(self, *args: object, grid: object, warmup: bool, **options: object) -> Any:
+        """Launch or only compile it; returns Triton's compiled kernel."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]: ...
+
+
 class Executor(Protocol):
     """Launches kernels in place of Triton and the driver."""
 
     def execute(
-        self, kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], *, warmup: bool
+        self, kernel: Kernel, grid: tuple[int, ...], arguments: Mapping[str, Any], *, warmup: bool
     ) -> Any:
         """Launch a kernel.
 

@@ -9,7 +9,7 @@ import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ class Workspace:
 
     own: torch.Tensor
     addresses: tuple[int, ...]
-    keep: Any = None  # each kind of memory has its own
+    keep: object = None  # each kind of memory has its own
 
 
 def make_workspace(group: dist.ProcessGroup | None, nbytes: int, device: torch.device) -> Workspace:

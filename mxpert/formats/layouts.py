@@ -28,7 +28,7 @@ UNIT_BLOCKS = UNIT_CODES // MX_BLOCK_SIZE
 class WeightLayout(Layout):
     """A layout of weights [E, N, K] that the kernels of a backend read.
 
-    A tensor of weights is `Any` here: an MXTensor or a WeightTensor, as `formats` says.
+    Any: a tensor of weights, an MXTensor or a WeightTensor, as `formats` says.
     """
 
     gate_up_order: ClassVar[GateUpOrder]

@@ -64,7 +64,11 @@ class ValueEnum(enum.Enum):
 
 
 def not_a_value(
-    kind: Any, value: object, op: str, argument: str, remedy: str
+    kind: Any,  # an enum, or the class Layout
+    value: object,
+    op: str,
+    argument: str,
+    remedy: str,
 ) -> ValueError | TypeError:
     """The error for a value that is no member of `kind`, and the value of none."""
     *names, last = [repr(member.value) for member in kind]

@@ -1,17 +1,17 @@
-"""The experts of one rank: taken out of a layer's weights, and checked against its ranks.
-
-`ranks: Any` is an ExpertParallel, a class that ops do not import.
-"""
+"""The experts of one rank: taken out of a layer's weights, and checked against its ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..errors import message, require
 from .weights import MoEWeights
 from .weights_state import BIASES, PROJECTIONS
+
+if TYPE_CHECKING:
+    from ..distributed import ExpertParallel
 
 
 def require_ranks(op: str, ranks: object) -> None:
@@ -35,7 +35,7 @@ def take_experts(weights: MoEWeights, experts: Sequence[int]) -> MoEWeights:
     return replace(weights, **projections, **biases, fold_certificates=None)
 
 
-def local_weights(op: str, ranks: Any, weights: MoEWeights) -> MoEWeights:
+def local_weights(op: str, ranks: ExpertParallel, weights: MoEWeights) -> MoEWeights:
     """Take this rank's experts out of those of the whole layer; local ones are returned as given.
 
     Args:
@@ -62,7 +62,9 @@ def local_weights(op: str, ranks: Any, weights: MoEWeights) -> MoEWeights:
     return take_experts(weights.unprepare(), ranks.local_experts)
 
 
-def check_local_weights(op: str, ranks: Any, weights: MoEWeights, activation_format: str) -> None:
+def check_local_weights(
+    op: str, ranks: ExpertParallel, weights: MoEWeights, activation_format: str
+) -> None:
     """Check that the weights of a rank and its ExpertParallel fit; calls check the tokens."""
     for name, given, need in (
         ("weights.num_experts", weights.num_experts, ranks.num_local_experts),
@@ -82,7 +84,7 @@ def check_local_weights(op: str, ranks: Any, weights: MoEWeights, activation_for
     check_wire_format(op, ranks, activation_format)
 
 
-def check_wire_format(op: str, ranks: Any, activation_format: str) -> None:
+def check_wire_format(op: str, ranks: ExpertParallel, activation_format: str) -> None:
     """Raise ValueError for MXFP8 rows between ranks whose local layer takes another format."""
     require(
         ranks.wire_format == "bf16" or activation_format == "mxfp8",

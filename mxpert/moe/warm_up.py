@@ -18,7 +18,7 @@ from ..errors import message, require, require_dtype, require_int, require_tenso
 from ..formats.spec import FLOAT_DTYPES
 from ..routing.plan import TOPK_ID_DTYPES
 from .op import fused_moe
-from .warm_up_ranks import Ranks, compile_alone, errors_reach_all, exchanged_counts, run_together
+from .warm_up_ranks import compile_alone, errors_reach_all, exchanged_counts, run_together
 from .weights import MoEWeights
 
 if TYPE_CHECKING:
@@ -189,7 +189,9 @@ def _on_one(layer: _WarmUp, max_tokens: int, report: Progress) -> tuple[int, ...
     return counts
 
 
-def _on_ranks(layer: _WarmUp, ranks: Ranks, max_tokens: int, report: Progress) -> tuple[int, ...]:
+def _on_ranks(
+    layer: _WarmUp, ranks: ExpertParallel, max_tokens: int, report: Progress
+) -> tuple[int, ...]:
     """Compile on each rank, then run the layer on all; returns the token counts that ran."""
     alone: tuple[int, ...] = ()
     with errors_reach_all(ranks):

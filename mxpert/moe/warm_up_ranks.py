@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,43 +19,14 @@ from .local_weights import require_ranks
 from .op import fused_moe_received
 from .weights import MoEWeights
 
+if TYPE_CHECKING:
+    from ..distributed import ExpertParallel
+
 Run = Callable[[int], object]
 """Runs the layer with this number of tokens."""
 
 Step = Callable[[int], object]
 """Called with a number of tokens or rows before they run."""
-
-
-class Ranks(Protocol):
-    """What warm-up needs of an ExpertParallel."""
-
-    max_tokens: int
-    device: torch.device
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def top_k(self) -> int: ...
-
-    @property
-    def wire_format(self) -> str: ...
-
-    @property
-    def transport(self) -> Any: ...
-
-    @property
-    def placement(self) -> Any: ...
-
-    @property
-    def expert_map(self) -> torch.Tensor: ...
-
-    def agree(self, arguments: dict[str, object] | Exception) -> None: ...
-
-    def check(self) -> None: ...
 
 
 def exchanged_counts(max_tokens: int) -> tuple[int, ...]:
@@ -69,7 +40,7 @@ def exchanged_counts(max_tokens: int) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def errors_reach_all(ranks: Ranks) -> Iterator[None]:
+def errors_reach_all(ranks: ExpertParallel) -> Iterator[None]:
     """Raise an error of the block on this rank, and one that names it on all others.
 
     The others learn of it in their next call of `agree`.
@@ -83,7 +54,7 @@ def errors_reach_all(ranks: Ranks) -> Iterator[None]:
 
 
 def compile_alone(
-    ranks: Ranks,
+    ranks: ExpertParallel,
     weights: MoEWeights,
     problem: MoEProblem,
     run: Run,
@@ -126,12 +97,12 @@ def compile_alone(
         fused_moe_received(received, problem.options, problem.local_top_k)
 
 
-def _zeros(ranks: Ranks, num_rows: int) -> torch.Tensor:
+def _zeros(ranks: ExpertParallel, num_rows: int) -> torch.Tensor:
     shape = num_rows, ranks.hidden_size
     return torch.zeros(shape, dtype=torch.bfloat16, device=ranks.device)
 
 
-def run_together(ranks: Ranks, run: Run, tokens: Sequence[int], step: Step) -> None:
+def run_together(ranks: ExpertParallel, run: Run, tokens: Sequence[int], step: Step) -> None:
     """Run the layer on all ranks, and end on all of them at the same time."""
     for num_tokens in tokens:
         step(num_tokens)

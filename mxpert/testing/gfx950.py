@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from ..core.problem import Target
-from ..core.target import current_device, on_device
+from ..core.target import Kernel, current_device, on_device
 from ..errors import message
 from .ahead_of_time import compile_call, specialize
 
@@ -35,6 +36,8 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+Grid = tuple[int, ...] | Callable[[Mapping[str, Any]], tuple[int, ...]]
+"""Sizes of a launch, or a function of its arguments that returns them."""
 MI355X = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
 """The device that ops see: 256 compute units, 160 KiB of LDS each."""
 
@@ -112,8 +115,8 @@ class Emulation:
         return [Reachable(name, each, shared) for name, each, shared in found if each is not None]
 
     def execute(
-        self, kernel: Any, grid: Any, arguments: Mapping[str, Any], *, warmup: bool = False
-    ) -> Any:
+        self, kernel: Kernel, grid: Grid, arguments: Mapping[str, Any], *, warmup: bool = False
+    ) -> CompiledKernel:
         """Compile a kernel for these arguments, execute it, and return Triton's binary."""
         call = specialize(kernel, arguments, MI355X.arch)
         compiled = compile_call(kernel, call, MI355X.arch)
@@ -122,7 +125,9 @@ class Emulation:
             self._count(self.run(compiled, sizes, call.bound))
         return compiled
 
-    def run(self, compiled: Any, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> Report:
+    def run(
+        self, compiled: CompiledKernel, grid: tuple[int, ...], arguments: Mapping[str, Any]
+    ) -> Report:
         """Execute a launch of a binary."""
         return run(compiled, grid, arguments, reachable=self.reachable, **self.options)
 
@@ -184,7 +189,9 @@ def _divert_plain_launches() -> None:
     """
     run_jitted = JITFunction.run
 
-    def run_or_emulate(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def run_or_emulate(
+        kernel: Kernel, *args: object, grid: Grid, warmup: bool, **kwargs: object
+    ) -> CompiledKernel:
         executor = current_device().executor
         if not isinstance(executor, Emulation):
             return run_jitted(kernel, *args, grid=grid, warmup=warmup, **kwargs)

@@ -191,7 +191,7 @@ class _GroupedLinear(torch.autograd.Function):
         num_sms: int | None,
     ) -> torch.Tensor:
         keep_graph(ctx, x, weight, bias)
-        rows: Any = x if given.x is None else given.x[0]
+        rows = given.geometry(x, given.x)
         group_offsets = group_bounds(group_offsets, rows.shape[0])
         # main_grad is no saved tensor: backward writes it, which autograd would take for an error
         # where one weight is used twice.

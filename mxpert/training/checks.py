@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..core.target import check_num_sms
@@ -93,7 +91,7 @@ def _check_x(
     """M, K and the device of x; its copies are checked later."""
     if given.x is None:
         need.tensor(x, "x", dtype=dtypes, shape=(None, None))
-    rows: Any = x if given.x is None else given.x[0]
+    rows = given.geometry(x, given.x)
     need(len(rows.shape) == 2, "x.shape", "[M, K]", list(rows.shape))
     return rows.shape[0], rows.shape[1], rows.device
 
@@ -109,7 +107,7 @@ def _check_weight(
     """G and N of the weight; its copies are checked later."""
     if isinstance(weight, torch.Tensor) or given.weight is None:
         need.tensor(weight, "weight", dtype=dtypes, shape=(None, None, in_features), device=device)
-    matrices: Any = weight if given.weight is None else given.weight[0]
+    matrices = given.geometry(weight, given.weight)
     need(len(matrices.shape) == 3, "weight.shape", "[G, N, K]", list(matrices.shape))
     need(matrices.shape[0] > 0, "weight.shape[0]", "at least one group", matrices.shape[0])
     return matrices.shape[0], matrices.shape[1]

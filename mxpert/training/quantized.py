@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -24,6 +24,11 @@ class Given:
 
     x: Copies | None = None
     weight: Copies | None = None
+
+    @staticmethod
+    def geometry(dense: torch.Tensor | Quantized | None, copies: Copies | None) -> Operand:
+        """What has the sizes and the device of an operand: its first copy, or the tensor."""
+        return cast("Operand", dense if copies is None else copies[0])
 
 
 def copies_of(value: object) -> Copies | None:

@@ -20,20 +20,12 @@ from mxpert.core.registry import override
 from mxpert.formats.tensor import Layout
 from mxpert.moe.inputs import FusedMoEInputs
 from mxpert.moe.op import fused_moe
-from mxpert.testing.problems import MoEShape, random_moe_problem
+from mxpert.testing.problems import random_moe_problem
 from mxpert.testing.timing import Timing
 from support.outcomes import assert_one_line
+from support.tables import H200, HEAD, SHAPE
 
 runner = CliRunner()
-H200 = TARGETS["nvidia-h200"]
-SHAPE = MoEShape(hidden_size=64, intermediate_size=64, num_experts=4, top_k=2)
-HEAD = {
-    "device": "NVIDIA H200",
-    "date": "2026-11-20",
-    "commit": "abc",
-    "torch": "2.11",
-    "triton": "3.6",
-}
 LIMIT = 1e-2
 
 

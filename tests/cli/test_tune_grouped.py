@@ -35,7 +35,8 @@ from mxpert.grouped.inputs import GroupedGemmInputs, GroupedWgradInputs
 from support.devices import DEVICES
 from support.launches import recorded_launches
 from support.outcomes import assert_one_line
-from tests.cli.test_tune import HEAD, FakeTrial
+from support.tables import HEAD, MEASURED, ship_tables_of
+from tests.cli.test_tune import FakeTrial
 from tests.core.test_tables import FIRST as LAYER
 from tests.core.test_tables import row as layer_row
 
@@ -269,7 +270,8 @@ def row(num_rows: int = 1024, config: GemmConfig = SECOND, **changes: Any) -> ta
         problem.formats,
         tables.grouped_spans(problem),
         *(problem.trans_b, problem.num_groups, problem.n, problem.k, problem.num_rows),
-        *("hopper", config, 9.5, None, 0.02, "search", "because", 2e-3, 4, 5, "abc", "today"),
+        *("hopper", config),
+        **MEASURED,
     )
     return replace(made, **changes)
 
@@ -281,10 +283,7 @@ def problem_of(num_rows: int) -> GroupedProblem:
 
 @pytest.fixture
 def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setattr(tables.resources, "files", lambda _: tmp_path)
-    monkeypatch.setenv("MXPERT_CACHE_DIR", str(tmp_path / "cache"))
-    tables.reload_tables()
-    return tmp_path / "tables" / "nvidia-h200.json"
+    return ship_tables_of(tmp_path, monkeypatch)
 
 
 def test_a_row_answers_near_its_own_number_of_rows(shipped: Path) -> None:

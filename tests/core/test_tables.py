@@ -17,17 +17,7 @@ from mxpert.core.backend import BACKENDS
 from mxpert.core.problem import GemmConfig, MoEConfig, MoEProblem, Op, StageConfig
 from mxpert.core.registry import explain_problem
 from mxpert.formats.tensor import Layout
-from mxpert.testing.problems import MoEShape
-
-H200 = TARGETS["nvidia-h200"]
-SHAPE = MoEShape(hidden_size=64, intermediate_size=64, num_experts=4, top_k=2)
-HEAD = {
-    "device": "NVIDIA H200",
-    "date": "2026-11-20",
-    "commit": "abc",
-    "torch": "2.11",
-    "triton": "3.6",
-}
+from support.tables import H200, HEAD, MEASURED, SHAPE, ship_tables_of
 
 
 def config(block_m: int, **settings: int) -> MoEConfig:
@@ -39,8 +29,7 @@ FIRST, SECOND, THIRD = config(8), config(16), config(32)
 
 
 def row(num_tokens: int, chosen: MoEConfig, backend: str = "hopper") -> tables.TunedRow:
-    measured = (9.5, None, 0.02, "search", "because", 2e-3, 4, 5, "abc", "today")
-    return tables.TunedRow("bf16xmxfp4", 4, 2, 64, 64, num_tokens, backend, chosen, *measured)
+    return tables.TunedRow("bf16xmxfp4", 4, 2, 64, 64, num_tokens, backend, chosen, **MEASURED)
 
 
 def problem(
@@ -53,10 +42,18 @@ def problem(
 @pytest.fixture
 def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The shipped table of a package whose tables lie in a folder of this test."""
-    monkeypatch.setattr(tables.resources, "files", lambda _: tmp_path)
-    monkeypatch.setenv("MXPERT_CACHE_DIR", str(tmp_path / "cache"))
-    tables.reload_tables()
-    return tmp_path / "tables" / "nvidia-h200.json"
+    return ship_tables_of(tmp_path, monkeypatch)
+
+
+SHIPPED = sorted((Path(tables.__file__).parent / "tables").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_table_is_what_would_be_written(path: Path) -> None:
+    """So that a new row changes one line: also the order of keys stays."""
+    text = path.read_text("utf-8")
+    table = tables.read_table(text, path.name)
+    assert tables.format_table(table.provenance, [*table.rows, *table.grouped]) == text
 
 
 def test_user_rows_replace_shipped_rows_one_by_one(shipped: Path) -> None:

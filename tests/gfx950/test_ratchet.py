@@ -10,6 +10,7 @@ import triton
 from benchmarks.gfx950.cells import BACKENDS, Cell, MoECell, cells, run_cell
 from benchmarks.gfx950.render import SCHEMA
 from benchmarks.gfx950.run import NEWEST, OUTPUT
+from gfx950emu.timing import MI355X
 
 GROWTH = 1.03
 """Modelled cycles may grow by 3 %."""
@@ -43,6 +44,11 @@ def rate(row: dict[str, Any]) -> float:
     return float(row["tbs" if row["regime"] == "decode" else "mfma_percent"])
 
 
+def load_of(row: dict[str, Any]) -> float:
+    """Share of HBM's best rate: the model begins there, and ends at once if nothing has changed."""
+    return min(float(row["tbs"]) * 1e12 / MI355X.stream_bytes_per_second, 1.0)
+
+
 def growth(recorded: dict[str, Any], found: dict[str, Any]) -> float:
     """Cycles for the same work over those recorded."""
     return rate(recorded) / rate(found)
@@ -58,7 +64,9 @@ SHORTEST = [
 @pytest.mark.parametrize("recorded", SHORTEST, ids=lambda row: f"{row['backend']} {row['cell']}")
 def test_modelled_cycles_do_not_grow(recorded: dict[str, Any]) -> None:
     backend, name = recorded["backend"], recorded["cell"]
-    found = run_cell(CELLS[name], backend, (recorded["depth"],))
+    found = run_cell(CELLS[name], backend, (recorded["depth"],), load_of(recorded))
+    if growth(recorded, found) > GROWTH:  # the search for the load begins as for the record
+        found = run_cell(CELLS[name], backend, (recorded["depth"],))
     assert growth(recorded, found) <= GROWTH, (
         f"{backend}, {name}: {found['cycles']} cycles, {rate(found)} instead of {rate(recorded)}, "
         f"limit {found['limit']}; if it must be, record it: python -m benchmarks.gfx950.run"

@@ -18,7 +18,7 @@ from mxpert.core.problem import DualProblem, GemmConfig, GroupedProblem, Op, Tar
 from mxpert.formats import MXTensor, ScaleRule, ScaleSpan
 from mxpert.formats.spec import get_format
 from mxpert.routing.plan import padded_capacity
-from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
+from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel, let_specialize
 from support.hopper_launches import H200, Launch
 from support.inputs import INPUTS
 from support.kernels import kernels_of
@@ -488,12 +488,6 @@ def test_a_specialised_argument_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     found = set()
     for n in (2880, 2888):
         launch = gemm(Op.GROUPED_GEMM, FORMATS["e4m3"], SPANS["row"], sizes=Sizes(n=n))
-        parameter = next(p for p in launch.kernel.params if p.name == "num_n")
-        monkeypatch.setattr(
-            parameter,
-            "__dict__",
-            parameter.__dict__
-            | {"do_not_specialize": False, "do_not_specialize_on_alignment": False},
-        )
+        let_specialize(monkeypatch, launch.kernel, "num_n")
         found.add(launch.binary)
     assert len(found) == 2

@@ -126,6 +126,21 @@ def teach(model: Any, sequence: torch.Tensor) -> None:
     model.lm_head.weight.copy_(torch.linalg.solve(gram, hidden.T @ target).T)
 
 
+def taught_pairs(sequence: torch.Tensor, **options: Any) -> dict[str, tuple[Any, Any]]:
+    """By family, in float32: the oracle and the converted model, with the same taught head.
+
+    options: of `convert`.
+    """
+    made: dict[str, tuple[Any, Any]] = {}
+    for family in FAMILIES:
+        model = build(family)
+        oracle = oracle_of(model)
+        teach(oracle, sequence)
+        model.lm_head.load_state_dict(oracle.lm_head.state_dict())
+        made[family] = oracle, convert(model, progress=False, **options)
+    return made
+
+
 def greedy(model: Any, sequence: torch.Tensor, **options: Any) -> torch.Tensor:
     """PROMPT tokens of the sequence, continued by NEW_TOKENS: int64 [PROMPT + NEW_TOKENS]."""
     prompt = sequence[None, :PROMPT]

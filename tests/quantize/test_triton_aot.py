@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,18 @@ def meta(dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(1 << 20, dtype=dtype, device="meta")
 
 
+def arguments_of(fmt: MXFormat, dtype: torch.dtype, stochastic: bool) -> dict[str, Any]:
+    """What the kernels have in common."""
+    return {
+        "qdata_ptr": meta(torch.uint8),
+        "scale_ptr": meta(torch.uint8),
+        "x_ptr": meta(dtype),
+        "seed_ptr": meta(torch.int64) if stochastic else None,
+        "FORMAT": fmt.element.name,
+        **scale_rule_constants(fmt, ScaleRule.RCEIL),
+    }
+
+
 def quantize(
     target: str,
     fmt: MXFormat,
@@ -36,14 +49,7 @@ def quantize(
     aligned: bool = True,
     stochastic: bool = False,
 ) -> CompiledKernel:
-    arguments = {
-        "qdata_ptr": meta(torch.uint8),
-        "scale_ptr": meta(torch.uint8),
-        "x_ptr": meta(dtype),
-        "seed_ptr": meta(torch.int64) if stochastic else None,
-        "FORMAT": fmt.element.name,
-        **scale_rule_constants(fmt, ScaleRule.RCEIL),
-    }
+    arguments = arguments_of(fmt, dtype, stochastic)
     if across_rows:
         columns = triton._STOCHASTIC_COLUMNS if stochastic else triton._MAX_COLUMNS
         arguments |= {"num_columns": 2880 if aligned else 2881, "BLOCK_COLUMNS": columns}
@@ -100,13 +106,7 @@ def test_quantize_stochastically(target: str, fmt: MXFormat, dtype: torch.dtype,
 def test_squares(
     target: str, fmt: MXFormat, dtype: torch.dtype, side: int, stochastic: bool
 ) -> None:
-    arguments = {
-        "qdata_ptr": meta(torch.uint8),
-        "scale_ptr": meta(torch.uint8),
-        "x_ptr": meta(dtype),
-        "seed_ptr": meta(torch.int64) if stochastic else None,
-        "FORMAT": fmt.element.name,
-        **scale_rule_constants(fmt, ScaleRule.RCEIL),
+    arguments = arguments_of(fmt, dtype, stochastic) | {
         "num_rows": 2880,
         "num_units": 90 if side == 1 else 2880,
         "AXIS": side,

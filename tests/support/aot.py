@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 import triton
 
 from mxpert.testing.ahead_of_time import TARGETS as EVERY_TARGET
@@ -27,6 +28,7 @@ __all__ = [
     "Metrics",
     "Specialization",
     "compile_for",
+    "let_specialize",
     "specialize",
 ]
 
@@ -168,6 +170,13 @@ def compile_for(fn: Any, arguments: Mapping[str, Any], *, target: str) -> Compil
     if key not in _compiled:
         _compiled[key] = _compile(fn, call, target)
     return _compiled[key]
+
+
+def let_specialize(monkeypatch: pytest.MonkeyPatch, fn: Any, name: str) -> None:
+    """Let Triton specialise on a parameter of a kernel that has it excluded."""
+    parameter = next(each for each in fn.params if each.name == name)
+    rules = {"do_not_specialize": False, "do_not_specialize_on_alignment": False}
+    monkeypatch.setattr(parameter, "__dict__", parameter.__dict__ | rules)
 
 
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}

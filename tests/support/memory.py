@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from mxpert.integrations.checkpoints.load import load_expert_weights
+from mxpert.moe.weights import MoEWeights
 
 
 def peak_bytes(
@@ -35,3 +39,17 @@ def peak_bytes(
             before = peak = held
         peak = max(peak, held)
     return int(peak - before)
+
+
+def held_and_peak(checkpoint: Path) -> tuple[int, int]:
+    """Bytes of a checkpoint's largest layer, and the most that reading layer by layer takes."""
+    held = 0
+
+    def work(loaded: Iterable[tuple[int, MoEWeights]]) -> None:
+        nonlocal held
+        for _, weights in loaded:
+            held = max(held, weights.nbytes)
+            del weights
+
+    peak = peak_bytes(lambda: load_expert_weights(checkpoint), work)
+    return held, peak

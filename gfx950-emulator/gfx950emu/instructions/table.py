@@ -24,7 +24,9 @@ class UnknownInstructionError(ValueError):
 
 
 class Decoding:
-    """An instruction while it is bound: whatever no entry asks for is refused at the end.
+    """An instruction while it is bound to its semantics.
+
+    Operands and modifiers that its table entry does not read are refused at the end.
 
     Args:
         instruction: what to bind. program: gives the places of labels.
@@ -43,7 +45,7 @@ class Decoding:
 
     @property
     def encoding(self) -> str:
-        """The encoding. An entry that never asks supports the plain ones alone."""
+        """The encoding. An entry that does not read it supports plain, e32 and e64 alone."""
         self._encoding_used = True
         return self.instruction.encoding
 

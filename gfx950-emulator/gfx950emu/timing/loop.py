@@ -117,6 +117,7 @@ def model_loop(
     workgroups: int | None = None,
     chip: Chip = MI355X,
     active_units: int | None = None,
+    likely_load: float = LIKELY_LOAD,
 ) -> LoopReport:
     """Model the hot loop of an executed workgroup on one compute unit.
 
@@ -127,6 +128,7 @@ def model_loop(
         workgroups: on the compute unit; by default as many as registers and LDS admit.
         chip: figures of the hardware.
         active_units: compute units that share HBM; by default all.
+        likely_load: share of HBM's best rate with which the search for the load begins.
 
     Raises:
         LoopError: there is no loop with MFMA, or it was executed too few times.
@@ -137,7 +139,8 @@ def model_loop(
     if workgroups is None:
         workgroups = chip.workgroups(waves, execution.vector_registers, execution.lds_bytes)
     costs = decode(execution.program, chip)
-    replay = _settle(execution, loop, costs, chip, workgroups, active_units or chip.compute_units)
+    units = active_units or chip.compute_units
+    replay = _settle(execution, loop, costs, chip, workgroups, units, likely_load)
     jumps = loop.steps[0]
     body = execution.waves[0].instructions[jumps[-2] + 1 : jumps[-1] + 1]
     before, after, share = replay.before, replay.after, replay.cycles / replay.time / workgroups
@@ -179,6 +182,7 @@ def _settle(
     chip: Chip,
     workgroups: int,
     active_units: int,
+    guess: float,
 ) -> _Replay:
     """Replay with the latency of HBM that belongs to its load, by interval halving and secants."""
     rate = chip.stream_bytes_per_cycle * chip.compute_units / active_units
@@ -192,7 +196,6 @@ def _settle(
     if not execution.streamed:
         return replay(0.0)
     low, high = 0.0, 1.0
-    guess = LIKELY_LOAD
     while True:
         result = replay(guess)
         excess = result.load(chip, active_units) - guess

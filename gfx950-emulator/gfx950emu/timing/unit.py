@@ -1,8 +1,9 @@
 """One compute unit replaying executed waves: in-order issue on the ports of four SIMDs, LDS, loads.
 
-Each wave issues in order. The wave that can issue first does; among equals an MFMA ahead of an LDS
-access, then the one of higher priority, then the one that waits longest. Every instruction takes a
-place in the queues of its unit, so that later ones wait: nothing is stepped cycle by cycle.
+Each wave issues in order. Of several waves the one whose instruction can issue first goes on. Ties
+go to other instructions before LDS accesses, then to the higher priority, then to the wave that has
+waited longest. An instruction occupies the queues of its unit until it is done; time advances from
+issue to issue, not cycle by cycle.
 """
 
 from __future__ import annotations

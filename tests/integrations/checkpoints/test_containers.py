@@ -27,7 +27,7 @@ from support.expert_containers import (
     rewrite,
     write,
 )
-from support.memory import peak_bytes
+from support.memory import held_and_peak
 
 EVERY_KIND = pytest.mark.parametrize("name", KINDS)
 
@@ -179,14 +179,6 @@ def test_one_layer_is_held_at_a_time(name: str, tmp_path: Path) -> None:
     write(tmp_path, name, layers=range(6))
     layer = EXPERTS * 3 * HIDDEN * INTERMEDIATE * 17 // 32
     matrix = HIDDEN * INTERMEDIATE // 2
-    held = 0
-
-    def work(loaded: Any) -> None:
-        nonlocal held
-        for _, weights in loaded:
-            held = max(held, weights.nbytes)
-            del weights
-
-    peak = peak_bytes(lambda: load_expert_weights(tmp_path), work)
+    held, peak = held_and_peak(tmp_path)
     assert held == layer
     assert layer <= peak < layer + 8 * matrix  # float64 scales of one matrix are 4 of these

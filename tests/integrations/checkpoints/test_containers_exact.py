@@ -35,7 +35,7 @@ from support.expert_containers import (
     rewrite,
     write,
 )
-from support.memory import peak_bytes
+from support.memory import held_and_peak
 
 SIZES = (256, 128)
 """H and F that groups of 128 divide."""
@@ -173,15 +173,7 @@ def test_casts_are_freed_before_the_module_is_read_as_exact(tmp_path: Path) -> N
 
 def _most_bytes(path: Path) -> int:
     """Bytes above those of one layer's weights that loading takes at most."""
-    held = 0
-
-    def work(loaded: Any) -> None:
-        nonlocal held
-        for _, weights in loaded:
-            held = max(held, weights.nbytes)
-            del weights
-
-    peak = peak_bytes(lambda: load_expert_weights(path), work)
+    held, peak = held_and_peak(path)
     assert peak >= held
     return peak - held
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from mxpert import GateUpOrder, SiLU, SwiGLU
 from mxpert.integrations.models.convert import convert, mx_experts, restore
 from mxpert.testing.numerics import assert_exact, cosine
 from mxpert.training import MXFP8Recipe
-from tests.integrations.families import FAMILIES, PROMPT, build, greedy, oracle_of, teach
+from tests.integrations.families import FAMILIES, PROMPT, build, greedy, oracle_of, taught_pairs
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 COSINE = 0.9999
@@ -24,15 +25,7 @@ COSINE = 0.9999
 
 @pytest.fixture(scope="module")
 def taught(sequence: torch.Tensor) -> dict[str, tuple[Any, Any]]:
-    """By family: the oracle and the converted model, with the same taught head, in float32."""
-    made: dict[str, tuple[Any, Any]] = {}
-    for family in FAMILIES:
-        model = build(family)
-        oracle = oracle_of(model)
-        teach(oracle, sequence)
-        model.lm_head.load_state_dict(oracle.lm_head.state_dict())
-        made[family] = oracle, convert(model, progress=False)
-    return made
+    return taught_pairs(sequence)
 
 
 @torch.no_grad()
@@ -169,16 +162,22 @@ def test_concurrent_generation_gives_the_same_tokens(taught, sequence) -> None:
         assert torch.equal(together[index], expected)
 
 
-@EVERY_FAMILY
-def test_static_cache_decode_compiles_without_breaks(family, taught, sequence) -> None:
-    _, model = taught[family]
+def counted_graphs() -> tuple[list[Any], Callable[[Any, Any], Any]]:
+    """A backend of torch.compile that runs graphs as they are, and the list that it fills."""
     torch._dynamo.reset()
-    graphs = []
+    graphs: list[Any] = []
 
     def count(graph: Any, example: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
+    return graphs, count
+
+
+@EVERY_FAMILY
+def test_static_cache_decode_compiles_without_breaks(family, taught, sequence) -> None:
+    _, model = taught[family]
+    graphs, count = counted_graphs()
     step = torch.compile(model.forward, fullgraph=True, backend=count)
     caches = [transformers.StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
     prompt = sequence[None, :PROMPT]
@@ -204,13 +203,7 @@ def test_static_cache_decode_compiles_without_breaks(family, taught, sequence) -
 def test_generate_compiles_the_decode_step(family, taught, sequence) -> None:
     """What `generate` does on a GPU: one graph a layer of experts, and the eager tokens."""
     _, model = taught[family]
-    torch._dynamo.reset()
-    graphs = []
-
-    def count(graph: Any, example: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+    graphs, count = counted_graphs()
     config = transformers.CompileConfig(fullgraph=True, backend=count, mode="default")
     config._compile_all_devices = True  # Transformers compiles on a GPU alone without it
     options = dict(cache_implementation="static", compile_config=config)

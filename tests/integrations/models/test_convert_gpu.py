@@ -20,7 +20,7 @@ from tests.integrations.families import (
     build,
     greedy,
     oracle_of,
-    teach,
+    taught_pairs,
 )
 from tests.integrations.models.test_convert_families import capture
 
@@ -30,15 +30,9 @@ EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 
 @pytest.fixture(scope="module")
 def taught(sequence: torch.Tensor) -> dict[str, tuple[Any, Any]]:
-    """By family, on the GPU in float32: the oracle, and the model converted on its way there."""
-    made: dict[str, tuple[Any, Any]] = {}
-    for family in FAMILIES:
-        model = build(family)
-        oracle = oracle_of(model)
-        teach(oracle, sequence)
-        model.lm_head.load_state_dict(oracle.lm_head.state_dict())
-        made[family] = oracle.to("cuda"), convert(model, device="cuda", progress=False)
-    return made
+    """On the GPU; the model is converted on its way there."""
+    pairs = taught_pairs(sequence, device="cuda")
+    return {family: (oracle.to("cuda"), model) for family, (oracle, model) in pairs.items()}
 
 
 @EVERY_FAMILY

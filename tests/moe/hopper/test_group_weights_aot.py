@@ -36,14 +36,23 @@ MOST_SPILLS_OF_16 = 200 if TRITON_RELEASE >= (3, 9) else 140
 MOST_LOOP_SPILLS = {"decode32": 122 if TRITON_RELEASE >= (3, 9) else 64}
 """How many of these may be in the main loop, if not 8: few registers are left beside 64 columns."""
 
-CASES = [
-    pytest.param(name, a_format, tile, id=f"{name}-{a_format}-{tile}")
-    for name in FORMATS
+EVERY_TILE = [
+    ("int4_g128", a_format, tile)
     for a_format in ("bf16", "mxfp8")
-    for tile in heuristics.tiles(a_format == "bf16", name)
-    if name == "int4_g128" or tile in ("decode32", "narrow")
+    for tile in heuristics.tiles(a_format == "bf16", "int4_g128")
 ]
-"""Every tile once; of the other formats the two that need most registers."""
+MOST_REGISTERS = [
+    (name, *rows_and_tile)
+    for name in FORMATS
+    if name != "int4_g128"
+    for rows_and_tile in (("bf16", "decode32"), ("mxfp8", "narrow"))
+]
+CASES = {
+    "-".join(case): (*case, place % 2)
+    for place, case in enumerate([*EVERY_TILE, *MOST_REGISTERS[::2], *MOST_REGISTERS[1::2]])
+}
+"""Every tile once, and the two that need most registers with each of the other formats; one stage
+of each, in turns."""
 
 
 def packed(name: str, scale_dtype: torch.dtype) -> Callable[[int, int, int], WeightLike]:
@@ -78,22 +87,21 @@ def problem_of(name: str, a_format: str, tokens: int = 64, *, biased: bool = Tru
     return replace(found, weight_format=name)
 
 
-@pytest.mark.parametrize("name, a_format, tile", CASES)
-def test_gemms(
-    name: str, a_format: str, tile: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_gemms(case: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     """FP8 wgmma with A in registers, 16-byte loads of codes, and bounded spills in the main loop.
 
     One stage of each tile, with another dtype of scales: registers follow from the tile.
     """
-    index = CASES.index(next(case for case in CASES if case.values == (name, a_format, tile)))
-    monkeypatch.setattr(hopper_launches, "packed", packed(name, SCALES[index % 3]))
+    name, a_format, tile, stage = CASES[case]
+    scales = SCALES[list(CASES).index(case) % 3]
+    monkeypatch.setattr(hopper_launches, "packed", packed(name, scales))
     config = heuristics.tiles(a_format == "bf16", name)[tile]
     launches = recorder.run(problem_of(name, a_format), config, has_bias=True)
     both = gemms(launches)
     assert len(both) == 2
     most = MOST_SPILLS_OF_16 if name == "nvfp4" else MOST_SPILLS
-    check_gemm_of_any_format(both[index % 2].compile(), tile, most, MOST_LOOP_SPILLS.get(tile, 8))
+    check_gemm_of_any_format(both[stage].compile(), tile, most, MOST_LOOP_SPILLS.get(tile, 8))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from mxpert.core.toolchain import toolchain
 from mxpert.moe.hopper import config as heuristics
 from mxpert.moe.hopper import tile_list as schedule
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
-from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel
+from support.aot import SHARED_MEMORY_LIMIT, TRITON_RELEASE, CompiledKernel, let_specialize
 from support.hopper_launches import Launch, Recorder, describe
 from support.pairwise import latin
 from support.sass import overwritten_operands, parse, register_operands, reused_barriers
@@ -457,13 +457,7 @@ def test_a_specialised_argument_is_caught(
     for shape in (MoEShape(64, 64, 4, 2), MoEShape(1024, 1024, 4, 2)):
         config = config_of("bf16", "decode16")
         launch = gemms(recorder.run(describe(shape, 5, "bf16"), config, has_bias=True))[1]
-        parameter = next(p for p in launch.kernel.params if p.name == "row_units")
-        monkeypatch.setattr(
-            parameter,
-            "__dict__",
-            parameter.__dict__
-            | {"do_not_specialize": False, "do_not_specialize_on_alignment": False},
-        )
+        let_specialize(monkeypatch, launch.kernel, "row_units")
         found.add(launch.binary)
     assert len(found) == 2
 
