@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test suite test-fast test-newest newest test-serving test-transformers test-outsider lint docs clean
+.PHONY: help demo test test-fast test-newest newest test-serving test-transformers test-outsider lint docs clean
 
 # The first Python >= 3.11; one that already has torch lends it to the environment.
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python3.14; do \
@@ -41,9 +41,7 @@ lint: $(VENV)/.tested  ## ruff (rules and format), mypy and the import contracts
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo >/dev/null || $(BIN)/lint-imports --no-logo
 
-test: lint suite  ## install the test extra, lint, run the whole suite; the last line is pytest's
-
-suite: $(VENV)/.tested
+test: lint  ## install the test extra, lint, run the whole suite; the last line is pytest's
 	@$(BIN)/python tests/run_suite.py $(PYTEST_ARGS) </dev/null
 
 # What a change breaks first: formats, routing, reference, checks, training, documents; then the
