@@ -40,6 +40,7 @@ OPTIONS = {
     "inspect": "--source --layer --json",
     "eval": "--text --format --context --max-tokens --batch --device --json --plot --bytes",
     "quantize": "--scale-rule --device --json",
+    "convert": "--container --json",
 }
 FLAGS = {"--dry-run", "--force", "--bytes"}
 
