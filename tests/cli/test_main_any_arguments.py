@@ -37,7 +37,7 @@ OPTIONS = {
         "--model --shape --tokens --format --time-budget --output --backend --commit --target "
         "--json --dry-run --force"
     ),
-    "inspect": "--source --layer --json",
+    "inspect": "--source --layer --weight-rounding --json",
     "eval": "--text --format --context --max-tokens --batch --device --json --plot --bytes",
     "quantize": "--scale-rule --device --json",
     "convert": "--container --json",
