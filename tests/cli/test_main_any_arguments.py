@@ -38,7 +38,10 @@ OPTIONS = {
         "--json --dry-run --force"
     ),
     "inspect": "--source --layer --weight-rounding --json",
-    "eval": "--text --format --context --max-tokens --batch --device --json --plot --bytes",
+    "eval": (
+        "--text --format --weight-format --context --max-tokens --batch --device --json --plot "
+        "--bytes"
+    ),
     "quantize": "--scale-rule --device --json",
     "convert": "--container --json",
 }
