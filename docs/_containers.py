@@ -89,7 +89,12 @@ def _code(example: str) -> str:
     return re.sub(r'"[\w.]+": "[\w.-]+"', lambda entry: f"`{entry[0]}`", example)
 
 
-TABLES = {"containers": served_table, "configs": config_table, "refused": unserved_table, "conversions": conversion_table}
+TABLES = {
+    "containers": served_table,
+    "configs": config_table,
+    "refused": unserved_table,
+    "conversions": conversion_table,
+}
 
 
 def with_tables(text: str) -> str:

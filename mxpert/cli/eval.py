@@ -47,7 +47,7 @@ EVAL_WEIGHTS = (*WEIGHT_NAMES, ROUNDED)
 NUM_BYTES = 256
 MAX_SIZE = 1 << 40
 MOST_LEVEL_NAMES = 6
-"""More names of formats stand upright below a plot."""
+"""More names of formats stand upright below a plot, and their legend beside it."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -315,8 +315,11 @@ def draw(path: Path, report: EvalReport, title: str) -> None:
         )
     left.axhline(0, color=INK, linewidth=0.8)
     left.margins(x=0.2)
+    place: dict[str, Any] = {}  # of the legend, as matplotlib takes it
     if len(report.formats) > MOST_LEVEL_NAMES:
         left.tick_params(axis="x", labelrotation=90)
+        drawing.set_figheight(1.6 * drawing.get_figheight())
+        place = {"loc": "upper left", "bbox_to_anchor": (1.02, 1), "fontsize": "small"}
     left.grid(axis="y")
     left.set(
         ylabel="loss − bf16's, nats per token (bars: 2 standard errors)",
@@ -325,5 +328,5 @@ def draw(path: Path, report: EvalReport, title: str) -> None:
     right.set(xlabel="MoE layer", ylabel="SQNR of the experts' output, dB")
     right.xaxis.get_major_locator().set_params(integer=True)
     right.grid()
-    right.legend()
+    right.legend(**place)
     save(drawing, path)
