@@ -65,11 +65,12 @@ _FIRST_TOKENS = (1, 16, 128, 256, 1024, 8192)
 
 @dataclass(frozen=True)
 class Cell:
-    """One model at one number of tokens under one routing."""
+    """One model at one number of tokens under one routing; weights: the experts' format."""
 
     model: Model
     tokens: int
     routing: str = "uniform"
+    weights: str = "mxfp4"
 
     @property
     def rotations(self) -> int:
@@ -87,7 +88,8 @@ class Cell:
         return [stage for stage in asked if not (self.is_reference and stage in GEMM_STAGES)]
 
     def __str__(self) -> str:
-        return f"{self.model.name} T={self.tokens} {self.routing}"
+        weights = "" if self.weights == "mxfp4" else f" {self.weights}"
+        return f"{self.model.name} T={self.tokens} {self.routing}{weights}"
 
 
 def tokens_of(model: Model) -> tuple[int, ...]:

@@ -22,6 +22,25 @@ from mxpert.moe.weights import MoEWeights
 
 _DTYPES = {"bf16": "bfloat16", "fp8_token": "float8e4m3"}
 _NUM_LOCKS = 2048
+_INT4 = {"quant_method": "humming", "b_dtype": "uint4", "bs_dtype": "bfloat16"}
+WEIGHT_CONFIGS: dict[str, dict[str, Any]] = {
+    "mxfp4": {"quant_method": "mxfp4"},
+    "mxfp8_e4m3": {
+        "quant_method": "humming",
+        "b_dtype": "float8e4m3",
+        "bs_dtype": "float8e8m0",
+        "weight_scale_group_size": 32,
+    },
+    "nvfp4": {
+        "quant_method": "humming",
+        "b_dtype": "float4e2m1",
+        "bs_dtype": "float8e4m3",
+        "weight_scale_group_size": 16,
+        "weight_scale_2_type": "tensor",
+    },
+    **{f"int4_g{size}": _INT4 | {"weight_scale_group_size": size} for size in (32, 64, 128)},
+}
+"""What Humming is told of weights in our formats. Codes and scales lie in memory as ours do."""
 _SWIGLU = (
     f"fminf(a, {ACTIVATION.limit}f) / (1.f + __expf(-{ACTIVATION.alpha}f * "
     f"fminf(a, {ACTIVATION.limit}f))) * "
@@ -94,7 +113,7 @@ class Compiler:
         """Arguments of one kernel; none where Humming refuses the shape."""
         schema = importlib.import_module("humming.schema")
         prepare = importlib.import_module("humming.transform").prepare_layer_config
-        weights = importlib.import_module("humming.schema.mxfp4").Mxfp4WeightSchema()
+        weights = schema.BaseWeightSchema.from_config(dict(WEIGHT_CONFIGS[cell.weights]))
         inputs = schema.BaseInputSchema.from_config(
             {"quant_method": "humming", "dtype": _DTYPES[activation]}
         )
@@ -152,14 +171,17 @@ class Projection:
                 shape_n=rows,
                 shape_k=depth,
                 num_experts=experts,
-                weight_config={"quant_method": "mxfp4"},
+                weight_config=dict(WEIGHT_CONFIGS[projection.format.name]),
                 input_config={"dtype": _DTYPES[activation]},
                 torch_dtype=torch.bfloat16,
                 **_padding_options(padding),
             )
         layer = layer.to(projection.device)
-        layer.weight.data.copy_(projection.qdata)
-        layer.weight_scale.data.copy_(projection.scale)
+        layer.weight.data.copy_(projection.qdata.view(layer.weight.dtype))
+        layer.weight_scale.data.copy_(projection.scale.view(layer.weight_scale.dtype))
+        factors = getattr(projection, "row_scale", None)
+        if factors is not None:  # one for all rows of an expert, as `random_weights` has them
+            layer.weight_scale_2.data.copy_(factors[:, 0])
         layer.transform()
         self.model, self.config, self.rows = model, layer.humming_config, rows
         names = ("weight", "weight_scale", "weight_scale_2", "zero_point", "bias")

@@ -16,10 +16,11 @@ from mxpert.core.registry import Resolution
 from mxpert.core.target import on_device
 from mxpert.errors import require
 from mxpert.formats.tensor import MXTensor
+from mxpert.formats.weight_tensor import WeightTensor
 from mxpert.moe.weights import GateUpOrder, MoEWeights
 from mxpert.routing.plan import RoutingPlan
 from mxpert.testing.numerics import relative_l2
-from mxpert.testing.problems import random_mxfp4
+from mxpert.testing.random_weights import random_weight
 
 Call = Callable[[], object]
 ACTIVATION = mxpert.SwiGLU()
@@ -30,16 +31,24 @@ SAMPLED_TOKENS = 4
 GEMM_KERNELS, SCHEDULE_KERNEL = "_moe_gemm_", "_moe_tile_schedule_"
 
 
-def random_weights(model: Model, device: torch.device) -> RunWeights:
+def random_weights(model: Model, device: torch.device, weight_format: str = "mxfp4") -> RunWeights:
     """Uniformly random codes; scales with a standard deviation of one binade, as trained weights
-    have. Gate, up and output are of order 1, where activations bend."""
+    have. Gate, up and output are of order 1, where activations bend. NVFP4 has one factor for all
+    rows of an expert, as peers read it."""
     generator = torch.Generator(device).manual_seed(0)
     gate_up, down = (
-        random_mxfp4(
-            (model.E, *size), rms=1.5 / size[-1] ** 0.5, scale_spread=1.0, generator=generator
+        random_weight(
+            (model.E, *size),
+            weight_format,
+            rms=1.5 / size[-1] ** 0.5,
+            scale_spread=1.0,
+            generator=generator,
         )
         for size in ((2 * model.F, model.H), (model.H, model.F))
     )
+    for each in (gate_up, down):
+        if isinstance(each, WeightTensor) and each.row_scale is not None:
+            each.row_scale.copy_(each.row_scale[:, :1].clone().expand_as(each.row_scale))
     return RunWeights.of(MoEWeights(gate_up, down, gate_up_order=GateUpOrder.INTERLEAVED), device)
 
 

@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -176,30 +177,72 @@ class MoEOps:
         return sorted_ids, expert_ids, used
 
 
+@dataclass(frozen=True)
+class MarlinFormat:
+    """Weights as Marlin's kernel takes them.
+
+    Args:
+        scalar: name of their type in `scalar_type.py`. bits: of a code. group: codes of a scale.
+        scales: dtype of the scales. has_factor: whether each expert has a float32 factor.
+    """
+
+    scalar: str
+    bits: int
+    group: int
+    scales: torch.dtype
+    has_factor: bool = False
+
+
+MARLIN_FORMATS = {
+    "mxfp4": MarlinFormat("float4_e2m1f", 4, 32, torch.float8_e8m0fnu),
+    "mxfp8_e4m3": MarlinFormat("float8_e4m3fn", 8, 32, torch.float8_e8m0fnu),
+    "nvfp4": MarlinFormat("float4_e2m1f", 4, 16, torch.float8_e4m3fn, has_factor=True),
+    **{
+        f"int4_g{group}": MarlinFormat("uint4b8", 4, group, torch.bfloat16)
+        for group in (32, 64, 128)
+    },
+}
+"""Our formats of weights in Marlin's words."""
+
+
 class Marlin(MoEOps):
     """Marlin: bf16 tensor cores, weighting inside the second GEMM. Its packed weights are random,
     since the packer is in another library; sizes are padded to 128, which it needs."""
 
     impl, activation, same_weights = "marlin", "bf16", False
 
-    def __init__(self, folder: Path, model: Model, device: torch.device) -> None:
+    def __init__(
+        self, folder: Path, model: Model, device: torch.device, weights: str = "mxfp4"
+    ) -> None:
         super().__init__(folder, model)
-        self.format = importlib.import_module("scalar_type").scalar_types.float4_e2m1f.id
+        self.stored = MARLIN_FORMATS[weights]
+        types = importlib.import_module("scalar_type").scalar_types
+        self.format = getattr(types, self.stored.scalar).id
         self.hidden, self.inner = (-(-size // 128) * 128 for size in (model.H, model.F))
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         self.locks = torch.zeros(4 * sms, dtype=torch.int32, device=device)
         self.gate_up = self._random(2 * self.inner, self.hidden, device)
         self.down = self._random(self.hidden, self.inner, device)
 
-    def _random(self, rows: int, depth: int, device: torch.device) -> tuple[Any, Any]:
-        experts = self.model.E
+    def _random(self, rows: int, depth: int, device: torch.device) -> tuple[Any, Any, Any]:
+        """Codes, scales, and factors of the experts or None."""
+        experts, stored = self.model.E, self.stored
         codes = torch.randint(
-            -(2**31), 2**31 - 1, (experts, depth // 16, 2 * rows), dtype=torch.int32, device=device
+            -(2**31),
+            2**31 - 1,
+            (experts, depth // 16, rows * stored.bits // 2),
+            dtype=torch.int32,
+            device=device,
         )
-        scales = torch.randint(
-            118, 124, (experts, depth // 32, rows), dtype=torch.uint8, device=device
-        )
-        return codes, scales.view(torch.float8_e8m0fnu)
+        shape = (experts, depth // stored.group, rows)
+        if stored.scales == torch.bfloat16:
+            scales = torch.rand(shape, dtype=torch.bfloat16, device=device) / 64 + 2.0**-9
+        else:  # bytes of powers of two around 1/64, or of e4m3 numbers around 1
+            lowest = 118 if stored.scales == torch.float8_e8m0fnu else 0x30
+            scales = torch.randint(lowest, lowest + 6, shape, dtype=torch.uint8, device=device)
+            scales = scales.view(stored.scales)
+        factors = torch.full((experts,), 2.0**-6, device=device) if stored.has_factor else None
+        return codes, scales, factors
 
     def _block(self, tokens: int) -> int:
         """The rule of the library that ships it."""
@@ -214,10 +257,10 @@ class Marlin(MoEOps):
         routed: tuple[torch.Tensor, ...],
         block: int,
     ) -> torch.Tensor:
-        codes, scales = self.gate_up if first else self.down
+        codes, scales, factors = self.gate_up if first else self.down
         weights, sorted_ids, expert_ids, used = routed
         return self.ops.moe_wna16_marlin_gemm(
-            *(rows, out, codes, None, scales, None, None, None, None, None, self.locks),
+            *(rows, out, codes, None, scales, None, factors, None, None, None, self.locks),
             *(sorted_ids, expert_ids, used, weights, block),
             *(self.model.k if first else 1, not first, self.format),
             *(rows.shape[0], out.shape[1], rows.shape[1]),
