@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mxpert.integrations.checkpoints.containers import CONTAINERS, UNSERVED
+from mxpert.integrations.checkpoints.written_containers import LOSSLESS, TARGETS
 
 PAGE = Path(__file__).with_name("which-checkpoints-run.md")
 _BESIDE_DENSE = "where other layers are dense"
@@ -74,12 +75,26 @@ def unserved_table() -> str:
     return "\n".join(lines)
 
 
+def conversion_table() -> str:
+    """What `mxpert convert` writes, and from which formats."""
+    lines = ["| `--container` | what is written | from |", "|---|---|---|"]
+    for name, target in TARGETS.items():
+        formats = ", ".join(dict.fromkeys(LOSSLESS[target.weight_format]))
+        lines.append(f"| `{name}` | {target.container} ({target.weight_format}) | {formats} |")
+    return "\n".join(lines)
+
+
 def _code(example: str) -> str:
     """Entries of a config as code; text that has code of its own stays."""
     return re.sub(r'"[\w.]+": "[\w.-]+"', lambda entry: f"`{entry[0]}`", example)
 
 
-TABLES = {"containers": served_table, "configs": config_table, "refused": unserved_table}
+TABLES = {
+    "containers": served_table,
+    "configs": config_table,
+    "refused": unserved_table,
+    "conversions": conversion_table,
+}
 
 
 def with_tables(text: str) -> str:

@@ -51,6 +51,7 @@ from .formats.spans import rebase
 from .formats.spec import ElementFormat, MXFormat, ScaleRule, ScaleSpan
 from .formats.tensor import Layout, MXTensor
 from .formats.token import TokenRows
+from .formats.weight_rounding import RoundingCertificate
 from .formats.weight_tensor import WeightFormat, WeightTensor
 from .grouped.op import grouped_gemm, grouped_wgrad
 from .integrations.on_import import watch
@@ -128,6 +129,7 @@ torch.serialization.add_safe_globals(
         MXFormat,
         MXTensor,
         MoEWeights,
+        RoundingCertificate,
         RoutingPlan,
         ScaleSpan,
         TokenRows,

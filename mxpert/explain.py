@@ -58,6 +58,9 @@ def explain(op: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> Ex
             message("explain", "arguments", f"those of {op.__name__}", f"others: {error}")
         ) from None
     explanation = explain_problem(describe(op, *args, **kwargs))
+    rounding = getattr(given.get("weights"), "rounding_certificates", None)
+    if rounding is not None:
+        explanation = replace(explanation, weights="; ".join(map(str, rounding)))
     ranks = given.get("expert_parallel")
     return explanation if ranks is None else replace(explanation, transport=ranks.explain())
 

@@ -100,8 +100,10 @@ class PreparedExperts(torch.nn.Module):
 
     def _hold(self, weights: MoEWeights) -> None:
         """Keep `weights`, and register them as buffers so that memory footprints count them."""
-        self.weights = weights
-        for name, tensor in _parts_of(weights).items():
+        self.weights, parts = weights, _parts_of(weights)
+        for name in self._buffers.keys() - parts.keys():
+            del self._buffers[name]  # of weights in another format
+        for name, tensor in parts.items():
             self.register_buffer(name, tensor, persistent=False)
 
     def forward(

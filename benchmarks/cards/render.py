@@ -25,7 +25,7 @@ from benchmarks.harness.tables import paragraphs, row_table
 from benchmarks.moe.cells import NAMED
 from benchmarks.moe.figures import speed_ups
 from benchmarks.moe.row_encoding import share_table
-from benchmarks.moe.weight_formats import means_table
+from benchmarks.moe.weight_format_tables import means_table
 
 REPORTS = {
     "moe.json": "moe.render",
@@ -33,6 +33,7 @@ REPORTS = {
     "models.json": "models.render",
     "serving.json": "serving.render",
     "expert_parallel.json": "ranks.render",
+    "weight_formats.json": "moe.weight_format_tables",
 }
 """JSON → the script that renders it."""
 RENDERERS = REPORTS | {
@@ -42,7 +43,6 @@ RENDERERS = REPORTS | {
     "row_encoding.json": "moe.row_encoding",
     "few_tokens.json": "moe.few_tokens",
     "options.json": "grouped.options",
-    "weight_formats.json": "moe.weight_formats",
 }
 """Also those that render with --render what they have measured."""
 PAGES = {

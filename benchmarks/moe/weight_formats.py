@@ -19,7 +19,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -28,11 +27,9 @@ from benchmarks import ROOT
 from benchmarks.harness.document import Document, Row
 from benchmarks.harness.faults import describe
 from benchmarks.harness.script import Script, machine, parse_list, parse_tokens, within
-from benchmarks.harness.tables import closing, conditions, page, paragraphs, pivot
 from benchmarks.harness.timing import measure_ceilings
 from benchmarks.moe import warm_up
-from benchmarks.moe.cells import WIDTHS, Cell, Model, mean_hit, named, random_inputs, tiny
-from benchmarks.moe.figures import token_columns
+from benchmarks.moe.cells import Cell, Model, mean_hit, named, random_inputs, tiny
 from benchmarks.moe.ours import Ours, Truth
 from benchmarks.moe.peers import Call, Marlin, Peer, add_to_path
 from benchmarks.moe.protocol import DATA, LEAST_REPEATS, WARMUP, idle_seconds
@@ -53,8 +50,6 @@ REPEATS = 12
 FEW_REPEATS_FROM = 8192
 COMPILE_SECONDS = 120.0
 """How long the first cell waits for our kernels, and each for Humming's."""
-_REASON = 240
-"""Characters of a peer's error in the tables; the JSON has more."""
 PEERS = {"marlin": ("bf16",), "humming": ("bf16", "fp8_token")}
 PROTOCOL = {
     "data": DATA,
@@ -316,69 +311,6 @@ def start_peer_compiler(
         run.compiler = describe(error)
 
 
-# --- tables -------------------------------------------------------------------------------------
-
-
-def best_peer(rows: Sequence[Row], mine: Row) -> Row | None:
-    """The fastest peer in the same cell with activations of the same width."""
-    cell = "model", "T", "weights"
-    peers = [
-        row
-        for row in rows
-        if row["impl"] != "mxpert"
-        and all(row[name] == mine[name] for name in cell)
-        and WIDTHS[row["activation"]] == WIDTHS[mine["activation"]]
-    ]
-    return min(peers, key=lambda row: row["us"], default=None)
-
-
-def format_table(rows: Sequence[Row], weights: str) -> str:
-    """Model and activation by T: µs of the layer, and the best peer's time over it."""
-    chosen = [row for row in rows if row["weights"] == weights]
-    cells = {}
-    for row in (each for each in chosen if each["impl"] == "mxpert"):
-        peer = best_peer(rows, row)
-        ratio = f" ({peer['us'] / row['us']:.2f}×)" if peer else ""
-        line = f"{row['model']} {WIDTHS[row['activation']]}"
-        cells[line, f"T = {row['T']}"] = f"{row['us']:.0f}{ratio}"
-    columns = token_columns(row["T"] for row in chosen)
-    return pivot(f"{weights}: layer, µs (speed-up over the best peer)", cells, columns)
-
-
-def means_table(rows: Sequence[Row]) -> str:
-    """Geometric means over the models of the best peer's time over ours."""
-    found: dict[tuple[str, str], list[float]] = {}
-    for row in (each for each in rows if each["impl"] == "mxpert"):
-        peer = best_peer(rows, row)
-        if peer is not None:
-            line = f"{row['weights']}, {WIDTHS[row['activation']]}"
-            found.setdefault((line, f"T = {row['T']}"), []).append(peer["us"] / row["us"])
-    cells = {key: f"{geometric_mean(values):.2f}" for key, values in found.items()}
-    return pivot("best peer's time / ours", cells, token_columns(row["T"] for row in rows))
-
-
-def markdown(document: Row) -> str:
-    """Means, a table a format, the protocol, what is missing."""
-    rows, meta = document["rows"], document["meta"]
-    present = [each for each in FORMATS if any(row["weights"] == each for row in rows)]
-    return page(
-        "# Layers by the format of their weights",
-        conditions(meta),
-        means_table(rows),
-        paragraphs(*(format_table(rows, each) for each in present)),
-        closing(meta | {"failures": reasons(meta["failures"])}),
-    )
-
-
-def reasons(failures: Sequence[Row]) -> dict[str, str]:
-    """Why an implementation has no rows, once for all cells of a format."""
-    found: dict[str, str] = {}
-    for each in failures:
-        line = f"{each['impl']} {each['activation']}, {each['weights']} weights"
-        found.setdefault(line, each["error"][:_REASON])
-    return found
-
-
 # --- command line -------------------------------------------------------------------------------
 
 
@@ -438,23 +370,12 @@ def execute(
     if hasattr(run.compiler, "stop"):
         run.compiler.stop()
     run.save()
-    if not run.dry:
-        SCRIPT.write_tables(run.path, json.loads(run.path.read_text("utf-8")))
     seconds = time.monotonic() - options.began
     print(f"wrote {run.path}: {len(run.rows)} rows, {len(run.left)} groups left, {seconds:.0f} s")
     return 1 if run.failures else 0
 
 
-SCRIPT = Script(
-    "weight_formats",
-    __doc__,
-    execute,
-    prepare,
-    add_options,
-    limit=240.0,
-    resumes=True,
-    markdown=markdown,
-)
+SCRIPT = Script("weight_formats", __doc__, execute, prepare, add_options, limit=240.0, resumes=True)
 main = SCRIPT.main
 
 

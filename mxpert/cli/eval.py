@@ -14,9 +14,24 @@ from ..errors import message, require, require_device
 from ..integrations.checkpoints.hub import local_checkpoint
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE
 from ..integrations.models.convert import restore
-from ..integrations.models.evaluation import DEFAULT_FORMATS, EvalReport, evaluate
+from ..integrations.models.evaluation import (
+    DEFAULT_FORMATS,
+    DEFAULT_WEIGHTS,
+    ROUNDED,
+    EvalReport,
+    evaluate,
+)
 from .main import missing_package, quiet_imports
-from .options import FORMATS_HELP, JsonFile, check_checkpoint, check_target, parse_formats, reading
+from .options import (
+    FORMATS_HELP,
+    WEIGHT_NAMES,
+    JsonFile,
+    check_checkpoint,
+    check_target,
+    parse_choices,
+    parse_formats,
+    reading,
+)
 from .plots import INK, NO_LINE, figure, has_matplotlib, line_style, save, styled
 from .report import (
     Column,
@@ -28,8 +43,11 @@ from .report import (
     write_report,
 )
 
+EVAL_WEIGHTS = (*WEIGHT_NAMES, ROUNDED)
 NUM_BYTES = 256
 MAX_SIZE = 1 << 40
+MOST_LEVEL_NAMES = 6
+"""More names of formats stand upright below a plot, and their legend beside it."""
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -61,6 +79,15 @@ def evaluate_checkpoint(
             help=f"{FORMATS_HELP} The unquantised model is always there to compare with.",
         ),
     ] = ",".join(DEFAULT_FORMATS),
+    weight_formats: Annotated[
+        str,
+        typer.Option(
+            "--weight-format",
+            "--weight-formats",
+            help=f"Formats of the experts, comma-separated, each with every format of activations: "
+            f"{', '.join(EVAL_WEIGHTS)}. The last one is NVFP4 rounded to one e4m3 a weight.",
+        ),
+    ] = ",".join(DEFAULT_WEIGHTS),
     context: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
     max_tokens: Annotated[
         int, typer.Option(min=2, max=MAX_SIZE, help="Read at most so many tokens of the text.")
@@ -84,7 +111,8 @@ def evaluate_checkpoint(
     """Compare loss and perplexity of a checkpoint in bf16, a16w4, a8w4 and a4w4 on one text.
 
     'Δ loss' is the loss minus bf16's on the same windows, with its standard error. Where it is
-    below twice that error, the format is as good as bf16 on this text. 'SQNR' is the ratio of
+    below twice that error, the format is as good as bf16 on this text. 'bf16xnvfp4' are bf16
+    activations with NVFP4 experts. 'SQNR' is the ratio of
     signal to quantisation noise in the worst layer. For an MXFP4 checkpoint 'bf16' means the
     dequantised weights. The table goes to standard output; files are written for --json and --plot
     only.
@@ -92,9 +120,11 @@ def evaluate_checkpoint(
     Examples:
         mxpert eval ./mixtral-bf16 --text wiki.txt
         mxpert eval ./gpt-oss-20b --text wiki.txt --format a8w4,a4w4
+        mxpert eval ./mixtral-bf16 --text wiki.txt --format a16w4 --weight-format nvfp4,int4_g32
         mxpert eval ./mixtral-bf16 --text wiki.txt --json eval.json --plot eval.png
     """
     names = parse_formats(formats, "eval", "--format")
+    weights = parse_choices(weight_formats, EVAL_WEIGHTS, "eval", "--weight-format")
     check_target(json_to, "eval")
     _check_files(text, plot)
     folder = local_checkpoint(checkpoint, "eval")
@@ -112,6 +142,7 @@ def evaluate_checkpoint(
             model.to(target),
             ids.to(target),
             formats=names,
+            weight_formats=weights,
             context=context,
             batch=batch,
             on_progress=advance,
@@ -284,6 +315,11 @@ def draw(path: Path, report: EvalReport, title: str) -> None:
         )
     left.axhline(0, color=INK, linewidth=0.8)
     left.margins(x=0.2)
+    place: dict[str, Any] = {}  # of the legend, as matplotlib takes it
+    if len(report.formats) > MOST_LEVEL_NAMES:
+        left.tick_params(axis="x", labelrotation=90)
+        drawing.set_figheight(1.6 * drawing.get_figheight())
+        place = {"loc": "upper left", "bbox_to_anchor": (1.02, 1), "fontsize": "small"}
     left.grid(axis="y")
     left.set(
         ylabel="loss − bf16's, nats per token (bars: 2 standard errors)",
@@ -292,5 +328,5 @@ def draw(path: Path, report: EvalReport, title: str) -> None:
     right.set(xlabel="MoE layer", ylabel="SQNR of the experts' output, dB")
     right.xaxis.get_major_locator().set_params(integer=True)
     right.grid()
-    right.legend()
+    right.legend(**place)
     save(drawing, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from ..integrations.checkpoints.inspect import ProjectionStatistics, inspect_checkpoint
 from ..integrations.module_paths import short_names
-from .options import JsonFile, check_target
+from .options import JsonFile, check_rounding, check_target
 from .quantize import short_name
 from .report import (
     Column,
@@ -40,6 +41,14 @@ def inspect(
         typer.Option(help="The bf16 checkpoint that it came from: adds the SQNR to it."),
     ] = None,
     layer: Annotated[int | None, typer.Option(help="Only this decoder layer.")] = None,
+    weight_rounding: Annotated[
+        str | None,
+        typer.Option(
+            metavar="e4m3",
+            help="Measure what rounding NVFP4 to one e4m3 a weight would cost.",
+            show_default=False,
+        ),
+    ] = None,
     json_to: JsonFile = None,
 ) -> None:
     """Show container, scale histograms, exact-fold certificates and, with a source, the SQNR.
@@ -48,8 +57,9 @@ def inspect(
     where the scales of each row of MXFP4 lie within 15 binades: the codes then become FP8 without
     rounding. Otherwise it counts the blocks that do not fold. 'span' is the widest row, in binades.
     'casts' counts the experts of an NVFP4 checkpoint that hold MXFP4 values: a layer whose experts
-    all do loads as MXFP4, another one as NVFP4. The table goes to standard output; a file is
-    written for --json only.
+    all do loads as MXFP4, another one as NVFP4. 'e4m3 dB' is the signal to noise of NVFP4 weights
+    that are rounded to one e4m3 each, as load_expert_weights does on request alone. The table goes
+    to standard output; a file is written for --json only.
 
     Examples:
         mxpert inspect ./gpt-oss-20b --layer 0
@@ -57,7 +67,13 @@ def inspect(
     """
     check_target(json_to, "inspect")
     with progress(make_console(stderr=True), "inspect") as advance:
-        found = inspect_checkpoint(path, source=source, layer=layer, on_progress=advance)
+        found = inspect_checkpoint(
+            path,
+            source=source,
+            layer=layer,
+            weight_rounding=check_rounding(weight_rounding, "inspect"),
+            on_progress=advance,
+        )
     columns, rows = _cells(found, with_source=source is not None)
     print_table(
         result_console(json_to),
@@ -111,6 +127,7 @@ def _cells(
     """Columns and rows; some columns only where there is something to say."""
     has_nan = any(entry.nan_scales for entry in found)
     has_casts = any(entry.experts_cast is not None for entry in found)
+    has_rounding = any(entry.rounding_snr_db is not None for entry in found)
     has_formats = len({entry.weight_format for entry in found}) > 1
     columns = [
         Column("tensor"),
@@ -124,6 +141,7 @@ def _cells(
         *([Column("NaN")] if has_nan else []),
         Column("folds"),
         Column("span", 3),
+        *([Column("e4m3 dB")] if has_rounding else []),
         *([Column("SQNR dB")] if with_source else []),
     ]
     rows = []
@@ -143,6 +161,7 @@ def _cells(
                 *([str(entry.nan_scales)] if has_nan else []),
                 _folds(entry),
                 "–" if entry.widest_span is None else str(entry.widest_span),
+                *([_rounding(entry)] if has_rounding else []),
                 *([_sqnr(entry)] if with_source else []),
             ]
         )
@@ -157,6 +176,11 @@ def _folds(entry: ProjectionStatistics) -> str:
     if entry.blocks_outside is None:
         return "no MXFP4"
     return "exactly" if entry.exact_fold else f"not {entry.blocks_outside}"
+
+
+def _rounding(entry: ProjectionStatistics) -> str:
+    snr = entry.rounding_snr_db
+    return "–" if snr is None else f"{snr:.2f}" if math.isfinite(snr) else "exact"
 
 
 def _sqnr(entry: ProjectionStatistics) -> str:

@@ -51,6 +51,9 @@ COMMANDS = {
         "doctor.command", "doctor", "Say what works on this machine, what does not, and why."
     ),
     "quantize": _Lazy("quantize", "quantize", "Quantise the experts of a bf16 MoE checkpoint."),
+    "convert": _Lazy(
+        "convert", "convert", "Write quantised experts in another container, bit for bit."
+    ),
     "inspect": _Lazy("inspect", "inspect", "Show MX statistics of a checkpoint or a tensor."),
     "eval": _Lazy(
         "eval",
@@ -277,6 +280,7 @@ def main(
         mxpert bench --model gpt-oss-120b --tokens 1,64,1024
         mxpert tune --model gpt-oss-120b --time-budget 300
         mxpert quantize ./mixtral-bf16 ./mixtral-mxfp4
+        mxpert convert ./mixtral-mxfp4 ./mixtral-ct --container mxfp4-pack-quantized
         mxpert inspect ./mixtral-mxfp4
         mxpert eval ./mixtral-bf16 --text wiki.txt
     """

@@ -15,6 +15,7 @@ from ..core.backend import BACKENDS
 from ..core.files import is_file, kind_of_file, short
 from ..core.problem import SHORT_NAMES, OwnFormat, parse_activation_format
 from ..errors import UnsupportedError, message, require
+from ..formats.weight_rounding import WeightRounding
 from ..formats.weight_tensor import WeightFormatName
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, CheckpointReader, read_json
 from ..routing.plan import TOKEN_MASK
@@ -110,6 +111,19 @@ def check_weight_format(name: str, command: str) -> WeightFormatName:
     need = f"one of {', '.join(WEIGHT_NAMES)}"
     require(name in WEIGHT_NAMES, command, "--weight-format", need=need, got=short(name))
     return cast("WeightFormatName", name)
+
+
+def check_rounding(name: str | None, command: str) -> WeightRounding | None:
+    """Return the name of a --weight-rounding; refuse an unknown one.
+
+    >>> check_rounding("e4m3", "inspect")
+    'e4m3'
+    """
+    known = get_args(WeightRounding)
+    need = f"one of {', '.join(known)}"
+    fits = name is None or name in known
+    require(fits, command, "--weight-rounding", need=need, got=short(str(name)))
+    return cast("WeightRounding | None", name)
 
 
 def check_backend(backend: str | None, command: str) -> None:

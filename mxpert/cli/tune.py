@@ -31,13 +31,16 @@ from ..core.tables import (
 from ..core.target import detect_target
 from ..core.toolchain import toolchain
 from ..errors import UnsupportedError, message, require
+from ..formats.weight_tensor import parse_weight_format
 from ..testing.timing import read_bandwidth
 from .options import (
     DEFAULT_FORMATS,
     Formats,
     JsonFile,
     ListModels,
+    WeightFormat,
     check_target,
+    check_weight_format,
     open_folder,
     parse_formats,
     parse_numbers,
@@ -176,7 +179,8 @@ def choose_any(cell: AnyCell, target: Target, backend: str | None) -> Choice[Any
     """The kernel that would serve a cell on a target."""
     if isinstance(cell, GroupedCell):
         return cell.choose(target, backend)
-    return choose(cell, target, layouts_for(target.arch), backend)
+    held = parse_weight_format(cell.weight_format, "tune").name
+    return choose(cell, target, layouts_for(target.arch, held), backend)
 
 
 def invalid_any(row: AnyRow, target: Target) -> str | None:
@@ -391,6 +395,7 @@ def tune(
         help="Token counts, comma-separated. Default: the powers of two up to 8192.",
     ),
     formats: Formats = DEFAULT_FORMATS,
+    weight_format: WeightFormat = "mxfp4",
     grouped: Grouped = None,
     rows: RowCounts = DEFAULT_ROWS,
     operands: OperandNames = "mxfp8",
@@ -414,8 +419,9 @@ def tune(
 ) -> None:
     """Search the tiles that are fastest on this GPU.
 
-    A cell is one format, one layer shape and one token count, or one of the three grouped GEMMs of
-    a training layer with one number of rows. For each cell every config of the
+    A cell is one format of activations and one of weights, one layer shape and one token count, or
+    one of the three grouped GEMMs of a training layer with one number of rows. A row serves layers
+    with its own formats alone. For each cell every config of the
     kernel that serves it is compared with the float64 reference; a wrong config is reported and
     never wins. The right ones take turns being timed with a cold L2 cache. The heuristic's choice
     stays unless another config is faster by more than the spread of the two.
@@ -427,6 +433,7 @@ def tune(
     Examples:
         mxpert tune --model gpt-oss-120b --time-budget 300
         mxpert tune --shape 64,8,2048,1024 --tokens 1,16,256 --format a16w4
+        mxpert tune --model qwen3-235b --weight-format nvfp4
         mxpert tune --grouped 32,4096,7168 --rows 65536 --operands mxfp8,bf16
         mxpert tune --dry-run --target nvidia-h200
     """
@@ -435,7 +442,8 @@ def tune(
     check_target(json_to, "tune")
     _check_search(backend, time_budget)
     models = list(model or ([] if shape or grouped else ["gpt-oss-120b"]))
-    cells: list[AnyCell] = [*make_cells(models, list(shape or []), counts, names)]
+    held = check_weight_format(weight_format, "tune")
+    cells: list[AnyCell] = [*make_cells(models, list(shape or []), counts, names, held)]
     row_counts = parse_numbers(rows, "tune", "--rows")
     cells += make_grouped_cells(grouped or [], row_counts, operands)
     here, console = _named_target(target, dry), make_console(stderr=True)

@@ -10,28 +10,20 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
 from ..core.backend import BACKENDS, layouts_for
 from ..core.kernel import AnyKernel
-from ..core.problem import (
-    GroupedProblem,
-    MoEConfig,
-    MoEOptions,
-    MoEProblem,
-    Op,
-    OwnFormat,
-    Target,
-    parse_activation_format,
-)
+from ..core.problem import GroupedProblem, MoEConfig, MoEOptions, MoEProblem, Op, OwnFormat, Target
 from ..core.registry import config_exists, explain_problem, override
 from ..core.stage_configs import StageConfig
-from ..core.tables import Source, TunedRow, row_key, table_name
+from ..core.tables import FORMATS, Source, TunedRow, row_key, table_name
 from ..errors import UnsupportedError, message, require
-from ..formats.spec import MX_BLOCK_SIZE
+from ..formats.spec import MX_BLOCK_SIZE, MXFP4
 from ..formats.tensor import Layout
+from ..formats.weight_tensor import WeightFormatName, parse_weight_format
 from ..moe.inputs import FusedMoEInputs
 from ..moe.op import fused_moe
 from ..moe.weights import MoEWeights
@@ -59,17 +51,21 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem to tune: a layer shape, a token count and a format. model: its displayed name."""
+    """One problem to tune: a layer shape, a token count and formats. model: its displayed name."""
 
     model: str
     shape: MoEShape
     num_tokens: int
     activation_format: OwnFormat
+    weight_format: WeightFormatName = "mxfp4"
 
     @property
     def name(self) -> str:
-        """As "gpt-oss-120b T=64 a16w4"."""
-        return f"{self.model} T={self.num_tokens} {FORMAT_NAMES[self.activation_format]}"
+        """As "gpt-oss-120b T=64 a16w4", with other weights "… bf16xnvfp4"."""
+        shown = FORMAT_NAMES[self.activation_format]
+        if self.weight_format != MXFP4.name:
+            shown = f"{self.activation_format}x{self.weight_format}"
+        return f"{self.model} T={self.num_tokens} {shown}"
 
     @property
     def batch_size(self) -> int:
@@ -78,7 +74,7 @@ class Cell:
 
     def operands(self, device: torch.device) -> RunWeights:
         """Random weights, which cells of one shape share."""
-        return RunWeights.random(self.shape, device)
+        return RunWeights.random(self.shape, device, self.weight_format)
 
     def trial(
         self, operands: RunWeights, target: Target, backend: str | None
@@ -102,6 +98,7 @@ class Cell:
             shape.intermediate_size,
             MoEOptions(shape.activation, self.activation_format),
             layout,
+            weight_format=parse_weight_format(self.weight_format, "tune").name,
         )
 
 
@@ -181,10 +178,11 @@ def invalid_row(row: TunedRow, target: Target) -> str | None:
     part of it for the row's routing unit.
     """
     shape = MoEShape(row.hidden_size, row.intermediate_size, row.num_experts, row.top_k)
-    activation_format = parse_activation_format(row.formats.removesuffix("xmxfp4"), "tune")
-    cell = Cell(row.place, shape, row.num_tokens, activation_format)
+    activation_format, weight_format = FORMATS[row.formats]
+    held = cast("WeightFormatName", weight_format)
+    cell = Cell(row.place, shape, row.num_tokens, activation_format, held)
     try:
-        choice = choose(cell, target, layouts_for(target.arch), row.backend)
+        choice = choose(cell, target, layouts_for(target.arch, weight_format), row.backend)
     except (UnsupportedError, ValueError) as error:
         return f"{row.place}: {error}"
     if config_exists(choice.problem, row):
@@ -217,6 +215,7 @@ def make_cells(
     shapes: Iterable[str],
     tokens: Sequence[int],
     formats: Sequence[OwnFormat],
+    weight_format: WeightFormatName = "mxfp4",
 ) -> list[Cell]:
     """All cells without duplicates, ordered by shape so that each shape's weights are made once."""
     named = [(name, MODEL_SHAPES[check_model(name, "tune")]) for name in models]
@@ -230,10 +229,15 @@ def make_cells(
             got=max(tokens),
             need=f"T · k of at most {TOKEN_MASK}",
         )
-        sizes = (shape.num_experts, shape.top_k, shape.hidden_size, shape.intermediate_size)
+        widths = [shape.hidden_size, shape.intermediate_size]
+        group = getattr(parse_weight_format(weight_format, "tune"), "group_size", MX_BLOCK_SIZE)
+        need = f"H and F in multiples of {group} on {name}"
+        fits = all(width % group == 0 for width in widths)
+        require(fits, "tune", "--weight-format", need=need, got=f"{widths} with {weight_format}")
+        sizes = (shape.num_experts, shape.top_k, *widths)
         for activation_format in formats:
             for count in tokens:
-                cell = Cell(name, shape, count, activation_format)
+                cell = Cell(name, shape, count, activation_format, weight_format)
                 cells.setdefault((*sizes, activation_format, count), cell)
     return list(cells.values())
 

@@ -117,12 +117,14 @@ class Explanation:
         resolution: the chosen kernel and config.
         rejected: backends that cannot serve the problem, each with its reason.
         transport: with `expert_parallel`: how tokens travel, and why.
+        weights: what was done to the weights' values, where they were rounded on request.
     """
 
     problem: Problem
     resolution: Resolution
     rejected: tuple[tuple[str, str], ...]
     transport: str = ""
+    weights: str = ""
 
     @property
     def status(self) -> str:
@@ -142,6 +144,8 @@ class Explanation:
         ]
         if formats := getattr(self.problem, "formats", ""):
             lines.insert(1, f"  formats: {formats}")
+        if self.weights:
+            lines.insert(2, f"  weights: {self.weights}")
         mode = getattr(chosen.kernel, "mode", None)
         if mode is not None and (text := mode(self.problem)):
             lines.append(f"  mode:    {text}")

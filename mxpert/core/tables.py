@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ..errors import message, require
+from ..formats.spec import MXFP4, MXFP8_E4M3
+from ..formats.weight_tensor import WEIGHT_FORMATS
 from .environment import cache_directory
 from .files import JSONReader, is_file, parse_json, write_atomically
 from .problem import (
@@ -33,10 +35,16 @@ from .problem import (
     MoEConfig,
     MoEProblem,
     Op,
+    OwnFormat,
     Target,
 )
 
-FORMATS = tuple(f"{name}xmxfp4" for name in ACTIVATION_FORMATS)
+FORMATS: dict[str, tuple[OwnFormat, str]] = {
+    f"{activation}x{weight}": (activation, weight)
+    for weight in (MXFP4.name, MXFP8_E4M3.name, *WEIGHT_FORMATS)
+    for activation in ACTIVATION_FORMATS
+}
+"""Formats of activations and weights of a layer, by the name that rows have."""
 _MXFP8 = ("mxfp8_e4m3", "mxfp8_e5m2")
 GROUPED_FORMATS = {
     f"{a}x{b}": (a, b) for a, b in (("bf16", "bf16"), *itertools.product(_MXFP8, _MXFP8))

@@ -35,6 +35,7 @@ from .spec import (
 from .tensor import Layout, MXTensor
 from .token import FP8_TOKEN, TokenRows, quantize_token_rows
 from .weight_quantize import quantize_weight
+from .weight_rounding import RoundingCertificate, round_to_e4m3
 from .weight_tensor import INT4_G32, INT4_G64, INT4_G128, NVFP4, WeightFormat, WeightTensor
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "Layout",
     "MXFormat",
     "MXTensor",
+    "RoundingCertificate",
     "ScaleRule",
     "ScaleSpan",
     "TokenRows",
@@ -79,6 +81,7 @@ __all__ = [
     "quantize_token_rows",
     "quantize_weight",
     "rebase",
+    "round_to_e4m3",
     "unfold",
     "unpack_codes",
 ]

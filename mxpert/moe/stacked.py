@@ -62,10 +62,17 @@ def quantize_stacked(
 
 
 def quantize_experts(
-    weight: torch.Tensor, format: WeightFormat, device: torch.device
+    weight: torch.Tensor,
+    format: WeightFormat,
+    device: torch.device,
+    *,
+    transposed: bool = False,
+    experts: Sequence[int] | None = None,
 ) -> WeightTensor:
-    """Quantise stacked weights [E, N, K] to NVFP4 or INT4, an expert at a time."""
-    parts = [quantize_weight(expert.to(device), format) for expert in weight.detach()]
+    """Quantise stacked weights to NVFP4 or INT4, an expert at a time; as `quantize_stacked`."""
+    rows = weight.detach().transpose(1, 2) if transposed else weight.detach()
+    chosen = range(len(rows)) if experts is None else experts
+    parts = [quantize_weight(rows[each].to(device).contiguous(), format) for each in chosen]
     tensors = (
         None if getattr(parts[0], name) is None else torch.stack([getattr(p, name) for p in parts])
         for name in ("qdata", "scale", "zero_point", "row_scale")

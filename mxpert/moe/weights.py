@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,8 @@ from ..formats.gate_up import interleaved_rows as interleaved_rows
 from ..formats.layouts import WeightLayout
 from ..formats.spec import MX_BLOCK_SIZE
 from ..formats.tensor import Aggregate, Layout, LayoutLike, MXTensor
-from ..formats.weight_tensor import WeightLike
+from ..formats.weight_rounding import RoundingCertificate, WeightRounding, round_to_e4m3
+from ..formats.weight_tensor import NVFP4, WeightLike, WeightTensor
 from . import prepared_weights, weights_state
 
 _OP = "MoEWeights"
@@ -45,6 +46,7 @@ class MoEWeights(
         gate_up_order: the order of gate and up rows, or its name; None without a gate.
         fold_certificates: set by `prepare`: whether each projection folds into e4m3 exactly.
         source_order: set by `prepare`: the order before it rearranged the rows.
+        rounding_certificates: set by `round_weights`: what it has cost each projection.
 
     `qdata` and `scale` may be strided views into padded storage; kernels never read outside of the
     logical shape.
@@ -73,6 +75,7 @@ class MoEWeights(
     gate_up_order: GateUpOrder | None = None
     fold_certificates: tuple[FoldCertificate, FoldCertificate] | None = None
     source_order: GateUpOrder | None = None
+    rounding_certificates: tuple[RoundingCertificate, RoundingCertificate] | None = None
 
     if TYPE_CHECKING:  # the fields as callers may pass them
 
@@ -85,6 +88,7 @@ class MoEWeights(
             gate_up_order: GateUpOrderLike | None = ...,
             fold_certificates: tuple[FoldCertificate, FoldCertificate] | None = ...,
             source_order: GateUpOrder | None = ...,
+            rounding_certificates: tuple[RoundingCertificate, RoundingCertificate] | None = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -98,6 +102,10 @@ class MoEWeights(
             object.__setattr__(self, "source_order", source)
         self._check_layout()
         self._check_sizes()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        is_state = isinstance(state, dict)  # of earlier versions: nothing was rounded
+        super().__setstate__({"rounding_certificates": None, **state} if is_state else state)
 
     def _check_layout(self) -> None:
         down, order = self.down_proj.layout, self.gate_up_order
@@ -204,8 +212,14 @@ class MoEWeights(
             f"intermediate_size={self.intermediate_size},\n"
             f"           weight_format='{self.weight_format}', gate_up_order={order}, "
             f"layout={self.layout.name}, biases={biases},\n"
+            f"{self._rounding}"
             f"           device='{self.device}', nbytes={self.nbytes})"
         )
+
+    @property
+    def _rounding(self) -> str:
+        found = self.rounding_certificates
+        return "" if found is None else f"           rounded: {found[0]}; {found[1]},\n"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -333,8 +347,8 @@ class MoEWeights(
         remedy = "MoEWeights.from_state_dict makes new weights"
         prepared_weights.check_holds_data(self.device, op, "weights.device", remedy)
         weights_state.copy_into(self.state_dict(), new.state_dict(), op)
-        certificates = new.to(self.device).fold_certificates
-        self.__dict__.update(fold_certificates=certificates, source_order=new.source_order)
+        facts = {name: getattr(new, name) for name in ("source_order", "rounding_certificates")}
+        self.__dict__.update(fold_certificates=new.to(self.device).fold_certificates, **facts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write these weights, prepared or not, to one safetensors file.
@@ -387,6 +401,47 @@ class MoEWeights(
         device = require_device(device, op)
         state = weights_state.read(path, op, copy=device.type == "cpu" and not mmap)
         return cls._from_state(state, op).to(device)
+
+    def round_weights(self, weight_rounding: WeightRounding = "e4m3") -> MoEWeights:
+        """Return NVFP4 weights rounded to MXFP8, one e4m3 number each; nothing does so by default.
+
+        8-bit matrix units then multiply a weight once, where they need two products for an exact
+        NVFP4 weight; MXFP8 has 8.25 bits a weight instead of 4.5, which decoding pays for.
+        `rounding_certificates` says what it has cost; `mxpert.formats.round_to_e4m3` has the
+        formula.
+
+        Args:
+            weight_rounding: "e4m3".
+
+        Returns:
+            MoEWeights in MXFP8, on the same device.
+
+        Raises:
+            ValueError: another name, another format than NVFP4, or prepared weights.
+
+        Example:
+            >>> import mxpert
+            >>> weights = mxpert.quantize_weights(torch.randn(4, 64, 32), torch.randn(4, 32, 32),
+            ...                                   gate_up_order="concatenated",
+            ...                                   weight_format="nvfp4")
+            >>> rounded = weights.round_weights("e4m3")
+            >>> rounded.weight_format, rounded.rounding_certificates[0].snr_db > 29
+            ('mxfp8_e4m3', True)
+        """
+        op, got = "round_weights", self.weight_format
+        require(weight_rounding == "e4m3", op, "weight_rounding", need="e4m3", got=weight_rounding)
+        remedy = "other formats are multiplied exactly with 8 bits a weight"
+        require(got == NVFP4.name, op, "weights", need=NVFP4.name, got=got, remedy=remedy)
+        gate_up, down = self.gate_up_proj, self.down_proj
+        assert isinstance(gate_up, WeightTensor)  # for the type checker: NVFP4
+        assert isinstance(down, WeightTensor)  # for the type checker: as above
+        first, second = round_to_e4m3(gate_up), round_to_e4m3(down)
+        return replace(
+            self,
+            gate_up_proj=first[0],
+            down_proj=second[0],
+            rounding_certificates=(first[1], second[1]),
+        )
 
     def prepare(
         self, *, device: torch.device | str, layout: LayoutLike | None = None

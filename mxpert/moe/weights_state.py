@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,12 @@ import safetensors
 import safetensors.torch
 import torch
 
-from ..core.files import is_file, parse_json, write_atomically
+from ..core.files import JSONReader, is_file, parse_json, write_atomically
 from ..errors import Checks, message, require, require_tensor
 from ..formats.folding import FoldCertificate
 from ..formats.spec import FORMATS, MXFP4, MXFP8_E4M3
 from ..formats.tensor import Layout, MXTensor
+from ..formats.weight_rounding import RoundingCertificate
 from ..formats.weight_tensor import WEIGHT_FORMATS, WeightLike, WeightTensor
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ def flatten(weights: MoEWeights) -> dict[str, Any]:
     if certificates is not None:
         facts["num_blocks"] = [certificate.num_blocks for certificate in certificates]
         facts["widest_span"] = [certificate.widest_span for certificate in certificates]
+    if weights.rounding_certificates is not None:
+        facts["rounding"] = [asdict(each) for each in weights.rounding_certificates]
     return state | {FACTS: facts}
 
 
@@ -131,7 +135,21 @@ def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
             list(state[f"{name}.qdata"].shape),
         )
     fields["fold_certificates"] = _certificates(state, facts, shapes, op) if prepared else None
+    fields["rounding_certificates"] = _roundings(facts, op)
     return fields | {name: facts.get(name) for name in ("gate_up_order", "source_order")}
+
+
+def _roundings(
+    facts: Mapping[str, Any], op: str
+) -> tuple[RoundingCertificate, RoundingCertificate] | None:
+    """What rounding has cost both projections; None where they were not rounded."""
+    if "rounding" not in facts:
+        return None
+    reader = JSONReader(op, "pass what MoEWeights.state_dict() returned")
+    found = reader.value(list[RoundingCertificate], facts["rounding"], "rounding")
+    require(len(found) == 2, op, "rounding", need="two certificates", got=len(found))
+    first, second = found
+    return first, second
 
 
 def _projection(

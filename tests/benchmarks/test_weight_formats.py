@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.moe import weight_formats
+from benchmarks.moe import weight_format_tables, weight_formats
 from benchmarks.moe.cells import Model
 from benchmarks.moe.humming import _stored, weight_config
 from mxpert.formats.weight_tensor import WeightTensor
@@ -74,7 +74,7 @@ def test_peers_are_compared_at_the_width_of_the_activations() -> None:
         row("humming", "bf16", 15.0),
         row("humming", "fp8_token", 4.0),
     ]
-    table = weight_formats.means_table(rows)
+    table = weight_format_tables.means_table(rows)
     assert "| nvfp4, a16 | 1.50 |" in table
     assert "| nvfp4, a8 | 0.50 |" in table
 
@@ -84,4 +84,4 @@ def test_a_reason_is_told_once() -> None:
         dict(cell=f"tiny T={count}", weights="nvfp4", impl="humming", activation="bf16", error="no")
         for count in (1, 16)
     ]
-    assert weight_formats.reasons(failures) == {"humming bf16, nvfp4 weights": "no"}
+    assert weight_format_tables.reasons(failures) == ["humming bf16, nvfp4 weights: `no`"]

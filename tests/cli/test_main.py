@@ -143,6 +143,7 @@ UNUSABLE = {
             "tune": ["tune", "--dry-run"],
             "inspect": ["inspect", "FILE"],
             "quantize": ["quantize", "FILE", "FOLDER/new"],
+            "convert": ["convert", "FILE", "FOLDER/new", "--container", "quark"],
             "eval": ["eval", "FOLDER", "--text", "FILE"],
         }.items()
     },

@@ -37,9 +37,13 @@ OPTIONS = {
         "--model --shape --tokens --format --time-budget --output --backend --commit --target "
         "--json --dry-run --force"
     ),
-    "inspect": "--source --layer --json",
-    "eval": "--text --format --context --max-tokens --batch --device --json --plot --bytes",
+    "inspect": "--source --layer --weight-rounding --json",
+    "eval": (
+        "--text --format --weight-format --context --max-tokens --batch --device --json --plot "
+        "--bytes"
+    ),
     "quantize": "--scale-rule --device --json",
+    "convert": "--container --json",
 }
 FLAGS = {"--dry-run", "--force", "--bytes"}
 

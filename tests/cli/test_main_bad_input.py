@@ -124,9 +124,9 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 CASES = [
     (damage, command)
     for damage in DAMAGES
-    for command in ("demo", "eval", "inspect", "quantize")
-    # quantize takes sizes from the tensors and copies the config
-    if (damage, command) != ("sizes-are-text", "quantize")
+    for command in ("demo", "eval", "inspect", "quantize", "convert")
+    # quantize and convert take sizes from the tensors and copy the config
+    if damage != "sizes-are-text" or command not in ("quantize", "convert")
 ]
 
 
@@ -143,6 +143,7 @@ def test_damaged_checkpoints_are_one_line(
         "eval": [path, "--text", text, "--context", 16, "--device", "cpu"],
         "inspect": [path, "--source", path],
         "quantize": [path, tmp_path / "out"],
+        "convert": [path, tmp_path / "out", "--container", "quark"],
     }[command]
     assert_one_line(run(command, *arguments))
 
@@ -190,6 +191,7 @@ def calls(quantised: Path, dense: Path, text: Path, folder: Path) -> dict[str, l
         "inspect": [quantised],
         "eval": [quantised, "--text", text, "--context", 16, "--max-tokens", 32, "--device", "cpu"],
         "quantize": [dense, folder / "mxfp4"],
+        "convert": [quantised, folder / "converted", "--container", "quark"],
     }
 
 
@@ -207,6 +209,7 @@ def test_json_means_one_thing(
         os.umask(before)
     assert filed.exit_code == 0, filed.output
     assert stat.S_IMODE((tmp_path / "report.json").stat().st_mode) == 0o640
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
     printed = run(command, *arguments, "--json", "-")
     assert printed.exit_code == 0, printed.output
     document = json.loads(printed.stdout)

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from mxpert.cli.main import app
 from mxpert.core.files import write_atomically
+from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
 
 FULL = Path("/dev/full")
 
@@ -83,9 +84,17 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small gpt-oss."""
+    sizes = dict(hidden_size=64, intermediate_size=96, num_experts=4, top_k=2, num_layers=1)
+    return write_demo_checkpoint(tmp_path_factory.mktemp("quantised") / "gpt-oss", **sizes)
+
+
 CALLS = {
     "demo": ["demo", "--tokens", "1", "--output", "DISK/out"],
     "quantize": ["quantize", "DENSE", "DISK/out"],
+    "convert": ["convert", "QUANTISED", "DISK/out", "--container", "quark"],
     "bench": ["bench", "--plan", "--ranks", "8", "--output", "DISK/out", "--tokens", "1,2,4,8"],
     "doctor": ["doctor", "--json", "DISK/doctor.json"],
     "tune": ["tune", "--dry-run", "--target", "nvidia-h200", "--json", "DISK/tune.json"],
@@ -97,10 +106,12 @@ CALLS = {
 
 
 @pytest.mark.parametrize("command", CALLS)
-def test_a_full_disk_is_one_line_that_names_the_path(command: str, disk: Path, dense: Path) -> None:
+def test_a_full_disk_is_one_line_that_names_the_path(
+    command: str, disk: Path, dense: Path, quantised: Path
+) -> None:
     keep = 40 if command in ("quantize", "demo") else 0  # they fail in a later file
     (disk / "fill").write_bytes(bytes(1024 * (64 - keep)))
-    places = {"DISK": str(disk), "DENSE": str(dense)}
+    places = {"DISK": str(disk), "DENSE": str(dense), "QUANTISED": str(quantised)}
     given = CALLS[command]
     for name, place in places.items():
         given = [each.replace(name, place) for each in given]

@@ -397,6 +397,17 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> 
     index_file.write_text(json.dumps(index), encoding="utf-8")
 
 
+def rewrite_all(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change all tensors of a checkpoint, which are then in one file."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors |= load_file(file)
+    change(tensors)
+    for file in path.glob("*.safetensors*"):
+        file.unlink()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
 def check_weights(weights: MoEWeights, experts: Experts) -> None:
     """Values in float64, gate rows before up rows; codes and scales as they are stored."""
     assert weights.gate_up_order is GateUpOrder.CONCATENATED

@@ -13,18 +13,21 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import require
+from ...formats.gate_up import gate_up_rows
+from ...formats.spec import MXFP4
 from ...formats.tensor import MXTensor
 from ...moe.published_tensors import published_projections
 from ...moe.weights import MoEWeights
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import module_order
-from .expert_matrices import Exact, MatrixFormat
+from .expert_matrices import Decoded, Exact, MatrixFormat
 from .per_expert import (
     ExpertModule,
     check_module,
     dense_tensor,
     expert_tails,
     linear_of,
+    read_matrix,
     read_module,
     read_stage,
     settle,
@@ -149,6 +152,22 @@ class Container(ABC):
             expert: its index.
         """
 
+    @abstractmethod
+    def parts(
+        self, reader: CheckpointReader, module: ExpertModule, expert: int
+    ) -> dict[str, Decoded]:
+        """One expert's matrices [N, K] on the CPU: "gate" (where there is one), "up" and "down".
+
+        Args:
+            reader: the checkpoint. module: of `check` or `settle`. expert: its index.
+        """
+
+    @abstractmethod
+    def biases(
+        self, reader: CheckpointReader, module: ExpertModule, expert: int
+    ) -> dict[str, torch.Tensor]:
+        """One expert's biases [N] by part, in their stored dtype; empty without."""
+
 
 class PublishedContainer(Container):
     """Stacked blocks and scales, as gpt-oss publishes them."""
@@ -214,6 +233,36 @@ class PublishedContainer(Container):
         self, reader: CheckpointReader, module: ExpertModule, projection: str, expert: int
     ) -> MXTensor:
         return read_published_matrix(reader, module.path, projection, expert)
+
+    def parts(
+        self, reader: CheckpointReader, module: ExpertModule, expert: int
+    ) -> dict[str, Decoded]:
+        first, second = published_projections(module.order is not None)
+        down = read_published_matrix(reader, module.path, second, expert)
+        whole = read_published_matrix(reader, module.path, first, expert)
+        if module.order is None:
+            return {"up": whole, "down": down}
+        gate, up = (
+            MXTensor(whole.qdata[rows], whole.scale[rows], MXFP4)
+            for rows in gate_up_rows(module.order, module.intermediate_size)
+        )
+        return {"gate": gate, "up": up, "down": down}
+
+    def biases(
+        self, reader: CheckpointReader, module: ExpertModule, expert: int
+    ) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for projection in published_projections(module.order is not None):
+            name = f"{module.path}.{projection}_bias"
+            if name not in reader.names:
+                continue
+            bias = reader.read_row(name, expert)
+            if projection == "gate_up_proj" and module.order is not None:
+                rows = gate_up_rows(module.order, module.intermediate_size)
+                found |= {part: bias[each] for part, each in zip(("gate", "up"), rows, strict=True)}
+            else:
+                found[projection.removesuffix("_proj")] = bias
+        return found
 
 
 @dataclass(frozen=True)
@@ -303,3 +352,20 @@ class PerExpertContainer(Container):
     ) -> Exact:
         stage = published_projections(module.order is not None).index(projection)
         return read_stage(reader, module, stage, expert)
+
+    def parts(
+        self, reader: CheckpointReader, module: ExpertModule, expert: int
+    ) -> dict[str, Decoded]:
+        assert module.stored is not None  # for the type checker: one matrix per expert
+        names = {part: module.matrices[expert, part] for stage in module.stages for part in stage}
+        return {part: read_matrix(reader, name, module.stored) for part, name in names.items()}
+
+    def biases(
+        self, reader: CheckpointReader, module: ExpertModule, expert: int
+    ) -> dict[str, torch.Tensor]:
+        return {
+            part: reader.read(f"{module.matrices[expert, part]}.bias")
+            for stage in module.stages
+            for part in stage
+            if module.biased.intersection(stage)
+        }

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 from ...errors import require
-from ...formats.spec import MXFP4, MXFormat, ScaleRule
-from ...formats.tensor import MXTensor
-from ...formats.weight_tensor import AnyWeightFormat, WeightLike, WeightTensor
+from ...formats.spec import MXFP4, ScaleRule
+from ...formats.weight_tensor import NVFP4, AnyWeightFormat, WeightLike, WeightTensor
 from ...moe.published_tensors import BLOCK_BYTES
 from ...moe.weights import GateUpOrder
 from ..models.saved_config import (
@@ -26,10 +25,24 @@ from ..models.saved_config import (
     quantization_config,
 )
 from .expert_sources import ExpertSource
+from .matrix_encoders import Encoded
 from .safetensors_files import CheckpointReader, TensorInfo
+from .written_containers import (
+    TARGETS,
+    Form,
+    compressed_arguments,
+    compressed_tensors_entry,
+    dense_modules,
+)
 
 _PARTS = {"gate_up_proj": ("gate", "up"), "up_proj": ("up",), "down_proj": ("down",)}
 """Matrices of an expert by the projection that they make up."""
+_SUFFIXES = {
+    "mxfp8-quantized": ("weight", "weight_scale"),
+    "nvfp4-pack-quantized": ("weight_packed", "weight_scale", "weight_global_scale"),
+    "pack-quantized": ("weight_packed", "weight_scale", "weight_shape"),
+}
+"""Tensors of a matrix by compressed-tensors' name of its format."""
 
 
 class ExpertWriter(ABC):
@@ -131,8 +144,9 @@ class CompressedTensorsWriter(ExpertWriter):
 
     def __init__(self, format: AnyWeightFormat) -> None:
         self.format = format
-        self.stated_format, self.suffixes, self.arguments = _stored_as(format)
-        self.container = f"compressed-tensors {self.stated_format}"
+        stated, _ = compressed_arguments(Form(format))
+        self.suffixes, self._encode = _SUFFIXES[stated], TARGETS[stated].encode
+        self.container = f"compressed-tensors {stated}"
 
     def names(self, layer: ExpertSource) -> list[str]:
         matrices = [
@@ -156,15 +170,15 @@ class CompressedTensorsWriter(ExpertWriter):
         for index, part in enumerate(parts):
             name = _matrix_name(layer, expert, part)
             rows = every_row(weights, index, len(parts))
-            stored = _mxfp8(rows) if isinstance(rows, MXTensor) else self._weight(op, name, rows)
-            tensors |= {
-                f"{name}.{suffix}": tensor.contiguous()
-                for suffix, tensor in zip(self.suffixes, stored, strict=True)
-            }
+            stored = self._weight(op, name, rows)
+            tensors |= {f"{name}.{suffix}": part.contiguous() for suffix, part in stored.items()}
         return tensors
 
-    def _weight(self, op: str, name: str, weight: WeightTensor) -> tuple[torch.Tensor, ...]:
-        return _int4(weight) if weight.format.is_integer else _nvfp4(op, name, weight)
+    def _weight(self, op: str, name: str, weight: WeightLike) -> Encoded:
+        if isinstance(weight, WeightTensor) and weight.format == NVFP4:
+            return _nvfp4(op, name, weight)
+        assert self._encode is not None  # for the type checker: matrices are not stacked
+        return self._encode(weight)
 
     def biases(self, reader: CheckpointReader, layer: ExpertSource) -> dict[str, torch.Tensor]:
         tensors = {}
@@ -182,29 +196,8 @@ class CompressedTensorsWriter(ExpertWriter):
     def config_entries(
         self, config: dict[str, Any], copied: Sequence[TensorInfo], rule: ScaleRule | None
     ) -> dict[str, Any]:
-        matrices = {
-            info.name.removesuffix(".weight")
-            for info in copied
-            if info.name.endswith(".weight") and len(info.shape) > 1
-        }
-        group = {
-            "targets": ["Linear"],
-            "weights": self.arguments,
-            "input_activations": None,
-            "output_activations": None,
-            "format": self.stated_format,
-        }
-        return {
-            "quantization_config": {
-                "quant_method": "compressed-tensors",
-                "format": self.stated_format,
-                "quantization_status": "compressed",
-                "config_groups": {"group_0": group},
-                "ignore": sorted(matrices | {"lm_head"}),  # it may be tied, without a tensor
-                "kv_cache_scheme": None,
-                "global_compression_ratio": None,
-            }
-        }
+        entry = compressed_tensors_entry(Form(self.format), dense_modules(copied))
+        return {"quantization_config": entry}
 
 
 def writer_of(format: AnyWeightFormat) -> ExpertWriter:
@@ -223,38 +216,8 @@ def every_row(weights: WeightLike, first: int, step: int) -> WeightLike:
     return weights._mapped(lambda tensor: tensor[first::step].contiguous())
 
 
-def _stored_as(format: AnyWeightFormat) -> tuple[str, tuple[str, ...], dict[str, Any]]:
-    """Name of the format, suffixes of its tensors, and the weights' ``QuantizationArgs``."""
-    arguments = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
-    if isinstance(format, MXFormat):
-        arguments |= {"num_bits": 8, "strategy": "group", "group_size": 32}
-        arguments["scale_dtype"] = "torch.uint8"
-        return "mxfp8-quantized", ("weight", "weight_scale"), arguments
-    arguments["group_size"] = format.group_size
-    if format.is_integer:
-        arguments |= {"type": "int", "strategy": "group"}
-        return "pack-quantized", ("weight_packed", "weight_scale", "weight_shape"), arguments
-    arguments |= {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
-    suffixes = "weight_packed", "weight_scale", "weight_global_scale"
-    return "nvfp4-pack-quantized", suffixes, arguments
-
-
-def _mxfp8(weight: MXTensor) -> tuple[torch.Tensor, ...]:
-    """e4m3 [N, K], E8M0 bytes [N, K/32]."""
-    return weight.qdata.view(torch.float8_e4m3fn), weight.scale
-
-
-def _int4(weight: WeightTensor) -> tuple[torch.Tensor, ...]:
-    """int32 [N, K/8], scales [N, K/g], int64 [2]: N and K.
-
-    Nibble i of a word is code 8 j + i, ``q + 8``: on a little-endian machine the same bytes.
-    """
-    packed = weight.qdata.contiguous().view(torch.int32)
-    return packed, weight.scale, torch.tensor(weight.shape, dtype=torch.int64)
-
-
-def _nvfp4(op: str, name: str, weight: WeightTensor) -> tuple[torch.Tensor, ...]:
-    """Codes [N, K/2], e4m3 scales [N, K/16], float32 [1]: the divisor of the whole matrix."""
+def _nvfp4(op: str, name: str, weight: WeightTensor) -> Encoded:
+    """Codes [N, K/2], e4m3 scales [N, K/16], float32 [1]: the rounded divisor of the matrix."""
     assert weight.row_scale is not None  # for the type checker: quantize_weight makes one
     divisor = weight.row_scale[:1].reciprocal()
     require(
@@ -265,7 +228,8 @@ def _nvfp4(op: str, name: str, weight: WeightTensor) -> tuple[torch.Tensor, ...]
         got=f"a global scale of {float(weight.row_scale[0]):.1e}",
         remedy="write int4 or mxfp8",
     )
-    return weight.qdata, weight.scale.view(torch.float8_e4m3fn), divisor
+    tensors = weight.qdata, weight.scale.view(torch.float8_e4m3fn), divisor
+    return dict(zip(_SUFFIXES["nvfp4-pack-quantized"], tensors, strict=True))
 
 
 def _matrix_name(layer: ExpertSource, expert: int, part: str) -> str:

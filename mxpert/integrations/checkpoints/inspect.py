@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from ...core.files import exists
+from ...core.files import exists, short
 from ...errors import require
 from ...formats.codec import dequantize_blocks
 from ...formats.folding import fold_certificate
 from ...formats.spec import MX_BLOCK_SIZE, MXFP4, MXFP8_E4M3
 from ...formats.tensor import MXTensor
-from ...formats.weight_tensor import NVFP4, AnyWeightFormat, WeightFormat
+from ...formats.weight_rounding import RoundingCertificate, WeightRounding, round_to_e4m3
+from ...formats.weight_tensor import NVFP4, AnyWeightFormat, WeightFormat, WeightTensor
 from ...moe.published_tensors import BLOCK_BYTES, published_projections
 from ...moe.weights import GateUpOrder, interleaved_rows
 from ...moe.weights_state import PROJECTIONS
@@ -59,6 +60,8 @@ class ProjectionStatistics:
         gate_up_order: of the rows, as loaded; None without a gate, or where no config states it.
         experts_cast: experts whose NVFP4 weights are a cast of MXFP4; None for other formats. A
             module loads as MXFP4 where all experts of both projections are casts.
+        rounding_snr_db: of NVFP4 weights rounded to one e4m3 each, to their own values, where it
+            was asked for; infinite if all stay as they are.
         sqnr_db: to the source; None without a source, or if the error is zero.
         relative_l2: ``|w - dequantised| / |w|`` to the source; None without one.
     """
@@ -82,6 +85,7 @@ class ProjectionStatistics:
     weight_format: str
     gate_up_order: str | None
     experts_cast: int | None
+    rounding_snr_db: float | None = None
     sqnr_db: float | None = None
     relative_l2: float | None = None
 
@@ -99,6 +103,7 @@ def inspect_checkpoint(
     *,
     source: Path | str | None = None,
     layer: int | str | None = None,
+    weight_rounding: WeightRounding | None = None,
     on_progress: ProgressCallback | None = None,
 ) -> list[ProjectionStatistics]:
     """Compute the statistics of every quantised projection of a checkpoint.
@@ -109,6 +114,7 @@ def inspect_checkpoint(
         source: the unquantised checkpoint that it came from, for SQNR. Modules are matched by
             their full paths, or by layer number where that fits one module in both checkpoints.
         layer: only this module, by full path, or all modules of this layer, by number.
+        weight_rounding: "e4m3" measures what `MoEWeights.round_weights` would cost NVFP4 layers.
         on_progress: called with (bytes done, bytes in all, tensor name) after every expert.
 
     Returns:
@@ -124,6 +130,9 @@ def inspect_checkpoint(
         ValueError: inspect_checkpoint: /nowhere — need an existing checkpoint, \
 got no such file or directory
     """
+    names = (None, "e4m3")
+    need, got = f"one of {names}", short(weight_rounding)
+    require(weight_rounding in names, OP, "weight_rounding", need=need, got=got)
     reader = CheckpointReader(path, OP)
     stored = _stored_projections(reader, layer)
     comparison = _Comparison.open(reader, source, stored) if source is not None else None
@@ -132,7 +141,7 @@ got no such file or directory
     done = 0
     statistics = []
     for each in stored:
-        collector = _Collector(each)
+        collector = _Collector(each, is_rounded=weight_rounding is not None)
         size, name = _nbytes(each.shape), f"{each.module}.{each.projection}"
         for expert in range(each.shape[0]):
             _collect(collector, each.read(expert), expert, comparison)
@@ -273,8 +282,10 @@ def _collect(
 class _Collector:
     """Running sums over the experts of one projection."""
 
-    def __init__(self, stored: _Stored) -> None:
+    def __init__(self, stored: _Stored, *, is_rounded: bool) -> None:
         self.stored, self.bytes = stored, 0
+        self.is_rounded = is_rounded
+        self.rounding: RoundingCertificate | None = None
         self.format: AnyWeightFormat = MXFP4
         self.counts = torch.zeros(0, dtype=torch.int64)
         self.zero_blocks = self.nan_scales = self.blocks = 0
@@ -293,6 +304,10 @@ class _Collector:
             self.blocks_outside += certificate.total_outside
             self.rows_outside += int(certificate.rows_outside.sum())
             self.widest_span = max(self.widest_span, certificate.widest_span)
+
+        if self.is_rounded and isinstance(quantized, WeightTensor) and quantized.format == NVFP4:
+            cost = round_to_e4m3(quantized)[1]
+            self.rounding = cost if self.rounding is None else self.rounding + cost
 
     def compare(self, original: torch.Tensor, values: torch.Tensor) -> None:
         self.compared = True
@@ -335,6 +350,7 @@ class _Collector:
             weight_format=_shown(self.format, is_cast=casts is not None),
             gate_up_order=None if stored.order is None else stored.order.value,
             experts_cast=casts,
+            rounding_snr_db=None if self.rounding is None else self.rounding.snr_db,
             sqnr_db=-10 * math.log10(ratio) if ratio else None,
             relative_l2=None if ratio is None else math.sqrt(ratio),
         )

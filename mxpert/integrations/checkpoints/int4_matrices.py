@@ -27,7 +27,7 @@ from .stated_quantization import Statement
 
 _FORMATS = {each.group_size: each for each in (INT4_G32, INT4_G64, INT4_G128)}
 _SCALES = ("BF16", "F16", "F32")
-_AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The nibble of a word that each of its 8 columns is in."""
 _INCONSISTENT = "config and tensors do not belong together"
 _IN_ORDER = (None, False, "weight", "static")
@@ -157,7 +157,7 @@ def _awq(
 def _awq_codes(words: torch.Tensor) -> torch.Tensor:
     """uint8 [N, R] of words int32 [R, N/8]."""
     nibbles = unpack_codes(words.view(torch.uint8)).unflatten(-1, (-1, 8))
-    codes: torch.Tensor = nibbles[..., list(_AWQ_NIBBLES)].flatten(-2).t().contiguous()
+    codes: torch.Tensor = nibbles[..., list(AWQ_NIBBLES)].flatten(-2).t().contiguous()
     return codes
 
 

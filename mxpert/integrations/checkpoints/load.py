@@ -20,10 +20,13 @@ from ...core.files import short
 from ...core.problem import Activation, SwiGLU
 from ...errors import Checks, require, require_tensor
 from ...formats.spec import MX_BLOCK_SIZE, MXFP4
+from ...formats.weight_rounding import WeightRounding
+from ...formats.weight_tensor import NVFP4
 from ...moe.published_tensors import published_expert_tensors
 from ...moe.weights import GateUpOrder, MoEWeights
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import choose_modules
+from .container_kinds import Container
 from .containers import container_of
 from .published_experts import (
     FLOAT_DTYPES,
@@ -141,6 +144,7 @@ def load_expert_weights(
     device: torch.device | str = "cpu",
     *,
     mmap: bool = False,
+    weight_rounding: WeightRounding | None = None,
 ) -> Iterator[tuple[str, MoEWeights]]:
     """Read the expert weights of a checkpoint with quantised experts, in any known container.
 
@@ -167,6 +171,8 @@ def load_expert_weights(
         mmap: on a CPU, let the tensors be the file's pages, which are read when they are used:
             faster, but whoever changes the file changes them, or ends this process. For stacked
             tensors alone.
+        weight_rounding: "e4m3" rounds NVFP4 layers to MXFP8 (`MoEWeights.round_weights`); casts of
+            MXFP4 stay exact. None, the default, rounds nothing.
 
     Returns:
         Iterator of (full module path, MoEWeights). Experts with one matrix each are CONCATENATED.
@@ -193,7 +199,25 @@ got no such file or directory
     paths = container.paths(reader, statement)
     chosen = paths if layers is None else choose_modules(paths, layers, op)
     modules = container.check(reader, statement, chosen, mmap=mmap)
-    return ((module.path, container.read(reader, module, device, mmap=mmap)) for module in modules)
+    if weight_rounding is not None:
+        _check_rounding(weight_rounding, container, op)
+
+    def read() -> Iterator[tuple[str, MoEWeights]]:
+        for module in modules:
+            weights = container.read(reader, module, device, mmap=mmap)
+            if weight_rounding is not None and weights.weight_format == NVFP4.name:
+                weights = weights.round_weights(weight_rounding)
+            yield module.path, weights
+
+    return read()
+
+
+def _check_rounding(weight_rounding: WeightRounding, container: Container, op: str) -> None:
+    """Refuse another rounding, and weights that need none."""
+    argument, need = "weight_rounding", "None or 'e4m3'"
+    require(weight_rounding == "e4m3", op, argument, need=need, got=repr(weight_rounding))
+    need, got = "None, since nothing else than NVFP4 is rounded", f"{container.name}"
+    require(container.weight_format == "NVFP4", op, argument, need=need, got=got)
 
 
 def save_gpt_oss_layer_tensors(

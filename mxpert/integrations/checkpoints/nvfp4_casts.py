@@ -1,4 +1,4 @@
-"""NVFP4 tensors that are MXFP4 tensors in other words: recognised, and converted bit for bit.
+"""NVFP4 tensors that are MXFP4 tensors in other words: recognised, made, and converted bit for bit.
 
 NVFP4 has a scale in e4m3 for each 16 codes and one float32 for the whole matrix. ModelOpt writes
 MXFP4 checkpoints in this form without loss (its casts of gpt-oss and DeepSeek-V4): the float32 is
@@ -7,6 +7,7 @@ MXFP4 checkpoints in this form without loss (its casts of gpt-oss and DeepSeek-V
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from ...formats.codec import ZERO_BLOCK_SCALE
 from ...formats.spec import E8M0_BIAS, E8M0_NAN, MX_BLOCK_SIZE, MXFP4
 from ...formats.tensor import MXTensor
+from ...formats.weight_tensor import NVFP4, WeightTensor
 
 NVFP4_BLOCK_SIZE = 16
 _HALVES = MX_BLOCK_SIZE // NVFP4_BLOCK_SIZE
@@ -22,6 +24,11 @@ _MAGNITUDES = 0x77
 
 _NONE, _ZERO = -1, 256
 """What stands in the place of a scale byte: no power of two that E8M0 holds, and zero."""
+
+_LOWEST, _HIGHEST = -9, 8
+"""Exponents of the powers of two in e4m3."""
+_SMALLEST_NORMAL = -126
+"""Of float32: the global scale and its reciprocal are exact then."""
 
 
 @dataclass(frozen=True)
@@ -89,3 +96,53 @@ def _scale_table(global_scale: torch.Tensor, is_divisor: bool) -> torch.Tensor:
     is_scale = (mantissa == 0.5) & (bytes_ >= 0) & (bytes_ < E8M0_NAN)
     table = torch.where(is_scale, bytes_, _NONE)
     return torch.where(values == 0, _ZERO, table).to(torch.int16)
+
+
+def cast_of_mxfp4(matrices: Sequence[MXTensor]) -> list[WeightTensor] | None:
+    """The NVFP4 matrices whose values MXFP4 matrices have, with the same codes and one factor.
+
+    The inverse of `mxfp4_of_cast`. The factor is a power of two that brings the largest scale to
+    2^8; e4m3 holds powers of two from 2^-9 to there.
+
+    Args:
+        matrices: MXFP4 [N, K] on the CPU.
+
+    Returns:
+        NVFP4 tensors, each with the common factor in all rows; None where scales of blocks that are
+        not zero are NaN or more than 17 binades apart.
+
+    Source:
+        NVIDIA ModelOpt's cast of MXFP4 checkpoints to NVFP4.
+
+    Example:
+        >>> from mxpert.formats import quantize_blocks
+        >>> blocks = quantize_blocks(torch.tensor([1.0, 64.0]).repeat_interleave(32)[None], "mxfp4")
+        >>> (cast,) = cast_of_mxfp4([blocks])
+        >>> torch.equal(cast.dequantize(), blocks.dequantize())
+        True
+    """
+    exponents = [each.scale.to(torch.int16) - E8M0_BIAS for each in matrices]
+    live = [_is_live(each) for each in matrices]
+    found = torch.cat([e[mask] for e, mask in zip(exponents, live, strict=True)])
+    if any(bool((each.scale == E8M0_NAN).any()) for each in matrices):
+        return None
+    highest = int(found.max()) if found.numel() else 0
+    whole = max(highest - _HIGHEST, _SMALLEST_NORMAL)
+    if found.numel() and int(found.min()) - whole < _LOWEST:
+        return None
+    cast = []
+    for matrix, exponent in zip(matrices, exponents, strict=True):
+        relative = (exponent - whole).float()
+        scale = torch.exp2(relative.clamp(_LOWEST, _HIGHEST))
+        scale = scale.where((relative >= _LOWEST) & (relative <= _HIGHEST), 0.0)  # of zeros
+        stored = scale.to(torch.float8_e4m3fn).view(torch.uint8).repeat_interleave(_HALVES, dim=-1)
+        rows = torch.full(matrix.scale.shape[:1], 2.0**whole)
+        cast.append(WeightTensor(matrix.qdata, stored, NVFP4, row_scale=rows))
+    return cast
+
+
+def _is_live(matrix: MXTensor) -> torch.Tensor:
+    """Which blocks have a code that is not zero, [N, K/32]."""
+    codes = matrix.qdata.unflatten(-1, (matrix.scale.shape[-1], -1)) & _MAGNITUDES
+    live: torch.Tensor = (codes != 0).any(-1)
+    return live

@@ -234,6 +234,20 @@ def _check_part(reader: CheckpointReader, name: str, part: Part, sizes: tuple[in
     require(info.shape in shapes, reader.op, f"{where}.shape", need=need, got=got, remedy=remedy)
 
 
+def check_matrix(reader: CheckpointReader, name: str, stored: MatrixFormat) -> None:
+    """Check a matrix of another layer than experts by its headers.
+
+    Raises:
+        ValueError: a mis-shaped tensor or one of another dtype; the message names it.
+    """
+    codes = stored.parts[0]
+    first = reader.info(f"{name}.{codes.suffix}")
+    where, need = f"{first.file}: {first.name}.shape", f"[{', '.join(codes.shape)}]"
+    require(len(first.shape) == 2, reader.op, where, need=need, got=list(first.shape))
+    for part in stored.parts:
+        _check_part(reader, f"{name}.{part.suffix}", part, codes.sizes(first.shape))
+
+
 def read_matrix(reader: CheckpointReader, name: str, stored: MatrixFormat) -> Decoded:
     """One matrix of one expert, on the CPU.
 

@@ -1,4 +1,4 @@
-"""save_quantized: the checkpoint in MXFP4 of a model that trains in MXFP8."""
+"""save_quantized: the quantised checkpoint of a model that trains in MXFP8."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from ...errors import Checks, UnsupportedError, message
 from ...formats.spec import ScaleRule, ScaleRuleLike
+from ...formats.weight_tensor import WeightFormatName, parse_weight_format
 from ..models.expert_modules import MXExperts, TrainableExperts
 from ..models.saved_config import configured_models
 from .quantize import QuantizeReport, quantize_checkpoint
@@ -21,10 +22,11 @@ def save_quantized(
     model: torch.nn.Module,
     folder: Path | str,
     *,
-    scale_rule: ScaleRuleLike = ScaleRule.RCEIL,
+    weight_format: WeightFormatName = "mxfp4",
+    scale_rule: ScaleRuleLike | None = None,
     device: torch.device | str = "cpu",
 ) -> QuantizeReport:
-    """Write a model that trains in MXFP8 as a checkpoint with its experts in MXFP4.
+    """Write a model that trains in MXFP8 as a checkpoint with quantised experts.
 
     The experts have the bits of ``mxpert.restore(model).save_pretrained(…)`` followed by
     ``mxpert quantize``; the model stays as it is, and training may go on. Transformers (with
@@ -35,7 +37,9 @@ def save_quantized(
     Args:
         model: what ``mxpert.convert(model, recipe=…)`` returned, or a module that contains it.
         folder: where to write; it must not exist. It appears when it is complete.
-        scale_rule: how a block's scale follows from its maximum; a ScaleRule or its name.
+        weight_format: as of `quantize_checkpoint`, which says how each is stored.
+        scale_rule: how a block's scale follows from its maximum, in MXFP4 and MXFP8; a ScaleRule or
+            its name. None is RCEIL.
         device: device that quantises.
 
     Returns:
@@ -55,7 +59,8 @@ def save_quantized(
 call mxpert.convert(model, recipe=MXFP8Recipe()) first
     """
     need, folder = Checks(_OP), Path(folder)
-    rule = ScaleRule.parse(scale_rule, _OP, "scale_rule")
+    rule = None if scale_rule is None else ScaleRule.parse(scale_rule, _OP, "scale_rule")
+    parse_weight_format(weight_format, _OP)
     if not isinstance(model, torch.nn.Module):
         raise need.type_error("model", "a Module, a model in memory", type(model).__name__)
     _check_experts(model, need)
@@ -71,7 +76,9 @@ call mxpert.convert(model, recipe=MXFP8Recipe()) first
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as work:
         dense, quantized = Path(work) / "dense", Path(work) / "quantized"
         holder.save_pretrained(dense)
-        report = quantize_checkpoint(dense, quantized, scale_rule=rule, device=device)
+        report = quantize_checkpoint(
+            dense, quantized, weight_format=weight_format, scale_rule=rule, device=device
+        )
         failure = "; ".join(report.failures[:1])
         need(report.verified, str(folder), "the bits that were quantised", failure, "try again")
         quantized.rename(folder)

@@ -47,7 +47,7 @@ def _verify_shard(plan: QuantizePlan, shard: OutputShard, written: CheckpointRea
     return [
         f"{written.info(name).file}: {name} differs from the source"
         for name in shard.copied
-        if not _same_bytes(plan.reader.read(name), written.read(name))
+        if not same_bytes(plan.reader.read(name), written.read(name))
     ]
 
 
@@ -62,7 +62,7 @@ def _verify_experts(
             weights, _, _ = quantize_expert(plan, layer, projection, expert)
             fresh = plan.writer.tensors_of(OP, layer, projection, expert, weights)
             for name, tensor in fresh.items():
-                if not _same_bytes(
+                if not same_bytes(
                     tensor, written.read_row(name, expert) if is_stacked else written.read(name)
                 ):
                     what = f"{name}[{expert}]" if is_stacked else name
@@ -71,12 +71,12 @@ def _verify_experts(
                         "fresh quantisation; delete this file and run again"
                     )
     for name, bias in plan.writer.biases(plan.reader, layer).items():
-        if not _same_bytes(bias, written.read(name)):
+        if not same_bytes(bias, written.read(name)):
             failures.append(f"{written.info(name).file}: {name} differs from the source")
     return failures
 
 
-def _same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
+def same_bytes(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal in dtype, shape and every bit, NaN included."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False

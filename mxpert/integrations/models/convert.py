@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -11,8 +12,9 @@ import torch
 from ...core.problem import ActivationFormat, OwnFormat, parse_activation_format
 from ...distributed import ExpertParallel
 from ...errors import UnsupportedError, message, require, require_device
-from ...formats.spec import ScaleRule, ScaleRuleLike
-from ...moe.stacked import quantize_stacked
+from ...formats.spec import MX_BLOCK_SIZE, MXFP4, MXFormat, ScaleRule, ScaleRuleLike
+from ...formats.weight_tensor import AnyWeightFormat, WeightFormatName, parse_weight_format
+from ...moe.stacked import quantize_experts, quantize_stacked
 from ...moe.weights import MoEWeights
 from ...moe.weights_state import BIASES, PROJECTIONS
 from ...training.expert_parallel import check_expert_parallel
@@ -32,6 +34,7 @@ def convert(
     *,
     device: torch.device | str | None = None,
     scale_rule: ScaleRuleLike | None = None,
+    weight_format: WeightFormatName | None = None,
     recipe: MXFP8Recipe | None = None,
     expert_parallel: ExpertParallel | None = None,
     progress: bool = True,
@@ -58,7 +61,10 @@ def convert(
         activation_format: a name as `mxpert.fused_moe` takes it, such as "bf16" or "a8w4".
         device: where the whole model shall run; its experts go there layer by layer, quantised.
             None leaves each layer on its device.
-        scale_rule: rule for the scales of the weights, or its name; None is RCEIL.
+        scale_rule: rule for the scales of weights in MXFP4 and MXFP8, or its name; None is RCEIL.
+        weight_format: "mxfp8", "nvfp4", "int4_g32", "int4_g64" or "int4_g128" instead of MXFP4,
+            which None is. ``save_pretrained`` is refused then: `mxpert quantize --to` and
+            `save_quantized` write these formats.
         recipe: train in MXFP8 instead. Parameters stay as they are, and the three GEMMs of each
             expert are mxpert.training.grouped_linear with this recipe.
         expert_parallel: a mxpert.distributed.ExpertParallel with the model's sizes. With a recipe
@@ -91,14 +97,20 @@ def convert(
     op = "convert"
     activation_format = parse_activation_format(activation_format, op)
     rule = None if scale_rule is None else ScaleRule.parse(scale_rule, op, "scale_rule")
-    _check_arguments(model, rule, recipe, expert_parallel)
+    format = MXFP4 if weight_format is None else parse_weight_format(weight_format, op)
+    held = None if weight_format is None else format.name
+    _check_arguments(model, rule, recipe, expert_parallel, held)
     target = None if device is None else _data_device(device, op)
     if recipe is not None:
         for dense in _dense_experts(model, activation_format, recipe, expert_parallel):
             dense.replace_by(TrainableExperts(dense, recipe, expert_parallel))
     else:
-        rule = ScaleRule.RCEIL if rule is None else rule
-        _convert_layers(model, activation_format, rule, target, expert_parallel, progress)
+        is_mx = isinstance(format, MXFormat)
+        need, got = f"None for {format.name}", rule and rule.value
+        remedy = "rules are for scales that are powers of two, in mxfp4 and mxfp8"
+        require(is_mx or rule is None, op, "scale_rule", need=need, got=got, remedy=remedy)
+        how = _Quantised(format, ScaleRule.RCEIL if rule is None else rule, activation_format)
+        _convert_layers(model, how, target, expert_parallel, progress)
     if expert_parallel is not None:
         forbid_saving(model)
     return model if target is None else model.to(device=target)
@@ -113,27 +125,49 @@ def _data_device(device: torch.device | str, op: str) -> torch.device:
     return target
 
 
+@dataclass(frozen=True)
+class _Quantised:
+    """What layers become: format and scale rule of weights, format of activations."""
+
+    format: AnyWeightFormat
+    scale_rule: ScaleRule
+    activation_format: OwnFormat
+
+
 def _convert_layers(
     model: torch.nn.Module,
-    activation_format: OwnFormat,
-    scale_rule: ScaleRule,
+    how: _Quantised,
     device: torch.device | None,
     ranks: ExpertParallel | None,
     progress: bool,
 ) -> None:
-    """Bring all experts into MXFP4 that are not in it yet, and all layers into the format."""
+    """Quantise all experts that are not quantised yet, and bring all layers into the format."""
     converted = mx_experts(model)
     if not converted or _has_dense_experts(model):
-        found = _dense_experts(model, activation_format, None, ranks)
+        found = _dense_experts(model, how.activation_format, None, ranks)
+        _check_groups(found, how.format)
         done = [module.source for module in converted]
         try:
             for dense in with_progress(found, progress=progress):
-                _convert_layer(dense, activation_format, scale_rule, device, ranks)
+                _convert_layer(dense, how, device, ranks)
                 done.append(dense)
         finally:  # where memory ends in between, the model can be saved, and converted to its end
-            mark_quantized(model, done, scale_rule)
+            if how.format == MXFP4:
+                mark_quantized(model, done, how.scale_rule)
+            elif done:
+                forbid_saving(model, how.format.name)
     for module in converted:
-        module.activation_format = activation_format
+        module.activation_format = how.activation_format
+
+
+def _check_groups(found: list[FoundExperts], format: AnyWeightFormat) -> None:
+    """Raise ValueError for layers that are no whole groups of INT4."""
+    group = MX_BLOCK_SIZE if isinstance(format, MXFormat) else format.group_size
+    for experts in found:
+        got = [experts.hidden_size, experts.intermediate_size]
+        need = f"H and F in multiples of {group}, the group of {format.name}"
+        fits = all(size % group == 0 for size in got)
+        require(fits, "convert", experts.name, need=need, got=got, remedy="take smaller groups")
 
 
 def with_progress(layers: Sequence[_T], *, progress: bool) -> Iterable[_T]:
@@ -242,8 +276,12 @@ def _check_arguments(
     scale_rule: ScaleRule | None,
     recipe: MXFP8Recipe | None,
     ranks: ExpertParallel | None,
+    weight_format: str | None,
 ) -> None:
     op = "convert"
+    need, remedy = "None with a recipe", "training keeps the parameters as they are"
+    fits = recipe is None or weight_format is None
+    require(fits, op, "weight_format", need=need, got=weight_format, remedy=remedy)
     if not isinstance(model, torch.nn.Module):
         remedy = "load it first: AutoModelForCausalLM.from_pretrained(…)"
         if isinstance(model, str):
@@ -256,11 +294,17 @@ def _check_arguments(
     ):
         require(fits, op, name, need=need, got=repr(value), error=TypeError)
     if converted := mx_experts(model):
-        need, got = "a model with dense experts", "one that is in MXFP4 already"
+        own = converted[0].weights.weight_format
+        shown = "MXFP4" if own == MXFP4.name else own
+        need, got = "a model with dense experts", f"one that is in {shown} already"
         remedy = "call mxpert.integrations.models.convert.restore(model) first"
-        options = {"recipe": recipe, "scale_rule": scale_rule, "expert_parallel": ranks}
+        options: dict[str, object] = {"recipe": recipe, "scale_rule": scale_rule}
+        options |= {"expert_parallel": ranks, "weight_format": weight_format}
         if _has_dense_experts(model):  # an earlier call ended in between
             options = {"recipe": recipe}
+            asked = weight_format or MXFP4.name
+            need_format = f"{own}, as the call before"
+            require(own == asked, op, "weight_format", need=need_format, got=asked, remedy=remedy)
             other = [each for each in converted if each.expert_parallel is not ranks]
             got = f"{len(other)} layers that were converted with another one, or without"
             need = "the one of the call before"
@@ -350,11 +394,7 @@ def _refuse_local_experts(modules: Sequence[MXExperts | TrainableExperts], op: s
 
 
 def _convert_layer(
-    found: FoundExperts,
-    activation_format: ActivationFormat,
-    scale_rule: ScaleRule,
-    device: torch.device | None,
-    ranks: ExpertParallel | None,
+    found: FoundExperts, how: _Quantised, device: torch.device | None, ranks: ExpertParallel | None
 ) -> None:
     """Replace one layer's experts; an error in between leaves them as they are."""
     module: Any = found.module  # experts modules of Transformers have no common class
@@ -362,13 +402,20 @@ def _convert_layer(
     target = module.down_proj.device if device is None else device
     projections: dict[str, Any] = {}
     for name, own in zip(PROJECTIONS, found.projections, strict=True):
-        projections[name] = quantize_stacked(
-            getattr(module, own),
-            transposed=found.transposed,
-            scale_rule=scale_rule,
-            device=target,
-            experts=local,
-        )
+        weight, transposed = getattr(module, own), found.transposed
+        if isinstance(how.format, MXFormat):
+            projections[name] = quantize_stacked(
+                weight,
+                transposed=transposed,
+                scale_rule=how.scale_rule,
+                device=target,
+                experts=local,
+                format=how.format,
+            )
+        else:
+            projections[name] = quantize_experts(
+                weight, how.format, target, transposed=transposed, experts=local
+            )
     if found.has_bias:
         for name, own in zip(BIASES, found.projections, strict=True):
             bias = getattr(module, f"{own}_bias").detach()
@@ -379,7 +426,7 @@ def _convert_layer(
         weights.prepare(device=target),
         found.activation,
         source=found,
-        activation_format=activation_format,
+        activation_format=how.activation_format,
         dtype=module.down_proj.dtype,
         expert_parallel=ranks,
         frozen=frozenset(n for n, value in module.named_parameters() if not value.requires_grad),

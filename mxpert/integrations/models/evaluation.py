@@ -1,4 +1,4 @@
-"""Loss of one model on the same text in bf16, a16w4, a8w4 and a4w4."""
+"""Loss of one model on the same text in bf16 and in quantised formats."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from typing import Any
 
 import torch
 
-from ...core.problem import SHORT_NAMES, parse_activation_format
+from ...core.problem import SHORT_NAMES, OwnFormat, parse_activation_format
 from ...errors import message, require, require_tensor
-from .convert import convert, mx_experts
+from ...formats.spec import MXFP4
+from ...formats.weight_tensor import NVFP4, parse_weight_format
+from .convert import convert, mx_experts, restore
 from .experts import FoundExperts, find_experts
 
 BASELINE = "bf16"
 DEFAULT_FORMATS = ("a16w4", "a8w4", "a4w4")
+DEFAULT_WEIGHTS = ("mxfp4",)
+ROUNDED = "nvfp4-e4m3"
+"""NVFP4 rounded to one e4m3 a weight."""
 
 ProgressCallback = Callable[[int, int, str], None]
 """Called with (tokens done, tokens in all, what is being done)."""
@@ -30,7 +35,7 @@ class FormatResult:
     """Loss of the text in one format.
 
     Args:
-        name: "bf16", "a16w4", …
+        name: "bf16", "a16w4", …; with other weights than MXFP4 "bf16xnvfp4", …
         loss: mean cross entropy per predicted token, in nats.
         delta: loss minus the loss in bf16; 0 for bf16 itself.
         delta_error: standard error of `delta` over windows, of the paired differences; None for a
@@ -85,11 +90,12 @@ def evaluate(
     token_ids: torch.Tensor,
     *,
     formats: Sequence[str] = DEFAULT_FORMATS,
+    weight_formats: Sequence[str] = DEFAULT_WEIGHTS,
     context: int = 512,
     batch: int = 8,
     on_progress: ProgressCallback | None = None,
 ) -> EvalReport:
-    """Loss and per-layer SQNR of a causal language model in bf16 and in MXFP4 formats.
+    """Loss and per-layer SQNR of a causal language model in bf16 and in quantised formats.
 
     The text is cut into windows of `context` tokens without overlap; a rest that does not fill a
     window is left out. In each window every token but the first is predicted. All formats read the
@@ -102,6 +108,10 @@ def evaluate(
         token_ids: int64 [S] on the device of the model.
         formats: names of activation formats, as `fused_moe` takes them; the report uses the short
             ones ("a8w4" for "mxfp8").
+        weight_formats: formats of the experts, each with all of `formats`: names as `convert` takes
+            them, and "nvfp4-e4m3", NVFP4 rounded by `MoEWeights.round_weights`. The report says
+            "bf16xnvfp4" for bf16 activations with NVFP4, and the short name with MXFP4. With
+            several, a copy of the dense experts stays in CPU memory.
         context: tokens per window. batch: windows per forward pass.
         on_progress: called after each forward pass.
 
@@ -124,19 +134,22 @@ def evaluate(
     """
     op = "evaluate"
     windows = _windows(token_ids, context, op)
-    formats = parse_formats(formats, op)
+    pairs = _pairs(parse_formats(formats, op), weight_formats, op)
     require(batch > 0, op, "batch", need="at least 1", got=batch)
     found = find_experts(model, op)
     names = [experts.name for experts in found]
-    total, done = windows.numel() * (1 + len(formats)), 0
+    total, done = windows.numel() * (1 + len(pairs)), 0
     losses: dict[str, torch.Tensor] = {}
     seconds: dict[str, float] = {}
     model.eval()
     calls = _capture(model, found, windows[:1])
     sqnr: list[dict[str, float | None]] = [{} for _ in names]
-    for name in (BASELINE, *formats):
-        if name != BASELINE:
-            convert(model, parse_activation_format(name, op), progress=False)
+    kept = _copies(found) if len(dict.fromkeys(weight_formats)) > 1 else []
+    held = None
+    for name, pair in {BASELINE: None, **pairs}.items():
+        if pair is not None:
+            _convert_to(model, pair, held, kept)
+            held = pair[1]
             for entry, experts, call in zip(sqnr, mx_experts(model), calls, strict=True):
                 entry[name] = _sqnr_db(experts, call)
         begin = time.perf_counter()
@@ -151,6 +164,56 @@ def evaluate(
     results = [_result(name, losses, windows.numel() / seconds[name]) for name in losses]
     layers = [LayerResult(name, entry) for name, entry in zip(names, sqnr, strict=True)]
     return EvalReport(windows.shape[0] * (context - 1), len(windows), context, results, layers)
+
+
+def _pairs(
+    formats: Sequence[str], weight_formats: Sequence[str], op: str
+) -> dict[str, tuple[OwnFormat, str]]:
+    """Formats of activations and weights by the name that the report has for both."""
+    need, got = "a list of names", repr(weight_formats)
+    fits = not isinstance(weight_formats, str) and bool(weight_formats)
+    require(fits, op, "weight_formats", need=need, got=got)
+    pairs: dict[str, tuple[OwnFormat, str]] = {}
+    for weight in weight_formats:
+        if weight != ROUNDED:
+            weight = parse_weight_format(weight, op, "weight_formats").name
+        for name in formats:
+            own = parse_activation_format(name, op)
+            pairs[name if weight == MXFP4.name else f"{own}x{weight}"] = own, weight
+    return pairs
+
+
+_Copies = list[dict[str, torch.Tensor]]
+
+
+def _copies(found: list[FoundExperts]) -> _Copies:
+    """The dense weights of all layers in CPU memory, by name."""
+    return [
+        {name: value.detach().cpu().clone() for name, value in each.module.named_parameters()}
+        for each in found
+    ]
+
+
+def _convert_to(
+    model: torch.nn.Module, pair: tuple[OwnFormat, str], held: str | None, kept: _Copies
+) -> None:
+    """Bring a model whose experts are in the format `held`, or dense, into another one."""
+    activation, weight = pair
+    if weight == held:
+        convert(model, activation, progress=False)
+        return
+    if held is not None:
+        restore(model)
+        with torch.no_grad():
+            for experts, dense in zip(find_experts(model, "evaluate"), kept, strict=True):
+                for name, value in experts.module.named_parameters():
+                    value.copy_(dense[name])
+    stored: Any = NVFP4.name if weight == ROUNDED else weight  # names of convert
+    convert(model, activation, weight_format=stored, progress=False)
+    if weight == ROUNDED:
+        for module in mx_experts(model):
+            rounded = module.weights.unprepare().round_weights("e4m3")
+            module._hold(rounded.prepare(device=module.weights.device))
 
 
 def parse_formats(formats: Sequence[str], op: str) -> list[str]:

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from mxpert.integrations.checkpoints.containers import CONTAINERS, UNSERVED
+from mxpert.integrations.checkpoints.written_containers import TARGETS
 from tests.integrations.test_container_checkpoints import BESIDE_DENSE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -36,6 +37,11 @@ def test_the_tables_are_those_of_the_registry(writer: ModuleType) -> None:
         assert table() in text
     for each in (*CONTAINERS, *UNSERVED):
         assert f"| {each.name} |" in text
+
+
+def test_every_container_that_is_written_has_a_row(writer: ModuleType) -> None:
+    table = writer.conversion_table()
+    assert all(f"| `{name}` |" in table for name in TARGETS)
 
 
 def test_another_table_is_seen(writer: ModuleType) -> None:

@@ -8,8 +8,10 @@ from fractions import Fraction
 import pytest
 import torch
 
+from mxpert.formats.spec import MXFP4
 from mxpert.formats.tensor import MXTensor
-from mxpert.integrations.checkpoints.nvfp4_casts import NotACast, mxfp4_of_cast
+from mxpert.integrations.checkpoints.nvfp4_casts import NotACast, cast_of_mxfp4, mxfp4_of_cast
+from mxpert.testing.numerics import assert_exact
 from support.expert_containers import KINDS, MATRIX_SIZES, random_matrix
 
 ONE = torch.tensor(1.0)
@@ -132,3 +134,36 @@ def test_gate_and_up_have_global_scales_of_their_own() -> None:
     store = KINDS["ModelOpt NVFP4"].store
     factors = [store(random_matrix(generator, 32, 32), each)["weight_scale_2"] for each in range(3)]
     assert len({float(factor) for factor in factors}) == 3
+
+
+def test_mxfp4_becomes_nvfp4_and_comes_back() -> None:
+    """All 18 exponents that e4m3 has, zeros beside them, near both ends of E8M0."""
+    for lowest in (0, 100, 254 - 17):
+        scale = torch.arange(lowest, lowest + 18, dtype=torch.uint8).repeat(3, 1)
+        bytes_ = torch.randint(0, 256, (3, 18 * 16), dtype=torch.uint8)
+        bytes_.view(3, 18, 16)[:, :, 0] = 0x21  # no block is zero
+        matrix = MXTensor(bytes_, scale, MXFP4)
+        (cast,) = cast_of_mxfp4([matrix]) or ()
+        assert_exact(cast.dequantize(torch.float64), matrix.dequantize(torch.float64), "cast")
+        stored = cast.scale.view(torch.float8_e4m3fn)
+        back = mxfp4_of_cast(cast.qdata, stored, cast.row_scale[0], is_divisor=False)
+        assert isinstance(back, MXTensor)
+        assert torch.equal(back.scale, scale)
+        bytes_.view(3, 18, 16)[1, 5] = 0x80  # zeros of either sign
+        scale[1, 5] = lowest + 100 if lowest < 100 else 3  # far away
+        (cast,) = cast_of_mxfp4([MXTensor(bytes_, scale, MXFP4)]) or ()
+        found, wanted = cast.dequantize(), MXTensor(bytes_, scale, MXFP4).dequantize()
+        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+
+
+def test_two_matrices_share_a_factor_or_are_no_cast() -> None:
+    bytes_ = torch.full((1, 16), 0x21, dtype=torch.uint8)
+    pair = [MXTensor(bytes_, torch.tensor([[e]], dtype=torch.uint8), MXFP4) for e in (100, 117)]
+    first, second = cast_of_mxfp4(pair) or ()
+    assert torch.equal(first.row_scale, second.row_scale)
+    for each, matrix in zip((first, second), pair, strict=True):
+        assert_exact(each.dequantize(torch.float64), matrix.dequantize(torch.float64), "cast")
+    wider = MXTensor(bytes_, torch.tensor([[118]], dtype=torch.uint8), MXFP4)
+    assert cast_of_mxfp4([pair[0], wider]) is None
+    nan = MXTensor(bytes_, torch.tensor([[255]], dtype=torch.uint8), MXFP4)
+    assert cast_of_mxfp4([nan]) is None

@@ -65,6 +65,29 @@ def test_the_same_bits_as_restore_and_quantize(family: str, tmp_path: Path) -> N
     assert any(name.endswith("gate_up_proj_blocks") for name in ours)
 
 
+@pytest.mark.parametrize("weight_format", ["mxfp8", "nvfp4", "int4_g32"])
+def test_other_formats_have_the_bits_of_quantize(weight_format: Any, tmp_path: Path) -> None:
+    model = trained("mixtral")
+    report = mxpert.save_quantized(model, tmp_path / "ours", weight_format=weight_format)
+    assert report.verified
+    assert report.weight_format.startswith(weight_format)
+    mxpert.restore(model).save_pretrained(tmp_path / "dense")
+    quantize_checkpoint(tmp_path / "dense", tmp_path / "theirs", weight_format=weight_format)
+    ours, theirs = stored(tmp_path / "ours"), stored(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]), name
+    ((_, weights), *_) = mxpert.load_expert_weights(tmp_path / "ours")
+    assert weights.weight_format == report.weight_format
+    with pytest.raises(ValueError, match="scale_rule — need none for nvfp4, got even"):
+        mxpert.save_quantized(
+            trained("mixtral"), tmp_path / "no", weight_format="nvfp4", scale_rule="even"
+        )
+    with pytest.raises(ValueError, match=r"^save_quantized: weight_format — need one of"):
+        mxpert.save_quantized(model, tmp_path / "no", weight_format="fp8")  # type: ignore[arg-type]
+    assert not (tmp_path / "no").exists()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_the_experts_that_convert_makes(family: str, tmp_path: Path) -> None:
     model = trained(family)
