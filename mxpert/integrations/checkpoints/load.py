@@ -28,6 +28,7 @@ from ...moe.weights_state import PROJECTIONS
 from ..module_paths import choose_modules
 from .container_kinds import Container
 from .containers import container_of
+from .per_expert import ExpertModule
 from .published_experts import (
     FLOAT_DTYPES,
     REMEDY,
@@ -202,14 +203,14 @@ got no such file or directory
     if weight_rounding is not None:
         _check_rounding(weight_rounding, container, op)
 
-    def read() -> Iterator[tuple[str, MoEWeights]]:
-        for module in modules:
-            weights = container.read(reader, module, device, mmap=mmap)
-            if weight_rounding is not None and weights.weight_format == NVFP4.name:
-                weights = weights.round_weights(weight_rounding)
-            yield module.path, weights
+    def read(module: ExpertModule) -> MoEWeights:
+        weights = container.read(reader, module, device, mmap=mmap)
+        if weight_rounding is not None and weights.weight_format == NVFP4.name:
+            return weights.round_weights(weight_rounding)
+        return weights
 
-    return read()
+    # No name outlives a step: else a layer would be held while the next one is read.
+    return ((module.path, read(module)) for module in modules)
 
 
 def _check_rounding(weight_rounding: WeightRounding, container: Container, op: str) -> None:

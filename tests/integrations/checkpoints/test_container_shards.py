@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from mxpert.integrations.checkpoints import container_shards
+from mxpert.integrations.checkpoints import change_container, container_plan, container_shards
 from mxpert.integrations.checkpoints.change_container import convert_checkpoint
 from mxpert.integrations.checkpoints.written_containers import TARGETS
-from support.expert_containers import EXACT_NVFP4, KINDS, write
+from support.expert_containers import EXACT_NVFP4, KINDS, awq, write
+from support.memory import peak_bytes
 
 
 def swapped_nibbles(matrix: Any) -> Any:
@@ -65,3 +67,27 @@ def test_swapped_gate_and_up_are_found(
     report = convert_checkpoint(tmp_path / "in", tmp_path / "out", container="gpt-oss")
     found = {failure.split(" has ")[1] for failure in report.failures}
     assert found == {"other weights than the source", "another bias than the source"}
+
+
+def test_memory_holds_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """INT4 is packed anew: what is written has memory of its own. Six layers, four experts each."""
+    modules = write(tmp_path / "in", awq(64), layers=range(6), sizes=(256, 512))
+    files = list((tmp_path / "in").glob("*.safetensors"))
+    (mapped,) = {file.stat().st_size for file in files}
+    layer = sum(tensor.nbytes for tensor in load_file(files[0]).values())
+    codes = max(matrix.codes.numel() for matrix in modules[0].matrices.values())
+    monkeypatch.setattr(change_container, "_verify", lambda *_: [])  # it maps other files
+
+    def peak(limit: int, name: str) -> int:
+        monkeypatch.setattr(container_plan, "MAX_COPY_BYTES", limit)
+        return peak_bytes(
+            lambda: None,
+            lambda _: convert_checkpoint(tmp_path / "in", tmp_path / name, container="gptq"),
+            mapped=mapped,
+        )
+
+    # Besides the file a matrix is unpacked, transposed and packed: six copies at a byte a code.
+    assert peak(layer // 4, "by expert") < layer // 4 + 6 * codes
+    whole = peak(layer, "by layer")
+    assert layer < whole < layer + 6 * codes
+    assert layer // 4 + 6 * codes < whole, "the measure would not see a whole layer"

@@ -114,7 +114,7 @@ def test_another_order_of_awqs_nibbles_is_seen(
     planted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules = write(tmp_path, "AWQ", layers=[0])
-    monkeypatch.setattr(int4_matrices, "_AWQ_NIBBLES", tuple(planted))
+    monkeypatch.setattr(int4_matrices, "AWQ_NIBBLES", tuple(planted))
     with pytest.raises(AssertionError):
         check_checkpoint(tmp_path, modules)
 
