@@ -66,28 +66,30 @@ Checkpoint = Annotated[
         show_default=False,
     ),
 ]
+Formats = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        "--formats",
+        help=f"{FORMATS_HELP} The unquantised model is always there to compare with.",
+    ),
+]
+WeightFormats = Annotated[
+    str,
+    typer.Option(
+        "--weight-format",
+        "--weight-formats",
+        help=f"Formats of the experts, comma-separated, each with every format of activations: "
+        f"{', '.join(EVAL_WEIGHTS)}. The last one is NVFP4 rounded to one e4m3 a weight.",
+    ),
+]
 
 
 def evaluate_checkpoint(
     checkpoint: Checkpoint,
     text: Annotated[Path, typer.Option(help="UTF-8 text to read.", show_default=False)],
-    formats: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            "--formats",
-            help=f"{FORMATS_HELP} The unquantised model is always there to compare with.",
-        ),
-    ] = ",".join(DEFAULT_FORMATS),
-    weight_formats: Annotated[
-        str,
-        typer.Option(
-            "--weight-format",
-            "--weight-formats",
-            help=f"Formats of the experts, comma-separated, each with every format of activations: "
-            f"{', '.join(EVAL_WEIGHTS)}. The last one is NVFP4 rounded to one e4m3 a weight.",
-        ),
-    ] = ",".join(DEFAULT_WEIGHTS),
+    formats: Formats = ",".join(DEFAULT_FORMATS),
+    weight_formats: WeightFormats = ",".join(DEFAULT_WEIGHTS),
     context: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
     max_tokens: Annotated[
         int, typer.Option(min=2, max=MAX_SIZE, help="Read at most so many tokens of the text.")
@@ -112,10 +114,9 @@ def evaluate_checkpoint(
 
     'Δ loss' is the loss minus bf16's on the same windows, with its standard error. Where it is
     below twice that error, the format is as good as bf16 on this text. 'bf16xnvfp4' are bf16
-    activations with NVFP4 experts. 'SQNR' is the ratio of
-    signal to quantisation noise in the worst layer. For an MXFP4 checkpoint 'bf16' means the
-    dequantised weights. The table goes to standard output; files are written for --json and --plot
-    only.
+    activations with NVFP4 experts. 'SQNR' is the ratio of signal to quantisation noise in the worst
+    layer. For an MXFP4 checkpoint 'bf16' means the dequantised weights. The table goes to standard
+    output; files are written for --json and --plot only.
 
     Examples:
         mxpert eval ./mixtral-bf16 --text wiki.txt
