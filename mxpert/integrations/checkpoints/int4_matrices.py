@@ -114,7 +114,8 @@ def gptq_matrix(statement: Statement, linear: str, *, is_share: bool = False) ->
 
     Args:
         statement: of the checkpoint. linear: path of the layer.
-        is_share: the tensors are a rank's share of a matrix, whose ``g_idx`` is not theirs.
+        is_share: the tensors are a rank's share of a matrix in an engine, which does not keep the
+            zero points of ``sym``, and whose ``g_idx`` is not theirs.
 
     Raises:
         UnsupportedError: other bits, groups or forms, ``desc_act``, or settings for single layers.
@@ -130,13 +131,14 @@ def gptq_matrix(statement: Statement, linear: str, *, is_share: bool = False) ->
     _require_served(statement, "dynamic", (None, {}), statement.dynamic_of(linear))
     format = _format(statement, "group_size", entry.get("group_size"))
     is_symmetric = entry.get("sym", True) is True
+    zeros = (Part("qzeros", ("I32",), (_per(format), "N/8")),)
     order = () if is_share else (Part("g_idx", ("I32",), ("K",)),)
     decode = partial(_gptq, format, is_symmetric, form == "gptq")
     return MatrixFormat(
         (
             Part("qweight", ("I32",), ("K/8", "N")),
-            Part("qzeros", ("I32",), (_per(format), "N/8")),
             Part("scales", _SCALES, (_per(format), "N")),
+            *(() if is_share and is_symmetric else zeros),
             *order,
         ),
         decode if is_share else partial(_in_order, format, decode),
@@ -189,15 +191,15 @@ def _in_order(
     format: WeightFormat,
     decode: Callable[..., WeightTensor],
     packed: torch.Tensor,
-    zeros: torch.Tensor,
     scale: torch.Tensor,
+    zeros: torch.Tensor,
     groups: torch.Tensor,
 ) -> WeightTensor:
     columns = torch.arange(groups.numel(), dtype=groups.dtype)
     if not torch.equal(groups, columns // format.group_size):
         need, remedy = f"k // {format.group_size}", "columns in another order are not supported"
         raise BadMatrixError("g_idx", need, "another order", remedy, is_known=True)
-    return decode(packed, zeros, scale)
+    return decode(packed, scale, zeros)
 
 
 def _gptq(
@@ -205,24 +207,31 @@ def _gptq(
     is_symmetric: bool,
     is_less_one: bool,
     packed: torch.Tensor,
-    zeros: torch.Tensor,
     scale: torch.Tensor,
+    zeros: torch.Tensor | None = None,
 ) -> WeightTensor:
-    zero_point: torch.Tensor | None = unpack_codes(zeros.view(torch.uint8)).t().contiguous()
-    assert zero_point is not None  # for the type checker
+    zero_point = None if zeros is None else _gptq_zero_point(zeros, is_symmetric, is_less_one)
+    codes = packed.t().contiguous().view(torch.uint8)  # as in _pack_quantized
+    return WeightTensor(codes, scale.t().contiguous(), format, zero_point)
+
+
+def _gptq_zero_point(
+    zeros: torch.Tensor, is_symmetric: bool, is_less_one: bool
+) -> torch.Tensor | None:
+    """uint8 [N, K/g] of words [K/g, N/8]; None where all of them are `INT4_ZERO`, as stated."""
+    zero_point: torch.Tensor = unpack_codes(zeros.view(torch.uint8)).t().contiguous()
     if is_less_one:
         if bool((zero_point == 15).any()):
             need, remedy = "0 to 14, zero points less 1", "readers disagree on 15: save as gptq_v2"
             raise BadMatrixError("qzeros", need, 15, remedy, is_known=True)
         zero_point = zero_point + 1
-    if is_symmetric:
-        other = zero_point[zero_point != INT4_ZERO]
-        if other.numel():
-            need = f"{INT4_ZERO}, as sym states"
-            raise BadMatrixError("qzeros", need, int(other[0]), _INCONSISTENT)
-        zero_point = None
-    codes = packed.t().contiguous().view(torch.uint8)  # as in _pack_quantized
-    return WeightTensor(codes, scale.t().contiguous(), format, zero_point)
+    if not is_symmetric:
+        return zero_point
+    other = zero_point[zero_point != INT4_ZERO]
+    if other.numel():
+        need = f"{INT4_ZERO}, as sym states"
+        raise BadMatrixError("qzeros", need, int(other[0]), _INCONSISTENT)
+    return None
 
 
 def _per(format: WeightFormat) -> str:

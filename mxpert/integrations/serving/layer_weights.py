@@ -156,7 +156,9 @@ def _projection(layer: torch.nn.Module, name: str) -> MXTensor:
     if codes is None:
         codes = getattr(layer, f"{name}_weight")
     format = MXFP8_E4M3 if codes.dtype is torch.float8_e4m3fn else MXFP4
-    return MXTensor(codes.data.view(torch.uint8), getattr(layer, f"{name}_weight_scale").data, format)
+    return MXTensor(
+        codes.data.view(torch.uint8), getattr(layer, f"{name}_weight_scale").data, format
+    )
 
 
 def _bias(layer: torch.nn.Module, name: str) -> torch.Tensor | None:

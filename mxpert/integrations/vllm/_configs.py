@@ -229,7 +229,9 @@ class Gptq(Served):
     def experts(self, layer: torch.nn.Module, prefix: str) -> Experts | None:
         from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
 
-        return None if get_dynamic_override(self, layer_name=prefix) is False else gptq(self, prefix)
+        return (
+            None if get_dynamic_override(self, layer_name=prefix) is False else gptq(self, prefix)
+        )
 
 
 class Quark(Served):

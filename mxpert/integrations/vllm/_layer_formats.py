@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import vllm
 from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.quantization import modelopt, mxfp4
@@ -24,7 +25,6 @@ from .options import OP
 
 if TYPE_CHECKING:
     import torch
-    from compressed_tensors.quantization import QuantizationArgs
 
 _CODES_PER_WORD = 8
 
@@ -84,8 +84,12 @@ def compressed_nvfp4(method: type) -> Experts:
     return Experts("NVFP4", method, state, nvfp4_matrix(*suffixes, is_divisor=True))
 
 
-def compressed_int4(method: type, weights: QuantizationArgs, prefix: str) -> Experts:
+# Any: a class of the package compressed-tensors, which is not among this one's dependencies.
+def compressed_int4(method: type, weights: Any, prefix: str) -> Experts:
     """INT4 of compressed-tensors, created with rows as in the checkpoint.
+
+    Args:
+        method: vLLM's. weights: QuantizationArgs. prefix: the layer's name.
 
     Raises:
         UnsupportedError: a group or an order that mxpert does not read, or zero points in a vLLM
@@ -104,7 +108,7 @@ def compressed_int4(method: type, weights: QuantizationArgs, prefix: str) -> Exp
     if method.__name__.endswith("MarlinMoEMethod"):  # below vLLM 0.32
         if not weights.symmetric:
             need, remedy = "vllm 0.32 or newer for zero points", "install it"
-            raise UnsupportedError(message(OP, prefix, need, "an older one", remedy))
+            raise UnsupportedError(message(OP, prefix, need, vllm.__version__, remedy))
         state["kernel_backend"] = "Flashinfer"  # the one whose weights keep their rows
         oracle = importlib.import_module("vllm.model_executor.layers.fused_moe.oracle.int_wna16")
         backends: Any = getattr(oracle, "WNA16MoEBackend", None)
@@ -140,7 +144,9 @@ def _first(*candidates: tuple[str, str]) -> type:
     """The first class that this vLLM has."""
     for module, name in candidates:
         try:
-            found: type = getattr(importlib.import_module(f"{quantization.__name__}.{module}"), name)
+            found: type = getattr(
+                importlib.import_module(f"{quantization.__name__}.{module}"), name
+            )
         except ModuleNotFoundError:
             continue
         return found

@@ -27,12 +27,7 @@ from ..serving.reload import model_of
 from ..serving.requantize import Share
 from ..serving.stored_layers import StoredLayer
 from ._experts import RoutedExperts, RoutingExperts
-from ._refusals import (
-    WITHOUT,
-    activation_of,
-    refuse_other_than_mxfp4,
-    refuse_unsupported,
-)
+from ._refusals import WITHOUT, activation_of, refuse_other_than_mxfp4, refuse_unsupported
 from .options import OP
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .options import ANOTHER_BEFORE, NAMES
+from .options import LATER, NAMES
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +27,11 @@ def register() -> None:
 
 
 def served_names() -> list[str]:
-    """Those of `NAMES` that this version of vLLM has."""
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS as known
+    """Those of `NAMES` that mxpert serves in this version of vLLM."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
-    return [name for name in NAMES if name in known and ANOTHER_BEFORE.get(name, name) in known]
+    known = QUANTIZATION_METHODS
+    return [name for name in NAMES if name in known and LATER.get(name, name) in known]
 
 
 def serve(wanted: bool) -> None:

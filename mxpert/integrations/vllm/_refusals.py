@@ -41,7 +41,9 @@ def refuse_other_than_mxfp4(moe: FusedMoEConfig, format: str) -> None:
         moe: vLLM's FusedMoEConfig of one layer. format: of its experts.
     """
     if moe.has_bias:
-        raise UnsupportedError(message(OP, "the experts", f"{format} without biases", "biases", WITHOUT))
+        raise UnsupportedError(
+            message(OP, "the experts", f"{format} without biases", "biases", WITHOUT)
+        )
     if moe.activation is MoEActivation.SWIGLUOAI:
         need = f"gate rows before up rows in {format}"
         got = f"{moe.activation.value}, whose rows alternate"

@@ -101,7 +101,10 @@ def check(vllm_config: VllmConfig) -> None:
         if model.runner_type == "draft":  # a dense draft model may speed up a served one
             return
         if model.quantization not in served_names():
-            names, remedy = ", ".join(map(repr, served_names())), f'remove "{KEY}" from --additional-config'
+            names, remedy = (
+                ", ".join(map(repr, served_names())),
+                f'remove "{KEY}" from --additional-config',
+            )
             got = repr(model.quantization)
             if model.quantization is None:
                 got = "a model that is not quantised"

@@ -25,8 +25,9 @@ NAMES = (
 )
 """vLLM's names of the quantisation configs that can hold experts in `FORMATS`."""
 
-ANOTHER_BEFORE = {"awq": "auto_awq", "gptq": "auto_gptq", "mxfp8": "auto_awq"}
-"""Names that were other configs until vLLM had the second name."""
+LATER = {"awq": "auto_awq", "gptq": "auto_gptq", "mxfp8": "auto_awq", "modelopt_mxfp8": "auto_awq"}
+"""Names that are served where vLLM has the second one: before, three were other configs, and
+experts of ModelOpt's MXFP8 could not be created."""
 
 FORMATS = "experts in MXFP4, MXFP8, NVFP4 or INT4"
 _SIMILAR = 0.8

@@ -163,9 +163,7 @@ def check_layer(
     assert_exact(found[1], down, "down_proj")
     want = float64_layer(gate_up, down, *tokens())
     sizes = HIDDEN, INTERMEDIATE // ranks
-    bound = end_to_end_tolerance(
-        "bf16", torch.bfloat16, *sizes, top_k=TOP_K, numel=want.numel()
-    )
+    bound = end_to_end_tolerance("bf16", torch.bfloat16, *sizes, top_k=TOP_K, numel=want.numel())
     assert_close_relative(y, want, bound, "layer")
 
 
@@ -212,9 +210,7 @@ def _with(wrapper: Callable[..., Any], stored: MatrixFormat | None) -> MatrixFor
     if stored is None:
         return None
     return replace(
-        stored,
-        decode=partial(wrapper, stored.decode),
-        otherwise=_with(wrapper, stored.otherwise),
+        stored, decode=partial(wrapper, stored.decode), otherwise=_with(wrapper, stored.otherwise)
     )
 
 
