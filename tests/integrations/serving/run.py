@@ -38,9 +38,13 @@ SGLANG = FOLDER / "sglang"
 """The environment of SGLang: that of vLLM, and SGLANG_WITH. Its wheels ask for CUDA's packages."""
 
 HERE = "tests/integrations/serving/"
-SGLANG_LAYERS = [f"{HERE}test_sglang_{part}.py" for part in ("layers", "update", "start")]
-LAYERS = [f"{HERE}test_vllm_{part}.py" for part in ("configs", "layers", "reload", "start")]
-SERVES = f"{HERE}test_vllm_serves.py"
+SGLANG_LAYERS = [
+    f"{HERE}test_sglang_{part}.py" for part in ("layers", "formats", "update", "start")
+]
+LAYERS = [
+    f"{HERE}test_vllm_{part}.py" for part in ("configs", "layers", "formats", "reload", "start")
+]
+SERVES = [f"{HERE}test_vllm_serves{part}.py" for part in ("", "_formats")]
 PIP_SECONDS = 480
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -183,7 +187,7 @@ def main() -> int:
             continue
         status |= pytest(f"vLLM {version}, its own Python", LAYERS, str(found))
     status |= test_sglang()
-    return status | pytest(f"{VLLM_CPU}, end to end", [*LAYERS, SERVES])
+    return status | pytest(f"{VLLM_CPU}, end to end", [*LAYERS, *SERVES])
 
 
 if __name__ == "__main__":
