@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Protocol
 
 from ..checkpoints.expert_matrices import MatrixFormat, nvfp4_matrix
 from ..checkpoints.int4_matrices import awq_matrix, gptq_matrix, pack_quantized_matrix
@@ -14,21 +14,32 @@ COMPRESSED_NVFP4 = nvfp4_matrix(
     "weight_packed", "weight_scale", "weight_global_scale", is_divisor=True
 )
 
+
+class QuantizationArgs(Protocol):
+    """What the package compressed-tensors states of weights; it is no dependency of this one."""
+
+    num_bits: int
+    type: object
+    strategy: object
+    group_size: int | None
+    actorder: object
+    symmetric: bool
+
+
 _COMPRESSED = ("num_bits", "type", "strategy", "group_size", "actorder", "symmetric")
 
 
-def is_packed_int4(weights: Any, stored_as: object) -> bool:
+def is_packed_int4(weights: QuantizationArgs, stored_as: object) -> bool:
     """Whether compressed-tensors' weights are 4-bit integers in words.
 
     Args:
-        weights: QuantizationArgs of the package compressed-tensors, which is not among this one's
-            dependencies. stored_as: the ``format``.
+        weights: what the package states of them. stored_as: the ``format``.
     """
     stated = _stated_weights(weights)
     return (stated["num_bits"], stated["type"], stored_as) == (4, "int", "pack-quantized")
 
 
-def compressed_int4(weights: Any, prefix: str, op: str) -> MatrixFormat:
+def compressed_int4(weights: QuantizationArgs, prefix: str, op: str) -> MatrixFormat:
     """INT4 of compressed-tensors.
 
     Args:
@@ -42,7 +53,7 @@ def compressed_int4(weights: Any, prefix: str, op: str) -> MatrixFormat:
     return pack_quantized_matrix(statement, _matrix_of(prefix), is_share=True)
 
 
-def awq(config: Mapping[str, Any], prefix: str, op: str) -> MatrixFormat:
+def awq(config: Mapping[str, object], prefix: str, op: str) -> MatrixFormat:
     """INT4 of AWQ.
 
     Args:
@@ -54,7 +65,7 @@ def awq(config: Mapping[str, Any], prefix: str, op: str) -> MatrixFormat:
     return awq_matrix(_stated("awq", config, prefix, op), _matrix_of(prefix))
 
 
-def gptq(config: Mapping[str, Any], prefix: str, op: str) -> MatrixFormat:
+def gptq(config: Mapping[str, object], prefix: str, op: str) -> MatrixFormat:
     """INT4 of GPTQ.
 
     Args:
@@ -67,7 +78,7 @@ def gptq(config: Mapping[str, Any], prefix: str, op: str) -> MatrixFormat:
     return gptq_matrix(_stated("gptq", config, prefix, op), _matrix_of(prefix), is_share=True)
 
 
-def _stated_weights(weights: Any) -> dict[str, Any]:
+def _stated_weights(weights: QuantizationArgs) -> dict[str, object]:
     values = {name: getattr(weights, name) for name in _COMPRESSED}
     return {name: getattr(value, "value", value) for name, value in values.items()}
 
@@ -77,5 +88,5 @@ def _matrix_of(prefix: str) -> str:
     return f"{prefix}.0.gate_proj"
 
 
-def _stated(method: str, entry: Mapping[str, Any], prefix: str, op: str) -> Statement:
+def _stated(method: str, entry: Mapping[str, object], prefix: str, op: str) -> Statement:
     return Statement(method, entry, {}, f"{prefix}: quantization_config", op)
