@@ -34,7 +34,7 @@ def requantize_(
     memory for one layer in MXFP4. For the weights of a trainer, layer by layer.
 
     Args:
-        weights: written in place, in any layout.
+        weights: MXFP4 in any layout, written in place.
         gate_up_proj: bfloat16, float16 or float32 [E, 2F, H], or [E, F, H] where `weights` have no
             gate, on the device of `weights`.
         down_proj: the same dtypes, [E, H, F].

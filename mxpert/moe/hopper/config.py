@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...core.problem import Combine, MoEConfig, MoEProblem, Op, leaves_sms
+from ...core.problem import Combine, MoEConfig, MoEProblem, Op
 from ...core.stage_configs import StageConfig, require_integers, require_positive, set_member
 from ...errors import message, require
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
@@ -326,7 +326,7 @@ def _prefers_one_launch(problem: MoEProblem) -> bool:
     whole depth of stage 2 at once: 0.73 to 0.85 of the time of two stages for four models on an
     H200. With a longer depth it takes 0.98 to 1.2, and for four tokens 0.95 to 1.2.
     """
-    if few_tokens.unsupported(problem) or leaves_sms(problem):
+    if few_tokens.unsupported(problem) or problem.num_sms is not None:  # it has no persistent grid
         return False
     if problem.num_tokens == 1:
         return few_tokens.items_of(problem) <= _FEW_TOKENS_ITEMS

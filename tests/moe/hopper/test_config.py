@@ -69,11 +69,14 @@ def test_one_launch_is_chosen_where_it_is_the_faster(
                 heuristics.require_few_tokens(each, problem)
 
 
-def test_one_launch_takes_all_sms() -> None:
-    """So it is not chosen where a call leaves some to other work."""
-    for num_sms, chosen in ((66, HopperKernel.DECODE), (132, HopperKernel.FEW_TOKENS)):
-        problem = describe(MODEL_SHAPES["kimi-k2-tp4"], 1, "mxfp8", num_sms=num_sms)
-        assert heuristics.layer_heuristic(problem).gate_up.kernel is chosen
+@pytest.mark.parametrize("num_sms", [None, 1, 66, 132])
+def test_one_launch_is_not_chosen_where_a_call_names_its_sms(num_sms: int | None) -> None:
+    """It has no persistent grid, and a layer has the same bits with any number of SMs."""
+    problem = describe(MODEL_SHAPES["kimi-k2-tp4"], 1, "mxfp8", num_sms=num_sms)
+    resolution = explain_problem(problem).resolution
+    assert resolution.kernel.backend == "hopper"
+    chosen = HopperKernel.FEW_TOKENS if num_sms is None else HopperKernel.DECODE
+    assert heuristics.layer_heuristic(problem).gate_up.kernel is chosen
 
 
 @pytest.mark.parametrize(
