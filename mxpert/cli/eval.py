@@ -83,7 +83,6 @@ def evaluate_checkpoint(
         str,
         typer.Option(
             "--weight-format",
-            "--weight-formats",
             help=f"Formats of the experts, comma-separated, each with every format of activations: "
             f"{', '.join(EVAL_WEIGHTS)}. The last one is NVFP4 rounded to one e4m3 a weight.",
         ),
