@@ -68,25 +68,29 @@ Checkpoint = Annotated[
 ]
 
 
+EvalFormats = Annotated[
+    str,
+    typer.Option(
+        "--format",
+        "--formats",
+        help=f"{FORMATS_HELP} The unquantised model is always there to compare with.",
+    ),
+]
+EvalWeights = Annotated[
+    str,
+    typer.Option(
+        "--weight-format",
+        help=f"Formats of the experts, comma-separated, each with every format of activations: "
+        f"{', '.join(EVAL_WEIGHTS)}. The last one is NVFP4 rounded to one e4m3 a weight.",
+    ),
+]
+
+
 def evaluate_checkpoint(
     checkpoint: Checkpoint,
     text: Annotated[Path, typer.Option(help="UTF-8 text to read.", show_default=False)],
-    formats: Annotated[
-        str,
-        typer.Option(
-            "--format",
-            "--formats",
-            help=f"{FORMATS_HELP} The unquantised model is always there to compare with.",
-        ),
-    ] = ",".join(DEFAULT_FORMATS),
-    weight_formats: Annotated[
-        str,
-        typer.Option(
-            "--weight-format",
-            help=f"Formats of the experts, comma-separated, each with every format of activations: "
-            f"{', '.join(EVAL_WEIGHTS)}. The last one is NVFP4 rounded to one e4m3 a weight.",
-        ),
-    ] = ",".join(DEFAULT_WEIGHTS),
+    formats: EvalFormats = ",".join(DEFAULT_FORMATS),
+    weight_formats: EvalWeights = ",".join(DEFAULT_WEIGHTS),
     context: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
     max_tokens: Annotated[
         int, typer.Option(min=2, max=MAX_SIZE, help="Read at most so many tokens of the text.")
