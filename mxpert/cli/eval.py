@@ -66,7 +66,9 @@ Checkpoint = Annotated[
         show_default=False,
     ),
 ]
-Formats = Annotated[
+
+
+EvalFormats = Annotated[
     str,
     typer.Option(
         "--format",
@@ -74,11 +76,10 @@ Formats = Annotated[
         help=f"{FORMATS_HELP} The unquantised model is always there to compare with.",
     ),
 ]
-WeightFormats = Annotated[
+EvalWeights = Annotated[
     str,
     typer.Option(
         "--weight-format",
-        "--weight-formats",
         help=f"Formats of the experts, comma-separated, each with every format of activations: "
         f"{', '.join(EVAL_WEIGHTS)}. The last one is NVFP4 rounded to one e4m3 a weight.",
     ),
@@ -88,8 +89,8 @@ WeightFormats = Annotated[
 def evaluate_checkpoint(
     checkpoint: Checkpoint,
     text: Annotated[Path, typer.Option(help="UTF-8 text to read.", show_default=False)],
-    formats: Formats = ",".join(DEFAULT_FORMATS),
-    weight_formats: WeightFormats = ",".join(DEFAULT_WEIGHTS),
+    formats: EvalFormats = ",".join(DEFAULT_FORMATS),
+    weight_formats: EvalWeights = ",".join(DEFAULT_WEIGHTS),
     context: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 512,
     max_tokens: Annotated[
         int, typer.Option(min=2, max=MAX_SIZE, help="Read at most so many tokens of the text.")
@@ -114,9 +115,10 @@ def evaluate_checkpoint(
 
     'Δ loss' is the loss minus bf16's on the same windows, with its standard error. Where it is
     below twice that error, the format is as good as bf16 on this text. 'bf16xnvfp4' are bf16
-    activations with NVFP4 experts. 'SQNR' is the ratio of signal to quantisation noise in the worst
-    layer. For an MXFP4 checkpoint 'bf16' means the dequantised weights. The table goes to standard
-    output; files are written for --json and --plot only.
+    activations with NVFP4 experts. 'SQNR' is the ratio of
+    signal to quantisation noise in the worst layer. For an MXFP4 checkpoint 'bf16' means the
+    dequantised weights. The table goes to standard output; files are written for --json and --plot
+    only.
 
     Examples:
         mxpert eval ./mixtral-bf16 --text wiki.txt
