@@ -7,6 +7,7 @@ config states the size of groups and more; what is not served is refused by its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -34,11 +35,17 @@ _IN_ORDER = (None, False, "weight", "static")
 """Values of ``actorder`` that leave the weights of a group side by side."""
 
 
-def pack_quantized_matrix(statement: Statement, linear: str) -> MatrixFormat:
+def pack_quantized_matrix(
+    statement: Statement, linear: str, *, is_share: bool = False
+) -> MatrixFormat:
     """compressed-tensors ``pack-quantized``: words along K, each with 8 codes ``q + 8`` in order.
 
     ``weight_packed`` int32 [N, K/8], ``weight_scale`` [N, K/g], ``weight_shape`` int64 [2], and
     without ``symmetric`` ``weight_zero_point`` int32 [N/8, K/g], words along N.
+
+    Args:
+        statement: of the checkpoint. linear: path of the layer.
+        is_share: the tensors are a rank's share of a matrix, whose ``weight_shape`` is not theirs.
 
     Raises:
         UnsupportedError: other bits, groups or orders.
@@ -57,14 +64,16 @@ def pack_quantized_matrix(statement: Statement, linear: str) -> MatrixFormat:
     format = _format(statement, "weights.group_size", stated.get("group_size"))
     is_symmetric = stated.get("symmetric", True) is True
     zeros = () if is_symmetric else (Part("weight_zero_point", ("I32",), ("N/8", _per(format))),)
+    shape = () if is_share else (Part("weight_shape", ("I64", "I32"), ("2",)),)
+    decode = partial(_pack_quantized, format)
     return MatrixFormat(
         (
             Part("weight_packed", ("I32",), ("N", "K/8")),
             Part("weight_scale", _SCALES, ("N", _per(format))),
-            Part("weight_shape", ("I64", "I32"), ("2",)),
+            *shape,
             *zeros,
         ),
-        partial(_pack_quantized, format),
+        decode if is_share else partial(_of_shape, decode),
         group=format.group_size,
     )
 
@@ -97,11 +106,16 @@ def awq_matrix(statement: Statement, linear: str) -> MatrixFormat:
     )
 
 
-def gptq_matrix(statement: Statement, linear: str) -> MatrixFormat:
+def gptq_matrix(statement: Statement, linear: str, *, is_share: bool = False) -> MatrixFormat:
     """GPTQ: words along K; zero points are words along N, less 1 except in ``gptq_v2``.
 
     ``qweight`` int32 [K/8, N], ``qzeros`` int32 [K/g, N/8], ``scales`` [K/g, N], ``g_idx`` int32
     [K], which has to be ``k // g``. With ``sym`` all zero points are 8.
+
+    Args:
+        statement: of the checkpoint. linear: path of the layer.
+        is_share: the tensors are a rank's share of a matrix in an engine, which does not keep the
+            zero points of ``sym``, and whose ``g_idx`` is not theirs.
 
     Raises:
         UnsupportedError: other bits, groups or forms, ``desc_act``, or settings for single layers.
@@ -117,29 +131,41 @@ def gptq_matrix(statement: Statement, linear: str) -> MatrixFormat:
     _require_served(statement, "dynamic", (None, {}), statement.dynamic_of(linear))
     format = _format(statement, "group_size", entry.get("group_size"))
     is_symmetric = entry.get("sym", True) is True
+    zeros = (Part("qzeros", ("I32",), (_per(format), "N/8")),)
+    order = () if is_share else (Part("g_idx", ("I32",), ("K",)),)
+    decode = partial(_gptq, format, is_symmetric, form == "gptq")
     return MatrixFormat(
         (
             Part("qweight", ("I32",), ("K/8", "N")),
-            Part("qzeros", ("I32",), (_per(format), "N/8")),
             Part("scales", _SCALES, (_per(format), "N")),
-            Part("g_idx", ("I32",), ("K",)),
+            *(() if is_share and is_symmetric else zeros),
+            *order,
         ),
-        partial(_gptq, format, is_symmetric, form == "gptq"),
+        decode if is_share else partial(_in_order, format, decode),
         group=format.group_size,
     )
+
+
+def _of_shape(
+    decode: Callable[..., WeightTensor],
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    shape: torch.Tensor,
+    *zeros: torch.Tensor,
+) -> WeightTensor:
+    wanted, got = [packed.shape[0], 8 * packed.shape[1]], shape.tolist()
+    if got != wanted:
+        need = f"{wanted}, the shape of weight_packed"
+        raise BadMatrixError("weight_shape", need, got, _INCONSISTENT)
+    return decode(packed, scale, *zeros)
 
 
 def _pack_quantized(
     format: WeightFormat,
     packed: torch.Tensor,
     scale: torch.Tensor,
-    shape: torch.Tensor,
     zeros: torch.Tensor | None = None,
 ) -> WeightTensor:
-    wanted, got = [packed.shape[0], 8 * packed.shape[1]], shape.tolist()
-    if got != wanted:
-        need = f"{wanted}, the shape of weight_packed"
-        raise BadMatrixError("weight_shape", need, got, _INCONSISTENT)
     codes = packed.view(torch.uint8)  # int32 is stored little-endian: nibble i is code i
     if zeros is None:
         return WeightTensor(codes, scale, format)
@@ -161,34 +187,51 @@ def _awq_codes(words: torch.Tensor) -> torch.Tensor:
     return codes
 
 
-def _gptq(
+def _in_order(
     format: WeightFormat,
-    is_symmetric: bool,
-    is_less_one: bool,
+    decode: Callable[..., WeightTensor],
     packed: torch.Tensor,
-    zeros: torch.Tensor,
     scale: torch.Tensor,
+    zeros: torch.Tensor,
     groups: torch.Tensor,
 ) -> WeightTensor:
     columns = torch.arange(groups.numel(), dtype=groups.dtype)
     if not torch.equal(groups, columns // format.group_size):
         need, remedy = f"k // {format.group_size}", "columns in another order are not supported"
         raise BadMatrixError("g_idx", need, "another order", remedy, is_known=True)
-    zero_point: torch.Tensor | None = unpack_codes(zeros.view(torch.uint8)).t().contiguous()
-    assert zero_point is not None  # for the type checker
+    return decode(packed, scale, zeros)
+
+
+def _gptq(
+    format: WeightFormat,
+    is_symmetric: bool,
+    is_less_one: bool,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    zeros: torch.Tensor | None = None,
+) -> WeightTensor:
+    zero_point = None if zeros is None else _gptq_zero_point(zeros, is_symmetric, is_less_one)
+    codes = packed.t().contiguous().view(torch.uint8)  # as in _pack_quantized
+    return WeightTensor(codes, scale.t().contiguous(), format, zero_point)
+
+
+def _gptq_zero_point(
+    zeros: torch.Tensor, is_symmetric: bool, is_less_one: bool
+) -> torch.Tensor | None:
+    """uint8 [N, K/g] of words [K/g, N/8]; None where all of them are `INT4_ZERO`, as stated."""
+    zero_point: torch.Tensor = unpack_codes(zeros.view(torch.uint8)).t().contiguous()
     if is_less_one:
         if bool((zero_point == 15).any()):
             need, remedy = "0 to 14, zero points less 1", "readers disagree on 15: save as gptq_v2"
             raise BadMatrixError("qzeros", need, 15, remedy, is_known=True)
         zero_point = zero_point + 1
-    if is_symmetric:
-        other = zero_point[zero_point != INT4_ZERO]
-        if other.numel():
-            need = f"{INT4_ZERO}, as sym states"
-            raise BadMatrixError("qzeros", need, int(other[0]), _INCONSISTENT)
-        zero_point = None
-    codes = packed.t().contiguous().view(torch.uint8)  # as in _pack_quantized
-    return WeightTensor(codes, scale.t().contiguous(), format, zero_point)
+    if not is_symmetric:
+        return zero_point
+    other = zero_point[zero_point != INT4_ZERO]
+    if other.numel():
+        need = f"{INT4_ZERO}, as sym states"
+        raise BadMatrixError("qzeros", need, int(other[0]), _INCONSISTENT)
+    return None
 
 
 def _per(format: WeightFormat) -> str:

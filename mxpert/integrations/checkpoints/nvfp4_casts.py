@@ -81,8 +81,9 @@ def _scale_table(global_scale: torch.Tensor, is_divisor: bool) -> torch.Tensor:
     """int16 [256]: for each e4m3 scale its E8M0 byte together with the global one, or a mark."""
     # Exact in float64: e4m3 has 4 significant bits, float32 has 24. A quotient that is no power of
     # two differs from each by a factor of 1 ± 2^-24 at least, which float64 keeps.
-    scales = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float64)
     whole = global_scale.reshape(()).to(torch.float64)
+    bits = torch.arange(256, dtype=torch.uint8, device=whole.device)
+    scales = bits.view(torch.float8_e4m3fn).to(torch.float64)
     values = scales / whole if is_divisor else scales * whole
     mantissa, exponent = torch.frexp(values)  # a power of two is 0.5 · 2^exponent
     bytes_ = exponent.to(torch.int16) - 1 + E8M0_BIAS

@@ -355,20 +355,41 @@ def _read_projection(
     experts: Sequence[int],
     device: torch.device | str,
 ) -> Exact | None:
+    matrices = (
+        (read_matrix(reader, module.matrices[expert, part], stored) for part in parts)
+        for expert in experts
+    )
+    rows = sum(module.rows(part) for part in parts)
+    return stack_matrices(matrices, len(experts), rows, device)
+
+
+def stack_matrices(
+    experts: Iterable[Iterable[Decoded]],
+    num_experts: int,
+    num_rows: int,
+    device: torch.device | str,
+) -> Exact | None:
+    """One projection [E, N, K] of the matrices of each expert, above one another.
+
+    Args:
+        experts: of each expert its matrices [n, K]; each is copied before the next is asked for.
+        num_experts, num_rows: E and N. device: of the result.
+
+    Returns:
+        The projection; None as soon as a matrix is no cast of MXFP4.
+    """
     stacked: Exact | None = None
-    for place, expert in enumerate(experts):
+    for place, matrices in enumerate(experts):
         first = 0
-        for part in parts:
-            matrix = read_matrix(reader, module.matrices[expert, part], stored)
+        for matrix in matrices:
             if isinstance(matrix, NotACast):
                 return None
             if stacked is None:
-                rows = sum(module.rows(each) for each in parts)
-                stacked = _empty(matrix, len(experts), rows, device)
+                stacked = _empty(matrix, num_experts, num_rows, device)
+            last = first + matrix.shape[0]
             for field in _tensors(matrix):
-                rows_of = getattr(stacked, field)[place, first : first + module.rows(part)]
-                rows_of.copy_(getattr(matrix, field))
-            first += module.rows(part)
+                getattr(stacked, field)[place, first:last].copy_(getattr(matrix, field))
+            first = last
     assert stacked is not None  # for the type checker: there are experts
     return stacked
 

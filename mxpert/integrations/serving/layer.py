@@ -90,7 +90,8 @@ def warm_up_layer(
     sizes = weights.num_experts, weights.hidden_size, weights.intermediate_size
     biased = weights.gate_up_bias is not None, weights.down_bias is not None
     mapped = None if expert_map is None else tuple(expert_map.shape)
-    formats = layer.activation, layer.activation_format, weights.layout, topk_ids_dtype, on_input
+    held = weights.weight_format, weights.layout, weights.gate_up_proj.scale.dtype
+    formats = layer.activation, layer.activation_format, *held, topk_ids_dtype, on_input
     key = (weights.device, sizes, biased, mapped, formats, top_k, max_tokens, router_logits_dtype)
     if key in _warm:
         return

@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 
 from ...errors import message
-from ...formats.spec import E8M0_NAN, MX_BLOCK_SIZE, MXFP4
+from ...formats.spec import E8M0_NAN, MX_BLOCK_SIZE, MXFP4, MXFP8_E4M3
 from ...formats.tensor import Layout, MXTensor
+from ...formats.weight_tensor import WeightLike
 from ...moe.weights import GateUpOrder, MoEWeights
+from .stored_layers import StoredLayer
 
 _PACKED = "_packed"  # suffix of compressed-tensors' parameters
+_WORD_NAN = 0x7FC0_0000
+"""NaN as HOPPER_GROUPS has a scale in one word with its zero point."""
 
 
 def prepare_layer(
@@ -20,18 +24,22 @@ def prepare_layer(
     op: str,
     bias_suffix: str = "_bias",
     columns: int | None = None,
+    stored: StoredLayer | None = None,
 ) -> MoEWeights:
     """Prepare a layer's loaded weights; the prepared tensors become its parameters.
 
     Weights of a reload are copied into `previous`, so that captured CUDA graphs stay valid.
 
     Args:
-        layer: routed experts with uint8 w13_weight [E, 2F, H/2], w13_weight_scale [E, 2F, H/32],
-            w2_weight [E, H, F/2], w2_weight_scale [E, H, F/32], and maybe biases.
+        layer: routed experts with uint8 w13_weight [E, 2F, H/2] of MXFP4 or e4m3 [E, 2F, H] of
+            MXFP8, w13_weight_scale [E, 2F, H/32], w2_weight [E, H, F/2] or [E, H, F],
+            w2_weight_scale [E, H, F/32], and maybe biases; or with the parameters of `stored`.
         order: the order of the rows of w13.
         previous: the weights of an earlier call, or None.
         op: what a message starts with. bias_suffix: after "w13" and "w2", the biases' names.
         columns: of F, those that a checkpoint fills; the others become zeros. None is all.
+        stored: how experts in another form are read, which have no biases; their parameters go
+            before others come.
 
     Returns:
         The layer's MoEWeights, prepared for the device of its parameters.
@@ -39,26 +47,38 @@ def prepare_layer(
     Raises:
         ValueError: reloaded weights that do not fit the layout of the previous ones.
     """
-    weights = MoEWeights(
+    try:
+        weights = _loaded(layer, order, bias_suffix, stored)
+        if columns is not None and columns < weights.intermediate_size:
+            clear_padding(weights, columns)
+        layout = None if previous is None else previous.layout
+        prepared = weights.prepare(device=weights.device, layout=layout)
+    except ValueError as error:
+        if previous is None:
+            raise
+        raise does_not_fit(op, previous.layout, error) from None
+    if previous is not None:
+        previous.load_state_dict(prepared.state_dict())
+        prepared = previous
+    _install(layer, prepared, bias_suffix)
+    return prepared
+
+
+def _loaded(
+    layer: torch.nn.Module, order: GateUpOrder, bias_suffix: str, stored: StoredLayer | None
+) -> MoEWeights:
+    """The weights in a layer's parameters; those of `stored` are copied, and let go."""
+    if stored is not None:
+        gate_up, down = stored.read(layer)
+        _remove_parameters(layer)
+        return MoEWeights(gate_up, down, gate_up_order=order)
+    return MoEWeights(
         _projection(layer, "w13"),
         _projection(layer, "w2"),
         gate_up_bias=_bias(layer, f"w13{bias_suffix}"),
         down_bias=_bias(layer, f"w2{bias_suffix}"),
         gate_up_order=order,
     )
-    if columns is not None and columns < weights.intermediate_size:
-        clear_padding(weights, columns)
-    if previous is None:
-        prepared = weights.prepare(device=weights.device)
-    else:
-        try:
-            prepared = weights.prepare(device=weights.device, layout=previous.layout)
-        except ValueError as error:
-            raise does_not_fit(op, previous.layout, error) from None
-        previous.load_state_dict(prepared.state_dict())
-        prepared = previous
-    _install(layer, prepared, bias_suffix)
-    return prepared
 
 
 def does_not_fit(op: str, layout: Layout, error: ValueError) -> ValueError:
@@ -94,7 +114,7 @@ def clear_padding(weights: MoEWeights, columns: int) -> None:
         if rows is not None:
             rows[:, padding] = 0
     codes, scale = weights.down_proj.qdata, weights.down_proj.scale
-    codes[..., columns // 2 :] = 0
+    codes[..., columns // weights.down_proj.format.codes_per_byte :] = 0
     scale[..., -(-columns // MX_BLOCK_SIZE) :] = 0
 
 
@@ -104,12 +124,23 @@ def poison(weights: MoEWeights) -> None:
     A reload that is refused half-way leaves layers of two models: no result of theirs may look
     right. HOPPER_FRAGMENT has no NaN; its largest row factors, 2^122, overflow.
     """
-    for projection in weights.mx_projections:
-        scale = projection.scale if projection.reference is None else projection.reference
-        scale.fill_(E8M0_NAN)
+    for projection in (weights.gate_up_proj, weights.down_proj):
+        _poison_projection(projection)
     for bias in (weights.gate_up_bias, weights.down_bias):
         if bias is not None:
             bias.fill_(float("nan"))
+
+
+def _poison_projection(projection: WeightLike) -> None:
+    scale = projection.scale
+    if isinstance(projection, MXTensor):
+        (scale if projection.reference is None else projection.reference).fill_(E8M0_NAN)
+    elif projection.row_scale is not None:
+        projection.row_scale.fill_(float("nan"))
+    elif scale.dtype is torch.int32:
+        scale.fill_(_WORD_NAN)
+    else:
+        scale.fill_(float("nan"))
 
 
 def count_unfolded(weights: MoEWeights) -> int:
@@ -124,7 +155,10 @@ def _projection(layer: torch.nn.Module, name: str) -> MXTensor:
     codes = getattr(layer, f"{name}_weight{_PACKED}", None)
     if codes is None:
         codes = getattr(layer, f"{name}_weight")
-    return MXTensor(codes.data, getattr(layer, f"{name}_weight_scale").data, MXFP4)
+    format = MXFP8_E4M3 if codes.dtype is torch.float8_e4m3fn else MXFP4
+    return MXTensor(
+        codes.data.view(torch.uint8), getattr(layer, f"{name}_weight_scale").data, format
+    )
 
 
 def _bias(layer: torch.nn.Module, name: str) -> torch.Tensor | None:
@@ -132,11 +166,16 @@ def _bias(layer: torch.nn.Module, name: str) -> torch.Tensor | None:
     return None if bias is None else bias.data.float().contiguous()
 
 
+def _remove_parameters(layer: torch.nn.Module) -> None:
+    """Take away the parameters of the experts."""
+    for name, _ in list(layer.named_parameters(recurse=False)):
+        if name.startswith(("w13_", "w2_")):
+            delattr(layer, name)
+
+
 def _install(layer: torch.nn.Module, weights: MoEWeights, bias_suffix: str) -> None:
     """Replace the layer's parameters; engines read the number of experts from their first size."""
-    for name in ("w13_weight", "w2_weight"):
-        if hasattr(layer, f"{name}{_PACKED}"):
-            delattr(layer, f"{name}{_PACKED}")
+    _remove_parameters(layer)
     tensors = {
         "w13_weight": weights.gate_up_proj.qdata,
         "w13_weight_scale": weights.gate_up_proj.scale,

@@ -73,6 +73,10 @@ class Loads:
         """Whether no loader was called: weights that came in another way, or none."""
         return not self._seen
 
+    def saw(self, name: str) -> bool:
+        """Whether the loader of a parameter was called."""
+        return name in self._seen
+
     def clear(self) -> None:
         """Forget the calls."""
         self._seen.clear()

@@ -7,6 +7,7 @@ check of the engine's options. Where they ask for mxpert, the check puts a light
 each quantisation config that can hold MXFP4 experts. Without the option vLLM keeps its own.
 """
 
-from ._plugin import NAMES, PROBE, register, serve
+from ._plugin import PROBE, register, serve
+from .options import NAMES
 
 __all__ = ["NAMES", "PROBE", "register", "serve"]

@@ -1,8 +1,9 @@
-"""The method of a layer's MXFP4 experts: vLLM creates and loads weights, mxpert computes."""
+"""The method of a layer's experts: vLLM creates and loads weights, mxpert computes."""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +13,6 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.all2all_utils import maybe_make_prepare_finalize
 from vllm.model_executor.layers.fused_moe.config import mxfp4_w4a16_moe_quant_config
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
-from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
 from vllm.model_executor.layers.quantization import mxfp4
 
 import mxpert
@@ -25,18 +25,22 @@ from ..serving.layer_weights import columns_of_rank, prepare_layer
 from ..serving.loads import FROM_CHECKPOINTS, Loads
 from ..serving.reload import model_of
 from ..serving.requantize import Share
+from ..serving.stored_layers import StoredLayer
 from ._experts import RoutedExperts, RoutingExperts
-from ._refusals import activation_of, refuse_unsupported
+from ._refusals import WITHOUT, activation_of, refuse_other_than_mxfp4, refuse_unsupported
 from .options import OP
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 
+    from ...moe.weights import MoEWeights
+    from ._layer_formats import Experts
+
 logger = init_logger("vllm.mxpert")  # vLLM shows the loggers below its own name
 
 _FILLED = ("w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias")
-"""Parameters of a layer; compressed-tensors calls the codes ``…_packed``."""
+"""Parameters of a layer in MXFP4 or MXFP8; compressed-tensors calls the codes ``…_packed``."""
 
 
 class ServedMethod(FusedMoEMethodBase):
@@ -45,6 +49,7 @@ class ServedMethod(FusedMoEMethodBase):
     Args:
         moe: vLLM's FusedMoEConfig. activation_format: as `mxpert.fused_moe` takes it.
         prefix: the layer's name, for the log. vllm_config: vLLM's VllmConfig.
+        experts: how vLLM holds them.
     """
 
     supports_pre_processed_weights = False
@@ -56,18 +61,22 @@ class ServedMethod(FusedMoEMethodBase):
         activation_format: ActivationFormat,
         prefix: str,
         vllm_config: VllmConfig,
+        experts: Experts,
     ) -> None:
         FusedMoEMethodBase.__init__(self, moe)  # the in-tree method would choose a back end
         refuse_unsupported(moe, vllm_config)
+        if experts.format != "MXFP4":
+            refuse_other_than_mxfp4(moe, experts.format)
+        self.experts, stored = experts, experts.stored
+        self.stored = None if stored is None else StoredLayer(stored, OP, prefix)
+        self.block = MX_BLOCK_SIZE if stored is None else math.lcm(MX_BLOCK_SIZE, stored.group)
         self.activation_format = parse_activation_format(activation_format, OP)
         self.prefix = prefix
         scheduled = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_tokens: int = scheduled * max(1, moe.moe_parallel_config.dp_size)
         self.gpt_oss = isinstance(self, mxfp4.GptOssMxfp4MoEMethod)
-        self.weight_dtype = "gpt_oss_mxfp4" if self.gpt_oss else "mxfp4"  # vLLM's loaders ask
-        self.mxfp4_backend = Mxfp4MoeBackend.EMULATION  # weights as the checkpoint has them
-        self.group_size = MX_BLOCK_SIZE  # compressed-tensors
-        self.static_input_scales, self.has_bias = False, moe.has_bias  # quark
+        for name, value in experts.state.items():
+            setattr(self, name, value)
         routing = RoutingExperts.serves(moe, vllm_config)
         self.experts_cls: type[RoutingExperts | RoutedExperts]
         self.experts_cls = RoutingExperts if routing else RoutedExperts
@@ -103,23 +112,27 @@ class ServedMethod(FusedMoEMethodBase):
         *args: object,
         **kwargs: object,
     ) -> tuple[int, int]:
-        """Round a rank's share of the intermediate size up to whole MX blocks."""
+        """Round a rank's share of the intermediate size up to whole blocks, of MXFP4 alone."""
         hidden, intermediate = FusedMoEMethodBase.maybe_roundup_sizes(
             self, hidden_size, intermediate_size_per_partition, *args, **kwargs
         )
-        rounded = -(-intermediate // MX_BLOCK_SIZE) * MX_BLOCK_SIZE
+        if hidden % self.block:
+            need = f"a multiple of the group, {self.block}"
+            raise UnsupportedError(message(OP, "hidden_size", need, hidden, WITHOUT))
+        rounded = -(-intermediate // self.block) * self.block
         parallel = self.moe.moe_parallel_config
         self.columns = columns_of_rank(intermediate, rounded, parallel.tp_size, parallel.tp_rank)
         if intermediate == rounded:
             return hidden, intermediate
         cuts_between_blocks = self.gpt_oss and self.moe.activation is MoEActivation.SWIGLUOAI
         if not cuts_between_blocks:  # as the loader of gpt-oss models does
-            if self.moe.has_bias or not hasattr(self.moe, "tp_shard_with_padding"):
+            can_pad = self.experts.format == "MXFP4" and hasattr(self.moe, "tp_shard_with_padding")
+            if self.moe.has_bias or not can_pad:
                 raise UnsupportedError(
                     message(
                         OP,
                         "--tensor-parallel-size",
-                        f"a multiple of {MX_BLOCK_SIZE} columns for each rank",
+                        f"a multiple of {self.block} columns for each rank",
                         intermediate,
                         "pass another size or --enable-expert-parallel",
                     )
@@ -127,17 +140,35 @@ class ServedMethod(FusedMoEMethodBase):
             self.moe.tp_shard_with_padding = True
         return hidden, rounded
 
-    def create_weights(self, layer: torch.nn.Module, *args: object, **kwargs: object) -> None:
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **attributes: object,
+    ) -> None:
         """Create vLLM's parameters, and note which of them a checkpoint fills."""
-        super().create_weights(layer, *args, **kwargs)
+        if self.stored is not None and self.stored.has_integers:
+            params_dtype = torch.float32  # holds the scales of any checkpoint
+        sizes = num_experts, hidden_size, intermediate_size_per_partition
+        super().create_weights(layer, *sizes, params_dtype, **attributes)
         self.loads.watch(layer.named_parameters(recurse=False))
 
     def _require_loaded(self, layer: torch.nn.Module) -> None:
         """Raise a ValueError for tensors that the checkpoint lacks."""
         if self.loads.is_empty and self.load_format not in FROM_CHECKPOINTS:
             return  # filled by other means than the loaders
-        present = dict(layer.named_parameters(recurse=False))
-        names = [name for each in _FILLED for name in (each, f"{each}_packed") if name in present]
+        if self.stored is not None:
+            names = self.stored.names
+            bias = next((name for name in ("w13_bias", "w2_bias") if self.loads.saw(name)), None)
+            if bias is not None:
+                need = f"{self.experts.format} experts without biases"
+                raise UnsupportedError(message(OP, self.prefix, need, bias, WITHOUT))
+        else:
+            here = dict(layer.named_parameters(recurse=False))
+            names = [name for each in _FILLED for name in (each, f"{each}_packed") if name in here]
         self.loads.require_all(OP, self.prefix, names, self._experts(layer))
 
     def _experts(self, layer: torch.nn.Module) -> list[int]:
@@ -163,7 +194,9 @@ class ServedMethod(FusedMoEMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Prepare the weights, once after loading and again after each reload."""
         activation, order = activation_of(self.moe, layer)
-        prepare = functools.partial(prepare_layer, layer, order, op=OP, columns=self.columns)
+        prepare = functools.partial(
+            prepare_layer, layer, order, op=OP, columns=self.columns, stored=self.stored
+        )
         if self.moe_kernel is not None:
             loaded = self.moe_kernel.fused_experts.layer.weights
             with self.model.reloading():
@@ -189,12 +222,18 @@ class ServedMethod(FusedMoEMethodBase):
         self.moe_kernel = mk.FusedMoEKernel(prepare_finalize, experts)
         warn_of_unfolded(weights, self.prefix, logger)
         logger.info_once(
-            "mxpert %s computes the MXFP4 experts: activations %s, experts chosen by %s",
+            "mxpert %s computes the %s experts: activations %s, experts chosen by %s",
             mxpert.__version__,
+            self._format_of(weights),
             SHORT_NAMES[self.activation_format],
             "mxpert" if self.is_monolithic else "vLLM",
         )
         self._warm_up(layer, experts.layer)
+
+    def _format_of(self, weights: MoEWeights) -> str:
+        """The format as a log says it."""
+        is_cast = self.experts.format == "NVFP4" and weights.weight_format == "mxfp4"
+        return "MXFP4 (stored as NVFP4)" if is_cast else self.experts.format
 
     def _warm_up(self, layer: torch.nn.Module, prepared: ServedLayer) -> None:
         ids_dtype = None if self.is_monolithic else self.topk_indices_dtype
@@ -212,5 +251,5 @@ class ServedMethod(FusedMoEMethodBase):
 
 @functools.cache
 def served_method(base: type) -> type:
-    """Return `base`, a method of vLLM for MXFP4 experts, with mxpert's kernels."""
+    """Return `base`, a method of vLLM for experts, with mxpert's kernels."""
     return type(f"Mxpert{base.__name__}", (ServedMethod, base), {"__module__": __name__})

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .options import LATER, NAMES
+
 if TYPE_CHECKING:
     import torch
-
-NAMES = ("gpt_oss_mxfp4", "mxfp4", "deepseek_v4_fp8", "compressed-tensors", "quark")
-"""vLLM's names of the quantisation configs that can hold MXFP4 experts."""
-
 
 PROBE = "mxpert"
 """Name of a quantisation config that no checkpoint has: see `_start.probe`."""
@@ -28,18 +26,23 @@ def register() -> None:
     check_every_model()
 
 
-def serve(wanted: bool) -> None:
-    """Put mxpert's configs in front of vLLM's in this process, or take them away again.
+def served_names() -> list[str]:
+    """Those of `NAMES` that mxpert serves in this version of vLLM."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
-    Names that this version of vLLM does not have are left alone.
-    """
+    known = QUANTIZATION_METHODS
+    return [name for name in NAMES if name in known and LATER.get(name, name) in known]
+
+
+def serve(wanted: bool) -> None:
+    """Put mxpert's configs in front of vLLM's in this process, or take them away again."""
     from vllm.model_executor.layers import quantization
 
     registered = quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG
-    for name in NAMES:
+    for name in served_names():
         found = registered.get(name)
         ours = isinstance(found, type) and issubclass(found, Lazy)
-        if wanted and not ours and name in quantization.QUANTIZATION_METHODS:
+        if wanted and not ours:
             quantization.register_quantization_config(name)(lazy_config(name, found))
         elif ours and not wanted:
             del registered[name]

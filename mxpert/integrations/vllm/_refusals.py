@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
 _GPT_OSS_ALPHA, _GPT_OSS_LIMIT = 1.702, 7.0  # constants of vLLM's own swigluoai
-_WITHOUT = f'remove "{KEY}" from --additional-config'
+WITHOUT = f'remove "{KEY}" from --additional-config'
 
 
 def refuse_unsupported(moe: FusedMoEConfig, vllm_config: VllmConfig) -> None:
@@ -34,12 +34,28 @@ def refuse_unsupported(moe: FusedMoEConfig, vllm_config: VllmConfig) -> None:
     refuse_first(OP, chain(refused_options(vllm_config), _refused_layer(moe)))
 
 
+def refuse_other_than_mxfp4(moe: FusedMoEConfig, format: str) -> None:
+    """Raise UnsupportedError for what mxpert serves with MXFP4 experts alone.
+
+    Args:
+        moe: vLLM's FusedMoEConfig of one layer. format: of its experts.
+    """
+    if moe.has_bias:
+        raise UnsupportedError(
+            message(OP, "the experts", f"{format} without biases", "biases", WITHOUT)
+        )
+    if moe.activation is MoEActivation.SWIGLUOAI:
+        need = f"gate rows before up rows in {format}"
+        got = f"{moe.activation.value}, whose rows alternate"
+        raise UnsupportedError(message(OP, "the experts' activation", need, got, WITHOUT))
+
+
 def _refused_layer(moe: FusedMoEConfig) -> Iterator[Refusal]:
     parallel = moe.moe_parallel_config
     if parallel.use_all2all_kernels or getattr(parallel, "use_passthrough_all2all", False):
         yield from refused_all2all(parallel.all2all_backend)
     if moe.hidden_dim % MX_BLOCK_SIZE:
-        yield "hidden_size", f"a multiple of {MX_BLOCK_SIZE}", moe.hidden_dim, _WITHOUT
+        yield "hidden_size", f"a multiple of {MX_BLOCK_SIZE}", moe.hidden_dim, WITHOUT
 
 
 def activation_of(moe: FusedMoEConfig, layer: torch.nn.Module) -> tuple[Activation, GateUpOrder]:
@@ -79,4 +95,4 @@ def activation_of(moe: FusedMoEConfig, layer: torch.nn.Module) -> tuple[Activati
     known = (
         "silu, silu with a limit, gelu, gelu_tanh, swigluoai, or situ with both of its parameters"
     )
-    raise UnsupportedError(message(OP, "the experts' activation", known, kind.value, _WITHOUT))
+    raise UnsupportedError(message(OP, "the experts' activation", known, kind.value, WITHOUT))

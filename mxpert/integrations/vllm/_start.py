@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import UnsupportedError, message
-from ...formats.spec import MX_BLOCK_SIZE
+from ...formats.weight_tensor import WEIGHT_FORMATS
 from ..serving.refusals import Refusal, one_line_in_commands, refuse_first
-from ._plugin import NAMES, serve
-from .options import KEY, OP, is_supported, requested_format, require_supported
+from ._plugin import serve, served_names
+from .options import FORMATS, KEY, OP, is_supported, requested_format, require_supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 ALL2ALL = ("allgather_reducescatter", "deepep_high_throughput")
 """Backends of ``--all2all-backend`` whose output is in vLLM's Standard format."""
+
+_SERVED_GROUPS = {
+    *(("float", 4, 32), ("float", 8, 32), ("float", 4, 16)),
+    *(("int", 4, each.group_size) for each in WEIGHT_FORMATS.values() if each.is_integer),
+}
+"""compressed-tensors' type, bits and size of groups of the weights that mxpert reads."""
 
 
 def probe() -> type:
@@ -94,8 +100,11 @@ def check(vllm_config: VllmConfig) -> None:
         model = vllm_config.model_config
         if model.runner_type == "draft":  # a dense draft model may speed up a served one
             return
-        if model.quantization not in NAMES:
-            names, remedy = ", ".join(map(repr, NAMES)), f'remove "{KEY}" from --additional-config'
+        if model.quantization not in served_names():
+            names, remedy = (
+                ", ".join(map(repr, served_names())),
+                f'remove "{KEY}" from --additional-config',
+            )
             got = repr(model.quantization)
             if model.quantization is None:
                 got = "a model that is not quantised"
@@ -107,7 +116,7 @@ def check(vllm_config: VllmConfig) -> None:
 
 
 def refused_experts(model_config: ModelConfig) -> Iterator[Refusal]:
-    """The format of a checkpoint's experts, if its config rules MXFP4 out.
+    """The format of a checkpoint's experts, if its config rules out all that mxpert reads.
 
     Which layers a config means is known once they are built, and so is the rest.
     """
@@ -120,12 +129,13 @@ def refused_experts(model_config: ModelConfig) -> Iterator[Refusal]:
         weights = [group.get("weights") or {} for group in scheme.get("config_groups", {}).values()]
         keys = "type", "num_bits", "group_size"
         found = [tuple(each.get(key) for key in keys) for each in weights]
-        if ("float", 4, MX_BLOCK_SIZE) not in found:
+        if not _SERVED_GROUPS.intersection(found):
             got = f"{', '.join(keys)} = {', '.join(map(str, found))}"
     elif name == "quark" and isinstance(scheme, Mapping) and "'fp4'" not in str(scheme):
         got = f"weights {scheme.get('global_quant_config', {}).get('weight')}"
     if got is not None:
-        yield "the model's experts", "MXFP4", got, f'remove "{KEY}" from --additional-config'
+        need = FORMATS.removeprefix("experts in ")
+        yield "the model's experts", need, got, f'remove "{KEY}" from --additional-config'
 
 
 def refused_options(vllm_config: VllmConfig) -> Iterator[Refusal]:

@@ -14,6 +14,22 @@ OLDEST, BELOW = (0, 20, 2), (0, 34, 0)
 """Supported versions of vLLM: from OLDEST on, below BELOW."""
 
 OP = "mxpert for vLLM"
+
+MODELOPT_NAMES = ("modelopt_fp4", "modelopt_mxfp8", "modelopt_mixed", "mxfp8")
+AWQ_NAMES, GPTQ_NAMES = ("auto_awq", "awq", "awq_marlin"), ("auto_gptq", "gptq", "gptq_marlin")
+NAMES = (
+    *("gpt_oss_mxfp4", "mxfp4", "deepseek_v4_fp8", "compressed-tensors", "quark"),
+    *MODELOPT_NAMES,
+    *AWQ_NAMES,
+    *GPTQ_NAMES,
+)
+"""vLLM's names of the quantisation configs that can hold experts in `FORMATS`."""
+
+LATER = {"awq": "auto_awq", "gptq": "auto_gptq", "mxfp8": "auto_awq", "modelopt_mxfp8": "auto_awq"}
+"""Names that are served where vLLM has the second one: before, three were other configs, and
+experts of ModelOpt's MXFP8 could not be created."""
+
+FORMATS = "experts in MXFP4, MXFP8, NVFP4 or INT4"
 _SIMILAR = 0.8
 """Ratio of `difflib` from which a key counts as a misspelt KEY."""
 

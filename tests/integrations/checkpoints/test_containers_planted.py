@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +128,10 @@ def test_zero_points_off_by_one_are_seen(
     check_checkpoint(tmp_path, modules)
 
     def fault(stored: MatrixFormat) -> MatrixFormat:
-        format, is_symmetric, is_less_one = stored.decode.args
-        decode = stored.decode.func
-        return replace(
-            stored, decode=lambda *tensors: decode(format, is_symmetric, not is_less_one, *tensors)
-        )
+        group, decode = stored.decode.args  # of the check of g_idx
+        format, is_symmetric, is_less_one = decode.args
+        wrong = partial(decode.func, format, is_symmetric, not is_less_one)
+        return replace(stored, decode=partial(stored.decode.func, group, wrong))
 
     plant(monkeypatch, fault)
     with pytest.raises((AssertionError, UnsupportedError)):  # 15, less 1, is refused

@@ -47,3 +47,18 @@ def sglang_plugin() -> None:
     QUANTIZATION_METHODS["mxfp4"] = Mxfp4Config
     plugin.register()
     HookRegistry.apply_hooks()
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM's older methods and configs ask of a GPU before any weight is there."""
+    import torch
+    from vllm.model_executor.layers import quantization
+    from vllm.model_executor.layers.quantization.utils import marlin_utils
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+    monkeypatch.setattr(marlin_utils, "num_compute_units", lambda *_: 1, raising=False)
+    if "auto_awq" not in quantization.QUANTIZATION_METHODS:
+        from vllm.model_executor.layers.quantization import awq_marlin
+
+        monkeypatch.setattr(awq_marlin, "verify_marlin_supported", lambda *_, **__: None)

@@ -21,10 +21,11 @@ from vllm.model_executor.layers.quantization import mxfp4
 import mxpert
 from mxpert import UnsupportedError
 from mxpert.formats.names import FORMAT_OF
-from mxpert.integrations.vllm import NAMES, PROBE, register, serve
+from mxpert.integrations.vllm import PROBE, register, serve
 from mxpert.integrations.vllm import _configs as served_configs
 from mxpert.integrations.vllm._configs import SERVED, in_tree_config
 from mxpert.integrations.vllm._method import ServedMethod
+from mxpert.integrations.vllm._plugin import served_names
 from tests.integrations.serving.vllm_layers import (
     CONFIGS,
     current_config,
@@ -33,7 +34,21 @@ from tests.integrations.serving.vllm_layers import (
     routed_experts,
 )
 
+pytestmark = pytest.mark.usefixtures("without_a_gpu")
+NAMES = served_names()
 PREFIX = "model.layers.0.mlp.experts"
+
+
+FORMATS = {
+    "compressed-tensors": "MXFP4",
+    "quark": "MXFP4",
+    "deepseek_v4_fp8": "MXFP4",
+    "modelopt_fp4": "NVFP4",
+    "modelopt_mixed": "NVFP4",
+    "modelopt_mxfp8": "MXFP8",
+    "mxfp8": "MXFP8",
+}
+"""Of the experts in CONFIGS, where the name does not say it."""
 
 
 def config(name: str, changes: dict[str, Any] | None = None) -> Any:
@@ -143,6 +158,7 @@ def test_the_option_switches_routed_experts(name: str, activation_format: str) -
         other = config(name).get_quant_method(torch.nn.Identity(), "lm_head")
     assert isinstance(method, ServedMethod)
     assert method.activation_format == FORMAT_OF[activation_format]
+    assert method.experts.format == FORMATS.get(name, "MXFP4" if "4" in name else "INT4")
     one_method = name == "mxfp4" and vllm.__version__.startswith(("0.20.", "0.26."))
     assert method.gpt_oss == (name == "gpt_oss_mxfp4" or one_method)
     assert not isinstance(other, ServedMethod)
@@ -164,11 +180,11 @@ def test_a_version_outside_the_range_is_refused() -> None:
         made.get_quant_method(routed_experts(), PREFIX)
 
 
-@pytest.mark.parametrize("name", ["compressed-tensors", "quark"])
+@pytest.mark.parametrize("name", [each for each in NAMES if each[-5:] not in ("mxfp4", "4_fp8")])
 def test_excluded_experts_stay_with_vllm(name: str) -> None:
     layer, excluded = routed_experts(), "model.layers.7.mlp.experts"
-    assert config(name).moe_method(layer, PREFIX) is not None
-    assert config(name).moe_method(layer, excluded) is None
+    assert config(name).experts(layer, PREFIX) is not None
+    assert config(name).experts(layer, excluded) is None
 
 
 def test_other_experts_are_refused() -> None:
@@ -181,7 +197,7 @@ def test_other_experts_are_refused() -> None:
     ]
     with current_config({"mxpert": "a16w4"}):
         for name, changes, said in other:
-            with pytest.raises(UnsupportedError, match=f"MXFP4 experts, got .*{said}") as error:
+            with pytest.raises(UnsupportedError, match=f"NVFP4 or INT4, got .*{said}") as error:
                 config(name, changes).get_quant_method(routed_experts(), PREFIX)
             assert PREFIX in str(error.value)
             assert "\n" not in str(error.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import mxpert
 from mxpert.integrations.serving import layer_weights
 from mxpert.integrations.serving.requantize import requantize_layer_, served_layers
 from mxpert.integrations.vllm import _method as served
+from mxpert.integrations.vllm._layer_formats import mxfp4_experts
 from tests.integrations.serving.test_vllm_layers import (
     METHODS,
     ROUTED,
@@ -191,8 +193,9 @@ def test_a_refused_reload_leaves_no_plausible_result() -> None:
     order, options = mxpert.GateUpOrder.CONCATENATED, vllm_config(None)
     with for_hopper():
         moe = moe_config(routing_method=ROUTED)
-        kind = served.served_method(METHODS["mxfp4"])
-        methods = [kind(moe, "a16w4", f"layers.{i}", options) for i in range(2)]
+        experts = mxfp4_experts(SimpleNamespace(moe_config=moe), METHODS["mxfp4"])
+        kind = served.served_method(experts.method)
+        methods = [kind(moe, "a16w4", f"layers.{i}", options, experts) for i in range(2)]
         layers = [make_layer(moe) for _ in methods]
         for method, layer in zip(methods, layers, strict=True):
             load(method, layer, Checkpoint.random(order))

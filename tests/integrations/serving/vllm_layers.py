@@ -103,7 +103,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Quantisation configs of checkpoints with MXFP4 experts, by vLLM's name."""
+"""Quantisation configs of checkpoints, by vLLM's name."""
+
+_MODELOPT = {"quant_method": "modelopt", "ignore": ["model.layers.7.mlp.experts*"]}
+_AWQ: dict[str, Any] = {
+    "quant_method": "awq",
+    "bits": 4,
+    "group_size": 32,
+    "zero_point": True,
+    "modules_to_not_convert": ["layers.7.mlp"],
+}
+_GPTQ: dict[str, Any] = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "desc_act": False,
+    "sym": True,
+    "dynamic": {r"-:.*layers\.7\.mlp.*": {}},
+}
+CONFIGS |= {
+    "modelopt_fp4": {**_MODELOPT, "quant_algo": "NVFP4"},
+    "modelopt_mxfp8": {**_MODELOPT, "quant_algo": "MXFP8"},
+    "modelopt_mixed": {
+        **_MODELOPT,
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4"}},
+    },
+    "mxfp8": {"quant_method": "mxfp8", "ignored_layers": ["model.layers.7.mlp.experts"]},
+    **dict.fromkeys(("auto_awq", "awq", "awq_marlin"), _AWQ),
+    **dict.fromkeys(("auto_gptq", "gptq", "gptq_marlin"), _GPTQ),
+}
 
 ENGINE: dict[str, Any] = dict(
     enable_eplb=False,
@@ -231,9 +260,12 @@ class Checkpoint:
 
 def make_method(base: type, moe: Any, activation_format: str = "a16w4", **changes: Any) -> Any:
     """mxpert's method over `base`, a method of this vLLM."""
+    from mxpert.integrations.vllm._layer_formats import mxfp4_experts
     from mxpert.integrations.vllm._method import served_method
 
-    return served_method(base)(moe, activation_format, "layers.0", vllm_config(None, **changes))
+    experts = mxfp4_experts(SimpleNamespace(moe_config=moe), base)
+    options = vllm_config(None, **changes)
+    return served_method(base)(moe, activation_format, "layers.0", options, experts)
 
 
 def no_loader(

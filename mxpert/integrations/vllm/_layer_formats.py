@@ -1,0 +1,162 @@
+"""How vLLM's methods hold the experts of each format until they are prepared.
+
+The constructors of these methods choose one of vLLM's back ends, or fail, so they do not run. Each
+function names the attributes that ``create_weights`` reads of its method instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.model_executor.layers import quantization
+from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend
+from vllm.model_executor.layers.quantization import modelopt, mxfp4
+
+from ...errors import UnsupportedError, message
+from ...formats.spec import MX_BLOCK_SIZE
+from ..checkpoints.expert_matrices import MatrixFormat, nvfp4_matrix
+from ..checkpoints.int4_matrices import awq_matrix, gptq_matrix, pack_quantized_matrix
+from ..checkpoints.stated_quantization import Statement
+from .options import OP
+
+if TYPE_CHECKING:
+    import torch
+
+_CODES_PER_WORD = 8
+
+
+@dataclass(frozen=True)
+class Experts:
+    """How vLLM holds a layer's experts until they are prepared.
+
+    Args:
+        format: of the weights, for messages: "MXFP4", "MXFP8", "NVFP4" or "INT4".
+        method: vLLM's class, which creates and loads the parameters.
+        state: what its ``create_weights`` reads of the method.
+        stored: how the parameters hold each matrix; None for MXFP4 and MXFP8, whose parameters
+            kernels read as they are.
+    """
+
+    format: str
+    method: type
+    state: Mapping[str, object] = field(default_factory=dict)
+    stored: MatrixFormat | None = None
+
+
+def mxfp4_experts(layer: torch.nn.Module, method: type) -> Experts:
+    """MXFP4 in any container; vLLM's loaders ask for ``weight_dtype``."""
+    is_gpt_oss = issubclass(method, mxfp4.GptOssMxfp4MoEMethod)
+    state: dict[str, object] = {
+        "weight_dtype": "gpt_oss_mxfp4" if is_gpt_oss else "mxfp4",
+        "mxfp4_backend": Mxfp4MoeBackend.EMULATION,  # weights as the checkpoint has them
+        "group_size": MX_BLOCK_SIZE,  # compressed-tensors
+        "static_input_scales": False,  # quark
+        "has_bias": layer.moe_config.has_bias,  # type: ignore[union-attr]
+    }
+    return Experts("MXFP4", method, state)
+
+
+def mxfp8_experts(method: type, state: Mapping[str, object]) -> Experts:
+    """MXFP8: e4m3 codes and E8M0 scales."""
+    return Experts("MXFP8", method, {"weight_block_size": [1, MX_BLOCK_SIZE], **state})
+
+
+def modelopt_mxfp8(config: object) -> Experts:
+    """MXFP8 of ModelOpt and of MiniMax. config: vLLM's ModelOptMxFp8Config."""
+    return mxfp8_experts(modelopt.ModelOptMxFp8FusedMoE, {"quant_config": config})
+
+
+def modelopt_nvfp4(config: object) -> Experts:
+    """NVFP4 of ModelOpt. config: vLLM's ModelOptNvFp4Config."""
+    state = {"quant_config": config, "use_a16": True, "use_global_sf": False}
+    stored = nvfp4_matrix("weight", "weight_scale", "weight_scale_2", is_divisor=False)
+    return Experts("NVFP4", modelopt.ModelOptNvFp4FusedMoE, state, stored)
+
+
+def compressed_nvfp4(method: type) -> Experts:
+    """NVFP4 of compressed-tensors."""
+    suffixes = "weight_packed", "weight_scale", "weight_global_scale"
+    state = {"group_size": 16, "use_a16": True, "use_global_sf": False}
+    return Experts("NVFP4", method, state, nvfp4_matrix(*suffixes, is_divisor=True))
+
+
+# Any: a class of the package compressed-tensors, which is not among this one's dependencies.
+def compressed_int4(method: type, weights: Any, prefix: str) -> Experts:
+    """INT4 of compressed-tensors, created with rows as in the checkpoint.
+
+    Args:
+        method: vLLM's. weights: QuantizationArgs. prefix: the layer's name.
+
+    Raises:
+        UnsupportedError: a group or an order that mxpert does not read, or zero points in a vLLM
+            that does not load them so.
+    """
+    names = "num_bits", "type", "strategy", "group_size", "actorder", "symmetric"
+    values = {name: getattr(weights, name) for name in names}
+    plain = {name: getattr(value, "value", value) for name, value in values.items()}
+    entry = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": plain}}}
+    statement = _stated("compressed-tensors", entry, prefix)
+    stored = pack_quantized_matrix(statement, _matrix_of(prefix), is_share=True)
+    state: dict[str, object] = {
+        **{name: plain[name] for name in names if name != "type"},
+        "packed_factor": _CODES_PER_WORD,
+    }
+    if method.__name__.endswith("MarlinMoEMethod"):  # below vLLM 0.32
+        if not weights.symmetric:
+            need, remedy = "vllm 0.32 or newer for zero points", "install it"
+            raise UnsupportedError(message(OP, prefix, need, vllm.__version__, remedy))
+        state["kernel_backend"] = "Flashinfer"  # the one whose weights keep their rows
+        oracle = importlib.import_module("vllm.model_executor.layers.fused_moe.oracle.int_wna16")
+        backends: Any = getattr(oracle, "WNA16MoEBackend", None)
+        state["wna16_backend"] = getattr(backends, "FLASHINFER_TRTLLM", None)
+    return Experts("INT4", method, state, stored)
+
+
+def awq(config: Any, prefix: str) -> Experts:  # Any: a class whose name differs between versions
+    """INT4 of AWQ. config: vLLM's config.
+
+    Raises:
+        UnsupportedError: bits, groups or a version that mxpert does not read.
+    """
+    stored = awq_matrix(_stated("awq", config.full_config, prefix), _matrix_of(prefix))
+    method = _first(("auto_awq", "AutoAWQMoEMethod"), ("awq_marlin", "AWQMarlinMoEMethod"))
+    return Experts("INT4", method, {"quant_config": config, "input_dtype": None}, stored)
+
+
+def gptq(config: Any, prefix: str) -> Experts:  # Any: as above
+    """INT4 of GPTQ. config: vLLM's config.
+
+    Raises:
+        UnsupportedError: bits, groups or an order that mxpert does not read, or settings for these
+            experts alone.
+    """
+    statement = _stated("gptq", config.full_config, prefix)
+    stored = gptq_matrix(statement, _matrix_of(prefix), is_share=True)
+    method = _first(("auto_gptq", "AutoGPTQMoEMethod"), ("gptq_marlin", "GPTQMarlinMoEMethod"))
+    return Experts("INT4", method, {"quant_config": config, "input_dtype": None}, stored)
+
+
+def _first(*candidates: tuple[str, str]) -> type:
+    """The first class that this vLLM has."""
+    for module, name in candidates:
+        try:
+            found: type = getattr(
+                importlib.import_module(f"{quantization.__name__}.{module}"), name
+            )
+        except ModuleNotFoundError:
+            continue
+        return found
+    raise ModuleNotFoundError(candidates)
+
+
+def _matrix_of(prefix: str) -> str:
+    """A linear layer that stands for all experts of a layer in a config."""
+    return f"{prefix}.0.gate_proj"
+
+
+def _stated(method: str, entry: Mapping[str, Any], prefix: str) -> Statement:
+    return Statement(method, entry, {}, f"{prefix}: quantization_config", OP)
