@@ -9,6 +9,9 @@ from pathlib import Path
 
 from ...errors import UnsupportedError, message
 
+FORMATS = "experts in MXFP4, MXFP8, NVFP4 or INT4"
+"""What plugins serve."""
+
 Refusal = tuple[str, str, object, str]
 """Argument, what is needed, what was given, remedy."""
 

@@ -1,4 +1,4 @@
-"""The method and the runner of a layer's MXFP4 experts in SGLang."""
+"""The method and the runner of a layer's experts in SGLang."""
 
 from __future__ import annotations
 
@@ -32,15 +32,18 @@ from ..serving.layer import ServedLayer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import columns_of_rank, prepare_layer
 from ..serving.loads import FROM_CHECKPOINTS, Loads
 from ..serving.reload import model_of
+from ..serving.refusals import FORMATS
 from ..serving.requantize import Share
+from ..serving.stored_layers import StoredLayer
+from ._layer_formats import Experts, experts_of
 from ._plugin import BACKENDS, OP
-from ._refusals import activation_of, refuse_unsupported
+from ._refusals import activation_of, refuse_other_than_mxfp4, refuse_unsupported
 
 if TYPE_CHECKING:
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
-    from sglang.srt.layers.quantization.mxfp4 import Mxfp4Config
+    from sglang.srt.layers.quantization.base_config import QuantizationConfig
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger("sglang.srt.mxpert")  # SGLang shows the loggers below its own name
@@ -67,7 +70,7 @@ class MxpertRunnerCore(DispatchMoeRunnerCore):
                 message(
                     OP,
                     "--moe-runner-backend",
-                    "MXFP4 experts (quant_method mxfp4)",
+                    FORMATS,
                     type(method).__name__,
                     "choose another backend: SGLang has kernels for these experts",
                 )
@@ -105,11 +108,17 @@ class ServedMethod(FusedMoEMethodBase):
 
     Args:
         activation_format: as `mxpert.fused_moe` takes it. prefix: the layer's name, for the log.
+        experts: how SGLang's parameters hold them; None as MXFP4 of ``"quant_method": "mxfp4"``.
     """
 
-    def __init__(self, activation_format: ActivationFormat, prefix: str) -> None:
+    def __init__(
+        self, activation_format: ActivationFormat, prefix: str, experts: Experts | None = None
+    ) -> None:
         super().__init__()
         self.activation_format, self.prefix = activation_format, prefix
+        self.experts = experts or Experts("MXFP4")
+        stored = self.experts.stored
+        self.stored = None if stored is None else StoredLayer(stored, OP, prefix)
         self.info: MxpertQuantInfo | None = None
         self.loads, self.model = Loads(), model_of(get_server_args())
         self._open: Callable[[FusedMoE], None] = lambda layer: None
@@ -130,18 +139,25 @@ class ServedMethod(FusedMoEMethodBase):
         refuse_unsupported(config, get_server_args())
         activation_of(config)  # refused here, before weights are loaded
         share = intermediate_size_per_partition
+        if self.stored is not None:
+            refuse_other_than_mxfp4(config, share, self.experts, with_bias=with_bias)
         columns = -(-share // MX_BLOCK_SIZE) * MX_BLOCK_SIZE
         ranks = getattr(layer, "moe_tp_size", 1), getattr(layer, "moe_tp_rank", 0)
         self.columns = columns_of_rank(share, columns, *ranks)
         sizes = {"w13": (2 * columns, hidden_size), "w2": (hidden_size, columns)}
 
         def open_layer(layer: FusedMoE) -> None:
-            for name, tensor in _loadable(num_experts, sizes, with_bias, layer).items():
+            if self.stored is None:
+                made = _loadable(num_experts, sizes, with_bias, layer)
+                kinds = {f"{name}_weight_scale": {"quant_method": "group"} for name in sizes}
+            else:
+                made = _loadable_parts(num_experts, sizes, self.experts, layer)
+                kinds = {name: _asked_of(name, self.experts) for name in made}
+            for name, tensor in made.items():
                 parameter = torch.nn.Parameter(tensor, requires_grad=False)
                 setattr(layer, name, parameter)
-                set_weight_attrs(parameter, attributes)
-            for name in sizes:  # SGLang's loader asks
-                getattr(layer, f"{name}_weight_scale").quant_method = "group"
+                set_weight_attrs(parameter, {**attributes, **kinds.get(name, {})})
+            self._loaded_names = list(made)
             self.loads.clear()
             self.loads.watch(layer.named_parameters(recurse=False))
 
@@ -180,7 +196,13 @@ class ServedMethod(FusedMoEMethodBase):
         config = self.runner.config
         activation, order = activation_of(config)
         prepare = functools.partial(
-            prepare_layer, layer, order, op=OP, bias_suffix="_weight_bias", columns=self.columns
+            prepare_layer,
+            layer,
+            order,
+            op=OP,
+            bias_suffix="_weight_bias",
+            columns=self.columns,
+            stored=self.stored,
         )
         if self.info is None:
             self._require_loaded(layer, config)
@@ -191,6 +213,9 @@ class ServedMethod(FusedMoEMethodBase):
                 self._require_loaded(layer, config)
                 weights = prepare(self.info.layer.weights)
         self._is_open = False
+        for name in self._loaded_names:  # an update looks for the parameters by these names
+            if not hasattr(layer, name):
+                setattr(layer, name, torch.nn.Parameter(torch.empty(0), requires_grad=False))
         for name, parameter in layer.named_parameters(recurse=False):
             parameter.weight_loader = self._opens(layer, name)
         if self.info is not None:
@@ -212,6 +237,7 @@ class ServedMethod(FusedMoEMethodBase):
         if self.loads.is_empty and load_format not in FROM_CHECKPOINTS:
             return  # filled by other means than the loaders
         names = [name for name, _ in layer.named_parameters(recurse=False)]
+        names = names if self.stored is None else self.stored.names
         self.loads.require_all(OP, self.prefix, names, _experts(layer, config))
 
     def share(self, layer: FusedMoE) -> Share:
@@ -265,6 +291,48 @@ def _loadable(
     return made
 
 
+_DTYPES = {"U8": torch.uint8, "I32": torch.int32, "F8_E4M3": torch.float8_e4m3fn}
+"""torch's for safetensors' names; floats of any width are held in float32."""
+
+
+def _loadable_parts(
+    num_experts: int, sizes: dict[str, tuple[int, int]], experts: Experts, layer: FusedMoE
+) -> dict[str, torch.Tensor]:
+    """The same for experts in another form; tensors that nothing is computed with are small.
+
+    Codes of a prepared layer lie in its prepared codes, and so need no second memory. Scales are
+    new, which is a few percent.
+    """
+    stored, made = experts.stored, {}
+    assert stored is not None  # for the type checker: of another form
+    for stem, (rows, depth) in sizes.items():
+        shards = 2 if stem == "w13" else 1
+        prepared = getattr(layer, f"{stem}_weight", None)
+        device = None if prepared is None else prepared.device
+        for part in (*stored.parts, *experts.unread):
+            shape = (num_experts, *part.shapes(rows, depth)[0])
+            if not part.shape:
+                shape = (num_experts, shards) if shards > 1 else (num_experts,)
+            dtype = _DTYPES.get(part.dtypes[0], torch.float32)
+            needed = math.prod(shape) * dtype.itemsize
+            if part is stored.parts[0] and prepared is not None and prepared.nbytes >= needed:
+                tensor = prepared.data.view(-1).view(torch.uint8)[:needed].view(dtype).view(shape)
+            else:
+                tensor = torch.zeros(shape, dtype=dtype, device=device)
+            made[f"{stem}_{part.suffix}"] = tensor
+    return made
+
+
+def _asked_of(name: str, experts: Experts) -> dict[str, object]:
+    """What SGLang's loader asks of a parameter: the kind of a scale, and the axis of its shards."""
+    assert experts.stored is not None  # for the type checker: of another form
+    parts = {part.suffix: part for part in (*experts.stored.parts, *experts.unread)}
+    part = parts[name.partition("_")[2]]
+    kind = "group" if part.shape else "tensor"
+    is_transposed = len(part.shape) > 1 and part.shape[1].startswith("N")
+    return {"quant_method": kind, "is_transposed": is_transposed}
+
+
 def max_tokens(server_args: ServerArgs) -> int:
     """The largest number of tokens of one forward pass, as far as SGLang limits it."""
     resolved = resolved_view(server_args)
@@ -275,31 +343,27 @@ def max_tokens(server_args: ServerArgs) -> int:
     return int(most) * math.prod(ranks)
 
 
-def method_of(config: Mxfp4Config, layer: torch.nn.Module, prefix: str) -> ServedMethod | None:
-    """Return mxpert's method for a layer of MXFP4 experts; None for every other layer.
+def method_of(
+    config: QuantizationConfig, layer: torch.nn.Module, prefix: str
+) -> ServedMethod | None:
+    """Return mxpert's method for a layer of experts; None for every other layer.
 
     Args:
-        config: SGLang's Mxfp4Config. prefix: the layer's name.
+        config: SGLang's. prefix: the layer's name.
+
+    Returns:
+        None for experts that the checkpoint leaves unquantised, too.
 
     Raises:
-        UnsupportedError: experts that the checkpoint does not hold in MXFP4.
+        UnsupportedError: experts that the checkpoint does not hold as mxpert reads them.
     """
-    if not isinstance(layer, FusedMoE):
+    experts = experts_of(config, layer, prefix) if isinstance(layer, FusedMoE) else None
+    if experts is None:
         return None
-    if not config.is_checkpoint_mxfp4_serialized:
-        raise UnsupportedError(
-            message(
-                OP,
-                "--quantization mxfp4",
-                "a checkpoint with MXFP4 experts",
-                "other weights, which SGLang would quantise",
-                "quantise the checkpoint first: mxpert quantize",
-            )
-        )
     activation_format = parse_activation_format(BACKENDS[get_moe_runner_backend().value], OP)
-    text = "mxpert %s computes the MXFP4 experts: activations %s"
-    _log_once(text, mxpert.__version__, SHORT_NAMES[activation_format])
-    return ServedMethod(activation_format, prefix)
+    text = "mxpert %s computes the %s experts: activations %s"
+    _log_once(text, mxpert.__version__, experts.format, SHORT_NAMES[activation_format])
+    return ServedMethod(activation_format, prefix, experts)
 
 
 _logged: set[tuple[object, ...]] = set()

@@ -22,6 +22,18 @@ OLDEST, BELOW = (0, 5, 21), (0, 5, 24)
 
 OP = "mxpert for SGLang"
 
+NAMES = (
+    "mxfp4",
+    "compressed-tensors",
+    "quark",
+    "modelopt_fp4",
+    "modelopt_mixed",
+    "mxfp8",
+    "awq_marlin",
+    "gptq_marlin",
+)
+"""SGLang's names of the quantisation configs that can hold experts as mxpert reads them."""
+
 
 def register() -> None:
     """Add the backends to SGLang's registries, and a check of its options.
@@ -31,7 +43,10 @@ def register() -> None:
     and the check refuses the backends.
     """
     import sglang
-    from sglang.srt.arg_groups.choices import add_moe_runner_backend_choices
+    from sglang.srt.arg_groups.choices import (
+        add_moe_runner_backend_choices,
+        add_mxfp8_moe_runner_backend_choices,
+    )
     from sglang.srt.layers.moe.moe_runner.runner import register_moe_runner_core
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -41,11 +56,13 @@ def register() -> None:
 
     HookRegistry.register(TARGET, check, HookType.AFTER)
     add_moe_runner_backend_choices(list(BACKENDS))
+    add_mxfp8_moe_runner_backend_choices(list(BACKENDS))
     for name in BACKENDS:
         register_moe_runner_core(name, lazy_core)
-    on_gpus = "mxfp4" in QUANTIZATION_METHODS
-    if on_gpus and in_range(sglang.__version__, OLDEST, BELOW):
-        QUANTIZATION_METHODS["mxfp4"] = lazy_config(QUANTIZATION_METHODS["mxfp4"])
+    if in_range(sglang.__version__, OLDEST, BELOW):
+        for name in NAMES:
+            if name in QUANTIZATION_METHODS:  # not all of them on every device
+                QUANTIZATION_METHODS[name] = lazy_config(QUANTIZATION_METHODS[name])
 
 
 def lazy_core(config: MoeRunnerConfig) -> MxpertRunnerCore:
@@ -59,9 +76,9 @@ def lazy_core(config: MoeRunnerConfig) -> MxpertRunnerCore:
 
 
 def lazy_config(in_tree: Any) -> type:  # Any: mypy takes no other variable as a base class
-    """Return SGLang's MXFP4 config with mxpert's method for the experts, if it was asked for."""
+    """Return a config of SGLang with mxpert's method for the experts, if it was asked for."""
 
-    class MxpertMxfp4Config(in_tree):
+    class MxpertConfig(in_tree):
         """SGLang's own answers, except for experts under one of mxpert's backends."""
 
         def get_quant_method(
@@ -77,4 +94,5 @@ def lazy_config(in_tree: Any) -> type:  # Any: mypy takes no other variable as a
                     return served
             return super().get_quant_method(layer, prefix)
 
-    return MxpertMxfp4Config
+    MxpertConfig.__name__ = MxpertConfig.__qualname__ = f"Mxpert{in_tree.__name__}"
+    return MxpertConfig

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
     from sglang.srt.server_args import ServerArgs
 
+    from ._layer_formats import Experts
+
 _OTHER = "choose another --moe-runner-backend"
 _SITU_BETA = 4.0
 """SGLang's own default of SiTU's first parameter."""
@@ -32,6 +34,31 @@ def refuse_unsupported(config: MoeRunnerConfig, server_args: ServerArgs) -> None
         config: SGLang's MoeRunnerConfig of one layer. server_args: SGLang's ServerArgs.
     """
     refuse_first(OP, chain(refused_options(server_args), _refused_layer(config)))
+
+
+def refuse_other_than_mxfp4(
+    config: MoeRunnerConfig, columns: int, experts: Experts, *, with_bias: bool
+) -> None:
+    """Raise UnsupportedError for what mxpert serves with MXFP4 of gpt-oss's kind alone.
+
+    Args:
+        config: SGLang's MoeRunnerConfig of one layer. columns: of the rank's intermediate size.
+        experts: how they are stored. with_bias: whether they have biases.
+    """
+    format, block = experts.format, experts.block
+    refused: list[Refusal] = []
+    if with_bias:
+        refused.append(("the experts", f"{format} without biases", "biases", _OTHER))
+    if _is_interleaved(config):
+        need = f"gate rows before up rows in {format}"
+        refused.append(("the experts' activation", need, "rows that alternate", _OTHER))
+    if config.hidden_size % block:
+        need = f"a multiple of the group, {block}"
+        refused.append(("hidden_size", need, config.hidden_size, _OTHER))
+    if columns % block:
+        need, remedy = f"a multiple of {block} columns for each rank", "pass another size"
+        refused.append(("--tp-size", need, columns, f"{remedy} or --ep-size"))
+    refuse_first(OP, refused)
 
 
 def _refused_layer(config: MoeRunnerConfig) -> Iterator[Refusal]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..serving.refusals import Refusal, one_line_in_commands, refuse_first
 from ..serving.versions import require_version
-from ._plugin import BACKENDS, BELOW, OLDEST, OP
+from ._plugin import BACKENDS, BELOW, NAMES, OLDEST, OP
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -43,12 +43,12 @@ def check(result: object, server_args: ServerArgs) -> None:
 def refused_model(server_args: ServerArgs) -> Iterator[Refusal]:
     """The quantisation of a model whose experts SGLang would compute itself, without a word."""
     model = getattr(server_args, "_model_config", None)  # made while SGLang resolved its options
-    if model is not None and model.quantization != "mxfp4":
+    if model is not None and model.quantization not in NAMES:
         got, remedy = repr(model.quantization), "choose another --moe-runner-backend"
         if model.quantization is None:
             got = "a model that is not quantised"
             remedy = f"quantise its experts first (mxpert quantize) or {remedy}"
-        yield "the model's quantization", "'mxfp4'", got, remedy
+        yield "the model's quantization", ", ".join(map(repr, NAMES)), got, remedy
 
 
 def refused_options(server_args: ServerArgs) -> Iterator[Refusal]:

@@ -17,6 +17,8 @@ from vllm.model_executor.layers.quantization import mxfp4
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from ...errors import UnsupportedError, message
+from ..serving.refusals import FORMATS
+from ..serving.shares import is_packed_int4
 from ._layer_formats import (
     Experts,
     awq,
@@ -33,7 +35,6 @@ from ._plugin import serve, served_names
 from ._refusals import activation_of
 from .options import (
     AWQ_NAMES,
-    FORMATS,
     GPTQ_NAMES,
     KEY,
     MODELOPT_NAMES,
@@ -172,8 +173,7 @@ class CompressedTensors(Served):
         if config._is_nvfp4_format(weights):
             return compressed_nvfp4(_compressed("w4a4_nvfp4", "W4A4Nvfp4"))
         stored_as = scheme.get("format") or getattr(config, "quant_format", None)
-        integers = weights.num_bits == 4 and getattr(weights.type, "value", weights.type) == "int"
-        if integers and stored_as == "pack-quantized" and inputs is None:
+        if is_packed_int4(weights, stored_as) and inputs is None:
             try:
                 method = _compressed("wna16_marlin", "WNA16Marlin")  # below vLLM 0.32
             except ModuleNotFoundError:

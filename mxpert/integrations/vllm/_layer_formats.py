@@ -18,13 +18,13 @@ from vllm.model_executor.layers.quantization import modelopt, mxfp4
 
 from ...errors import UnsupportedError, message
 from ...formats.spec import MX_BLOCK_SIZE
-from ..checkpoints.expert_matrices import MatrixFormat, nvfp4_matrix
-from ..checkpoints.int4_matrices import awq_matrix, gptq_matrix, pack_quantized_matrix
-from ..checkpoints.stated_quantization import Statement
+from ..serving import shares
 from .options import OP
 
 if TYPE_CHECKING:
     import torch
+
+    from ..checkpoints.expert_matrices import MatrixFormat
 
 _CODES_PER_WORD = 8
 
@@ -73,90 +73,62 @@ def modelopt_mxfp8(config: object) -> Experts:
 def modelopt_nvfp4(config: object) -> Experts:
     """NVFP4 of ModelOpt. config: vLLM's ModelOptNvFp4Config."""
     state = {"quant_config": config, "use_a16": True, "use_global_sf": False}
-    stored = nvfp4_matrix("weight", "weight_scale", "weight_scale_2", is_divisor=False)
-    return Experts("NVFP4", modelopt.ModelOptNvFp4FusedMoE, state, stored)
+    return Experts("NVFP4", modelopt.ModelOptNvFp4FusedMoE, state, shares.MODELOPT_NVFP4)
 
 
 def compressed_nvfp4(method: type) -> Experts:
     """NVFP4 of compressed-tensors."""
-    suffixes = "weight_packed", "weight_scale", "weight_global_scale"
     state = {"group_size": 16, "use_a16": True, "use_global_sf": False}
-    return Experts("NVFP4", method, state, nvfp4_matrix(*suffixes, is_divisor=True))
+    return Experts("NVFP4", method, state, shares.COMPRESSED_NVFP4)
 
 
-# Any: a class of the package compressed-tensors, which is not among this one's dependencies.
 def compressed_int4(method: type, weights: Any, prefix: str) -> Experts:
     """INT4 of compressed-tensors, created with rows as in the checkpoint.
 
     Args:
-        method: vLLM's. weights: QuantizationArgs. prefix: the layer's name.
+        method: vLLM's. weights: as `shares.compressed_int4` takes them. prefix: the layer's name.
 
     Raises:
         UnsupportedError: a group or an order that mxpert does not read, or zero points in a vLLM
             that does not load them so.
     """
-    names = "num_bits", "type", "strategy", "group_size", "actorder", "symmetric"
-    values = {name: getattr(weights, name) for name in names}
-    plain = {name: getattr(value, "value", value) for name, value in values.items()}
-    entry = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": plain}}}
-    statement = _stated("compressed-tensors", entry, prefix)
-    stored = pack_quantized_matrix(statement, _matrix_of(prefix), is_share=True)
-    state: dict[str, object] = {
-        **{name: plain[name] for name in names if name != "type"},
-        "packed_factor": _CODES_PER_WORD,
-    }
+    stored = shares.compressed_int4(weights, prefix, OP)
+    names = "num_bits", "strategy", "group_size", "actorder", "symmetric"
+    state: dict[str, object] = {name: getattr(weights, name) for name in names}
+    state["packed_factor"] = _CODES_PER_WORD
     if method.__name__.endswith("MarlinMoEMethod"):  # below vLLM 0.32
         if not weights.symmetric:
             need, remedy = "vllm 0.32 or newer for zero points", "install it"
             raise UnsupportedError(message(OP, prefix, need, vllm.__version__, remedy))
         state["kernel_backend"] = "Flashinfer"  # the one whose weights keep their rows
         oracle = importlib.import_module("vllm.model_executor.layers.fused_moe.oracle.int_wna16")
-        backends: Any = getattr(oracle, "WNA16MoEBackend", None)
+        backends: Any = getattr(oracle, "WNA16MoEBackend", None)  # Any: of these versions alone
         state["wna16_backend"] = getattr(backends, "FLASHINFER_TRTLLM", None)
     return Experts("INT4", method, state, stored)
 
 
-def awq(config: Any, prefix: str) -> Experts:  # Any: a class whose name differs between versions
-    """INT4 of AWQ. config: vLLM's config.
-
-    Raises:
-        UnsupportedError: bits, groups or a version that mxpert does not read.
-    """
-    stored = awq_matrix(_stated("awq", config.full_config, prefix), _matrix_of(prefix))
+# Any: classes whose names differ between versions
+def awq(config: Any, prefix: str) -> Experts:
+    """INT4 of AWQ; config is vLLM's. Raises as `shares.awq`."""
     method = _first(("auto_awq", "AutoAWQMoEMethod"), ("awq_marlin", "AWQMarlinMoEMethod"))
-    return Experts("INT4", method, {"quant_config": config, "input_dtype": None}, stored)
+    state = {"quant_config": config, "input_dtype": None}
+    return Experts("INT4", method, state, shares.awq(config.full_config, prefix, OP))
 
 
-def gptq(config: Any, prefix: str) -> Experts:  # Any: as above
-    """INT4 of GPTQ. config: vLLM's config.
-
-    Raises:
-        UnsupportedError: bits, groups or an order that mxpert does not read, or settings for these
-            experts alone.
-    """
-    statement = _stated("gptq", config.full_config, prefix)
-    stored = gptq_matrix(statement, _matrix_of(prefix), is_share=True)
+def gptq(config: Any, prefix: str) -> Experts:
+    """INT4 of GPTQ; config is vLLM's. Raises as `shares.gptq`."""
     method = _first(("auto_gptq", "AutoGPTQMoEMethod"), ("gptq_marlin", "GPTQMarlinMoEMethod"))
-    return Experts("INT4", method, {"quant_config": config, "input_dtype": None}, stored)
+    state = {"quant_config": config, "input_dtype": None}
+    return Experts("INT4", method, state, shares.gptq(config.full_config, prefix, OP))
 
 
 def _first(*candidates: tuple[str, str]) -> type:
     """The first class that this vLLM has."""
     for module, name in candidates:
         try:
-            found: type = getattr(
-                importlib.import_module(f"{quantization.__name__}.{module}"), name
-            )
+            found = importlib.import_module(f"{quantization.__name__}.{module}")
         except ModuleNotFoundError:
             continue
-        return found
+        method: type = getattr(found, name)
+        return method
     raise ModuleNotFoundError(candidates)
-
-
-def _matrix_of(prefix: str) -> str:
-    """A linear layer that stands for all experts of a layer in a config."""
-    return f"{prefix}.0.gate_proj"
-
-
-def _stated(method: str, entry: Mapping[str, Any], prefix: str) -> Statement:
-    return Statement(method, entry, {}, f"{prefix}: quantization_config", OP)

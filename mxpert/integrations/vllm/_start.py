@@ -15,9 +15,9 @@ import torch
 
 from ...errors import UnsupportedError, message
 from ...formats.weight_tensor import WEIGHT_FORMATS
-from ..serving.refusals import Refusal, one_line_in_commands, refuse_first
+from ..serving.refusals import FORMATS, Refusal, one_line_in_commands, refuse_first
 from ._plugin import serve, served_names
-from .options import FORMATS, KEY, OP, is_supported, requested_format, require_supported
+from .options import KEY, OP, is_supported, requested_format, require_supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -28,8 +28,6 @@ NAMES = (
 LATER = {"awq": "auto_awq", "gptq": "auto_gptq", "mxfp8": "auto_awq", "modelopt_mxfp8": "auto_awq"}
 """Names that are served where vLLM has the second one: before, three were other configs, and
 experts of ModelOpt's MXFP8 could not be created."""
-
-FORMATS = "experts in MXFP4, MXFP8, NVFP4 or INT4"
 _SIMILAR = 0.8
 """Ratio of `difflib` from which a key counts as a misspelt KEY."""
 

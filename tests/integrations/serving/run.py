@@ -38,8 +38,12 @@ SGLANG = FOLDER / "sglang"
 """The environment of SGLang: that of vLLM, and SGLANG_WITH. Its wheels ask for CUDA's packages."""
 
 HERE = "tests/integrations/serving/"
-SGLANG_LAYERS = [f"{HERE}test_sglang_{part}.py" for part in ("layers", "update", "start")]
-LAYERS = [f"{HERE}test_vllm_{part}.py" for part in ("configs", "layers", "reload", "start")]
+SGLANG_LAYERS = [
+    f"{HERE}test_sglang_{part}.py" for part in ("layers", "formats", "update", "start")
+]
+LAYERS = [
+    f"{HERE}test_vllm_{part}.py" for part in ("configs", "layers", "formats", "reload", "start")
+]
 SERVES = f"{HERE}test_vllm_serves.py"
 PIP_SECONDS = 480
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

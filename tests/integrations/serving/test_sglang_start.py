@@ -23,7 +23,7 @@ from sglang.srt.layers.moe.moe_runner import runner
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from mxpert.integrations.sglang._plugin import lazy_core
+from mxpert.integrations.sglang._plugin import NAMES, lazy_core
 
 pytestmark = pytest.mark.usefixtures("sglang_plugin")
 OTHERS = {"moe_runner_backend": "triton", "enable_eplb": True}
@@ -69,19 +69,23 @@ def test_refusals_name_the_option(option: str, changes: dict[str, Any]) -> None:
     "quantization, said",
     [(None, "got a model that is not quantised; quantise its experts"), ("fp8", "got 'fp8'")],
 )
-def test_models_without_mxfp4_are_refused(quantization: str | None, said: str) -> None:
+def test_other_models_are_refused(quantization: str | None, said: str) -> None:
     model = SimpleNamespace(quantization=quantization)
-    with pytest.raises(UnsupportedError, match=f"the model's quantization — need 'mxfp4', {said}"):
+    with pytest.raises(
+        UnsupportedError, match=f"the model's quantization — need 'mxfp4', .*{said}"
+    ):
         sglang_checks(**served(_model_config=model))
-    sglang_checks(**served(_model_config=SimpleNamespace(quantization="mxfp4")))
+    for name in NAMES:
+        sglang_checks(**served(_model_config=SimpleNamespace(quantization=name)))
     sglang_checks(**OTHERS, _model_config=model)
 
 
 def test_a_server_refuses_a_model_that_is_not_quantised(tmp_path: Path) -> None:
     line = server_line(tmp_path)
     assert line.startswith(
-        "mxpert for SGLang: the model's quantization — need 'mxfp4', got a model that is not"
+        "mxpert for SGLang: the model's quantization — need 'mxfp4', 'compressed-tensors',"
     )
+    assert "got a model that is not quantised" in line
 
 
 @pytest.mark.parametrize("program", ["/somewhere/bin/sglang", "-m sglang.launch_server"])
@@ -157,10 +161,10 @@ def test_outside_the_range_sglang_keeps_its_config_and_the_backend_is_refused() 
     with (
         mock.patch.object(sglang, "__version__", "0.5.20"),
         mock.patch.dict(runner._CUSTOM_RUNNER_CORE_FACTORIES, clear=True),
-        mock.patch.dict(QUANTIZATION_METHODS, mxfp4=object),
+        mock.patch.dict(QUANTIZATION_METHODS, dict.fromkeys(NAMES, object)),
     ):
         plugin.register()
-        assert QUANTIZATION_METHODS["mxfp4"] is object
+        assert all(QUANTIZATION_METHODS[name] is object for name in NAMES)
         sglang_checks(**OTHERS)
         said = r"sglang — need 0.5.21 or newer, below 0.5.24, got 0.5.20; install such a sglang"
         for refused in (lambda: sglang_checks(**served()), lambda: lazy_core(None)):

@@ -21,7 +21,6 @@ from mxpert import UnsupportedError
 from mxpert.integrations.serving import layer_weights
 from mxpert.integrations.vllm._configs import SERVED
 from mxpert.integrations.vllm._method import ServedMethod
-from mxpert.testing.numerics import assert_close_relative, end_to_end_tolerance
 from support.expert_containers import Experts
 from support.memory import peak_bytes
 from tests.integrations.serving.stored_experts import (
@@ -34,11 +33,10 @@ from tests.integrations.serving.stored_experts import (
     TOP_K,
     calls_of_loaders,
     check_layer,
+    check_sum,
     experts_of,
-    float64_layer,
     format_of,
     planted,
-    share_of,
     stored_tensors,
     tokens,
 )
@@ -198,18 +196,7 @@ def test_tensor_parallel_ranks_have_their_shares(case: str) -> None:
         fill(layer, case, experts)
         outputs.append(process(layer))
         check_layer(weights_of(layer), outputs[-1], experts, rank, 2)
-    want = float64_layer(*share_of(experts, 0, 1), *tokens())
-    check_sum(outputs, want)
-
-
-def check_sum(outputs: list[torch.Tensor], want: torch.Tensor) -> None:
-    """Errors of both ranks add up at most: each is within its bound of its own size."""
-    bound = end_to_end_tolerance(
-        "bf16", torch.bfloat16, HIDDEN, INTERMEDIATE // 2, top_k=TOP_K, numel=want.numel()
-    )
-    y = torch.stack(outputs).double()
-    sizes = y.flatten(1).norm(dim=1).sum() / want.norm()
-    assert_close_relative(y.sum(0), want, bound * sizes.item(), "sum of the ranks")
+    check_sum(outputs, experts)
 
 
 @pytest.mark.parametrize("case, fault", PLANTED, ids=lambda value: value)
