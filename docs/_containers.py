@@ -28,18 +28,18 @@ class Ways:
 
 WAYS: dict[str, Ways] = {
     "gpt-oss": Ways("yes", "yes", "yes"),
-    "compressed-tensors mxfp4-pack-quantized": Ways(_BESIDE_DENSE, "yes", "no"),
-    "Quark OCP MX": Ways(_BESIDE_DENSE, "yes, no static scales of activations", "no"),
+    "compressed-tensors mxfp4-pack-quantized": Ways(_BESIDE_DENSE, "yes", "yes"),
+    "Quark OCP MX": Ways(_BESIDE_DENSE, "yes, no static scales of activations", "yes"),
     "DeepSeek-V4": Ways(_FP8, "yes", "no"),
     "MiMo": Ways(_FP8, "no", "no"),
-    "ModelOpt NVFP4": Ways(_BESIDE_DENSE, "no", "no"),
-    "compressed-tensors nvfp4-pack-quantized": Ways(_BESIDE_DENSE, "no", "no"),
-    "MiniMax MXFP8": Ways(_BESIDE_DENSE, "no", "no"),
-    "ModelOpt MXFP8": Ways(_BESIDE_DENSE, "no", "no"),
-    "compressed-tensors mxfp8-quantized": Ways(_BESIDE_DENSE, "no", "no"),
-    "compressed-tensors pack-quantized": Ways(_BESIDE_DENSE, "no", "no"),
-    "AWQ": Ways(_BESIDE_DENSE, "no", "no"),
-    "GPTQ": Ways(_BESIDE_DENSE, "no", "no"),
+    "ModelOpt NVFP4": Ways(_BESIDE_DENSE, "yes", "yes"),
+    "compressed-tensors nvfp4-pack-quantized": Ways(_BESIDE_DENSE, "yes", "yes"),
+    "MiniMax MXFP8": Ways(_BESIDE_DENSE, "yes, from 0.26", "yes, where SGLang has MXFP8"),
+    "ModelOpt MXFP8": Ways(_BESIDE_DENSE, "yes, from 0.26", "no"),
+    "compressed-tensors mxfp8-quantized": Ways(_BESIDE_DENSE, "yes", f"yes, {_BESIDE_DENSE}"),
+    "compressed-tensors pack-quantized": Ways(_BESIDE_DENSE, "yes; zero points from 0.32", "yes"),
+    "AWQ": Ways(_BESIDE_DENSE, "yes", "yes"),
+    "GPTQ": Ways(_BESIDE_DENSE, "yes, with `sym`", "yes, with `sym`"),
 }
 
 

@@ -30,7 +30,8 @@ NEEDS_TRANSFORMERS = (
     "mxpert.cli.eval",
 )
 NEEDS_VLLM = tuple(
-    f"mxpert.integrations.vllm.{name}" for name in ("_configs", "_experts", "_method", "_refusals")
+    f"mxpert.integrations.vllm.{name}"
+    for name in ("_configs", "_experts", "_layer_formats", "_method", "_refusals")
 )
 NEEDS_SGLANG = ("mxpert.integrations.sglang._method",)
 

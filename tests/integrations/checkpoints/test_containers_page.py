@@ -11,10 +11,10 @@ from types import ModuleType
 import pytest
 
 from mxpert.integrations.checkpoints.containers import CONTAINERS, UNSERVED
+from tests.integrations.serving import stored_experts
 from tests.integrations.test_container_checkpoints import BESIDE_DENSE
 
 ROOT = Path(__file__).resolve().parents[3]
-VLLM = ROOT / "mxpert" / "integrations" / "vllm" / "_configs.py"
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +54,21 @@ def test_every_container_has_its_ways_and_a_command(writer: ModuleType) -> None:
 
 
 def test_the_ways_are_those_that_tests_try(writer: ModuleType) -> None:
-    """Transformers: what test_container_checkpoints.py loads; vLLM: the configs of the plug-in."""
+    """Transformers: what test_container_checkpoints.py loads; vLLM and SGLang: cases of layers."""
     beside = {name for name, ways in writer.WAYS.items() if "dense" in ways.transformers}
     assert beside == set(BESIDE_DENSE)
-    mixins = VLLM.read_text(encoding="utf-8").partition("mixins = {")[2].partition("}")[0]
-    served = {"deepseek_v4_fp8", "gpt_oss_mxfp4", "mxfp4", "compressed-tensors", "quark"}
-    assert set(re.findall(r'"([^"]+)":', mixins)) == served
+    layers = {*stored_experts.CONTAINERS.values(), "gpt-oss"}
     by_vllm = {name for name, ways in writer.WAYS.items() if ways.vllm.startswith("yes")}
-    methods = {each.stated.method for each in CONTAINERS if each.name in by_vllm}
-    assert methods == {"mxfp4", "compressed-tensors", "quark", "fp8"}
-    assert [name for name, ways in writer.WAYS.items() if ways.sglang == "yes"] == ["gpt-oss"]
+    assert by_vllm == {*layers, "DeepSeek-V4"}
+    by_sglang = {name for name, ways in writer.WAYS.items() if ways.sglang.startswith("yes")}
+    assert by_sglang == layers - {*stored_experts.NOT_IN_SGLANG}
+
+
+def test_commands_are_those_of_the_ways(writer: ModuleType) -> None:
+    text = writer.PAGE.read_text(encoding="utf-8")
+    commands = text.partition("## One command for each")[2].partition("\n## ")[0]
+    for name, ways in writer.WAYS.items():
+        (row,) = re.findall(rf"^\| {re.escape(name)} \| `.*$", commands, re.MULTILINE)
+        assert ("vllm serve" in row) == ways.vllm.startswith("yes"), name
+        assert ("sglang" in row) == ways.sglang.startswith("yes"), name
+        assert ("from_pretrained" in row) == (not ways.transformers.startswith("no")), name

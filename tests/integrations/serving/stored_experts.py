@@ -72,6 +72,23 @@ CASES: dict[str, Kind] = {
 }
 """Kinds of experts with the config that a checkpoint states."""
 
+CONTAINERS = {
+    "compressed-tensors MXFP4": "compressed-tensors mxfp4-pack-quantized",
+    "Quark": "Quark OCP MX",
+    "ModelOpt NVFP4": MODELOPT,
+    "compressed-tensors NVFP4": COMPRESSED,
+    "ModelOpt MXFP8": "ModelOpt MXFP8",
+    "MiniMax MXFP8": "MiniMax MXFP8",
+    "compressed-tensors MXFP8": "compressed-tensors mxfp8-quantized",
+    "compressed-tensors INT4 g32": "compressed-tensors pack-quantized",
+    "AWQ g128": "AWQ",
+    "GPTQ g128": "GPTQ",
+}
+"""The container of one case each."""
+
+NOT_IN_SGLANG = ("ModelOpt MXFP8",)
+"""SGLang's config of ModelOpt's MXFP8 alone is none of the plugin's."""
+
 FORMATS = {
     "MXFP4": "mxfp4",
     "Quark": "mxfp4",

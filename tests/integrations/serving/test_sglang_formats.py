@@ -23,6 +23,7 @@ from tests.integrations.serving.stored_experts import (
     EXPERTS,
     HIDDEN,
     INTERMEDIATE,
+    NOT_IN_SGLANG,
     PLANTED,
     PREFIX,
     TOP_K,
@@ -35,7 +36,7 @@ from tests.integrations.serving.stored_experts import (
     stored_tensors,
     tokens,
 )
-from tests.integrations.serving.test_sglang_layers import call, config_of, server
+from tests.integrations.serving.test_sglang_layers import call, choose, config_of, server
 
 __all__ = ["server"]  # a fixture of every test
 pytestmark = pytest.mark.usefixtures("sglang_plugin")
@@ -49,8 +50,7 @@ NAMES = {
     "AWQ": "awq_marlin",
     "GPTQ": "gptq_marlin",
 }
-SERVED = [case for case in CASES if case != "ModelOpt MXFP8"]
-"""SGLang's config of ModelOpt's MXFP8 alone is none of the plugin's."""
+SERVED = [case for case in CASES if case not in NOT_IN_SGLANG]
 FAULTS = [(case, fault) for case, fault in PLANTED if case in SERVED]
 
 
@@ -295,6 +295,18 @@ def test_experts_that_stay_dense_are_left_to_sglang(case: str) -> None:
     config = quantization_of(case, **EXCLUDED[case])
     assert served.method_of(config, layer, PREFIX) is None
     assert served.method_of(config, layer, "model.layers.1.mlp.experts") is not None
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_other_backends_get_sglangs_own_method(case: str) -> None:
+    layer, config = created(case), quantization_of(case)
+    (in_tree,) = type(config).__bases__
+    choose("triton")
+    with mock.patch.object(in_tree, "get_quant_method", return_value="in-tree") as own:
+        assert config.get_quant_method(layer, PREFIX) == "in-tree"
+        choose("mxpert")
+        assert config.get_quant_method(torch.nn.Linear(1, 1), "head") == "in-tree"
+    assert own.call_count == 2
 
 
 def test_modelopts_lists_of_layers() -> None:
