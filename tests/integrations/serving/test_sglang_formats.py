@@ -16,6 +16,7 @@ from sglang.srt.layers.quantization.awq import awq
 import mxpert
 from mxpert import UnsupportedError
 from mxpert.integrations.sglang import _method as served
+from mxpert.testing.numerics import assert_exact
 from support.expert_containers import Experts
 from support.memory import peak_bytes
 from tests.integrations.serving.stored_experts import (
@@ -33,6 +34,7 @@ from tests.integrations.serving.stored_experts import (
     experts_of,
     format_of,
     planted,
+    share_of,
     stored_tensors,
     tokens,
 )
@@ -220,6 +222,39 @@ def test_an_update_writes_into_the_prepared_tensors(case: str) -> None:
         check_layer(held, process(layer), experts_of(case, seed=seed))
         assert weights_of(layer) is held
     assert addresses == (held.gate_up_proj.qdata.data_ptr(), held.down_proj.scale.data_ptr())
+
+
+LAYOUTS = {
+    "compressed-tensors INT4 zero points": mxpert.Layout.HOPPER_GROUPS,
+    "AWQ g128": mxpert.Layout.HOPPER_GROUPS,
+    "ModelOpt NVFP4": mxpert.Layout.HOPPER_GROUPS,
+    "ModelOpt cast": mxpert.Layout.HOPPER_FRAGMENT,
+    "MiniMax MXFP8": mxpert.Layout.HOPPER_GROUPS,
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_an_update_of_another_layout(case: str) -> None:
+    """As on a Hopper GPU, whose packed codes are the memory that an update is loaded into."""
+    prepare = mxpert.MoEWeights.prepare
+
+    def for_layout(weights: mxpert.MoEWeights, **options: Any) -> mxpert.MoEWeights:
+        return prepare(weights, **{**options, "layout": LAYOUTS[case]})
+
+    with (
+        mock.patch.object(mxpert.MoEWeights, "prepare", for_layout),
+        mock.patch.object(served, "warm_up_layer"),
+    ):
+        layer = created(case)
+        for seed in (0, 9, 10):
+            experts = experts_of(case, seed=seed)
+            fill(layer, case, experts)
+            layer.quant_method.process_weights_after_loading(layer)
+            weights = weights_of(layer)
+            assert weights.layout is LAYOUTS[case]
+            gate_up, down = share_of(experts, 0, 1)
+            assert_exact(weights.dequantize(torch.float64)[0], gate_up, "gate_up_proj")
+            assert_exact(weights.dequantize(torch.float64)[1], down, "down_proj")
 
 
 def test_an_update_in_another_format_is_refused() -> None:
