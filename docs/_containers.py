@@ -14,7 +14,7 @@ from mxpert.integrations.checkpoints.containers import CONTAINERS, UNSERVED
 
 PAGE = Path(__file__).with_name("which-checkpoints-run.md")
 _BESIDE_DENSE = "where other layers are dense"
-_FP8 = "no: its other layers are FP8"
+_FP8 = "yes, FP8 layers become bf16"
 
 
 @dataclass(frozen=True)

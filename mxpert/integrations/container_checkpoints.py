@@ -17,7 +17,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.utils.quantization_config import FineGrainedFP8Config, QuantizationConfigMixin
 
 from ..core.problem import OwnFormat
 from ..distributed import ExpertParallel
@@ -41,12 +42,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _OP = "from_pretrained"
-_METHOD = "mxpert_container"
+_METHOD, _FP8_METHOD = "mxpert_container", "mxpert_container_fp8"
 _EXPERTS = r"(^|\.)experts\."
 """What the loader may skip without a word: tensors of experts, which this quantiser has checked."""
 
 _NO_VALUES = {"attn_implementation", "dtype", "experts_implementation", "quantization_config"}
 """Entries of a config that ``from_pretrained`` takes itself."""
+
+_FP8_ENTRIES = ("activation_scheme", "weight_block_size", "scale_fmt")
+"""Entries of a config that say how layers in FP8 are stored."""
 
 _WEIGHTS = ("weight", "weight_packed", "qweight")
 """Names of the tensors that hold a linear layer's weight, dense or quantised."""
@@ -88,8 +92,12 @@ class ContainerQuantizer(HfQuantizer):
     """Reads quantised experts in every container with one matrix per expert."""
 
     is_trainable = False
+    rest_dtypes: tuple[str, ...] = SOURCE_DTYPES
+    """Of the weights of all other layers."""
 
-    def __init__(self, quantization_config: ContainerConfig, **kwargs: object) -> None:
+    def __init__(
+        self, quantization_config: ContainerConfig | Fp8ContainerConfig, **kwargs: object
+    ) -> None:
         super().__init__(quantization_config, **kwargs)
         self._request = quantization_config.request
 
@@ -107,7 +115,7 @@ class ContainerQuantizer(HfQuantizer):
         self._reader = reader_of(checkpoint_files, _OP)
         self._container, statement = container_of(self._reader)
         paths = self._container.paths(self._reader, statement)
-        _refuse_quantized_rest(self._reader, paths, self._container)
+        _refuse_quantized_rest(self._reader, paths, self._container, self.rest_dtypes)
         layers = find_experts(model, _OP)
         stored = _matched(
             model, layers, self._container.check(self._reader, statement, paths), self._container
@@ -154,6 +162,64 @@ class ContainerQuantizer(HfQuantizer):
         return model
 
 
+@register_quantization_config(_FP8_METHOD)
+class Fp8ContainerConfig(FineGrainedFP8Config):
+    """The same for checkpoints whose other layers are FP8, which are dequantised as they load.
+
+    Args:
+        request: of the call. entry: the checkpoint's ``quantization_config``.
+    """
+
+    def __init__(self, request: ContainerRequest, entry: Mapping[str, Any]) -> None:
+        stated = {name: entry[name] for name in _FP8_ENTRIES if entry.get(name) is not None}
+        super().__init__(dequantize=True, **stated)
+        self.quant_method, self.request = _FP8_METHOD, request
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its name alone: a config is printed and hashed as JSON."""
+        return {"quant_method": self.quant_method}
+
+
+@register_quantizer(_FP8_METHOD)
+class Fp8ContainerQuantizer(ContainerQuantizer, FineGrainedFP8HfQuantizer):
+    """Reads the experts of such a checkpoint; Transformers dequantises the other layers.
+
+    Layers in the model's dtype need neither a GPU nor a package with FP8 kernels.
+    """
+
+    rest_dtypes = (*SOURCE_DTYPES, "F8_E4M3")
+
+    def __init__(self, quantization_config: Fp8ContainerConfig, **kwargs: object) -> None:
+        super().__init__(quantization_config, **kwargs | {"pre_quantized": True})
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Fp8ContainerQuantizer:
+        return self  # Transformers copies conversions, which hold their quantiser
+
+    def validate_environment(self, *args: object, **kwargs: object) -> None:
+        """Nothing is needed: no layer stays in FP8."""
+
+    def _process_model_before_weight_loading(
+        self,
+        model: PreTrainedModel,
+        checkpoint_files: Sequence[str] | None = None,
+        **kwargs: object,
+    ) -> PreTrainedModel:
+        model = ContainerQuantizer._process_model_before_weight_loading(
+            self, model, checkpoint_files, **kwargs
+        )
+        self._dtypes = {name: each.dtype for name, each in model.named_parameters()}
+        return model
+
+    def _process_model_after_weight_loading(
+        self, model: PreTrainedModel, **kwargs: object
+    ) -> PreTrainedModel:
+        for name, parameter in model.named_parameters():  # some releases leave that of the scales
+            parameter.data = parameter.data.to(self._dtypes.get(name, parameter.dtype))
+        # They would be applied in reverse to what is saved, which would be FP8 again.
+        vars(model).pop("_weight_conversions", None)
+        return ContainerQuantizer._process_model_after_weight_loading(self, model, **kwargs)
+
+
 def unquantized_config(
     model_class: type[PreTrainedModel],
     place: object,
@@ -181,16 +247,16 @@ def unquantized_config(
 
 
 def _refuse_quantized_rest(
-    reader: CheckpointReader, paths: Sequence[str], container: Container
+    reader: CheckpointReader, paths: Sequence[str], container: Container, dtypes: Sequence[str]
 ) -> None:
-    """Refuse a checkpoint whose other layers are quantised too: nothing here would read them."""
+    """Refuse a checkpoint with other layers of other dtypes: nothing here would read them."""
     below = tuple(f"{path}." for path in paths)
     for name in reader.names:
         if name.startswith(below) or name.rpartition(".")[2] not in _WEIGHTS:
             continue
         info = reader.info(name)
-        if info.dtype not in SOURCE_DTYPES:
-            need = f"dense layers in {' or '.join(SOURCE_DTYPES)} beside the experts"
+        if info.dtype not in dtypes:
+            need = f"dense layers in {' or '.join(dtypes)} beside the experts"
             got = f"{info.dtype} in a checkpoint of {container.name}"
             remedy = "mxpert.load_expert_weights reads its experts, vLLM serves it whole"
             raise UnsupportedError(message(_OP, name, need, got, remedy))

@@ -20,7 +20,12 @@ from .checkpoints.containers import METHODS
 from .checkpoints.published_experts import stored_gate_up_order
 from .checkpoints.safetensors_files import CONFIG_FILE, read_json
 from .checkpoints.stated_quantization import HF_QUANT_CONFIG_FILE, Statement, plain_method
-from .container_checkpoints import ContainerConfig, ContainerRequest, unquantized_config
+from .container_checkpoints import (
+    ContainerConfig,
+    ContainerRequest,
+    Fp8ContainerConfig,
+    unquantized_config,
+)
 from .dense_checkpoints import LocalExpertsConfig
 from .models.convert import convert, mx_experts
 from .models.experts import is_experts
@@ -82,9 +87,13 @@ def load_pretrained(
     load = functools.partial(original, cls, *args)
     if _is_container(cls, args, kwargs, stated):
         kwargs["config"] = unquantized_config(cls, _place(args, kwargs), kwargs, _hub(kwargs))
-        return _load_container(
-            load, kwargs, ContainerRequest(IMPLEMENTATIONS[asked], expert_parallel)
+        request = ContainerRequest(IMPLEMENTATIONS[asked], expert_parallel)
+        quantization = _quantization(stated)
+        is_fp8 = quantization.get("quant_method") == "fp8"  # of the other layers
+        kwargs["quantization_config"] = (
+            Fp8ContainerConfig(request, quantization) if is_fp8 else ContainerConfig(request)
         )
+        return _load_container(load, kwargs)
     return _load(load, kwargs, asked, stated, expert_parallel)
 
 
@@ -108,12 +117,9 @@ def _is_container(
     return method != _MXFP4 and plain_method(method) in METHODS
 
 
-def _load_container(
-    original: Callable[..., Any], kwargs: dict[str, Any], request: ContainerRequest
-) -> Any:
-    """Load with Transformers' own function, experts with `ContainerQuantizer`."""
+def _load_container(original: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """Load with Transformers' own function, experts with the quantiser that `kwargs` names."""
     wants_info = kwargs.pop("output_loading_info", False)
-    kwargs["quantization_config"] = ContainerConfig(request)
     model, info = original(**kwargs, output_loading_info=True)
     require_loaded(info, [name for name, each in model.named_modules() if is_experts(each)])
     return (model, info) if wants_info else model
