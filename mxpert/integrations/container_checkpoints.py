@@ -207,13 +207,19 @@ class Fp8ContainerQuantizer(ContainerQuantizer, FineGrainedFP8HfQuantizer):
         model = ContainerQuantizer._process_model_before_weight_loading(
             self, model, checkpoint_files, **kwargs
         )
-        self._dtypes = {name: each.dtype for name, each in model.named_parameters()}
+        kept = model._get_dtype_plan(model.dtype)  # what stays in float32 whatever is asked for
+        self._dtypes = {
+            name: next((kept[key] for key in kept if key in name), each.dtype)
+            for name, each in model.named_parameters()
+        }
         return model
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: object
     ) -> PreTrainedModel:
-        for name, parameter in model.named_parameters():  # some releases leave that of the scales
+        # Transformers leaves dequantised layers in the dtype of their scales, or others in that of
+        # the checkpoint; which of the two depends on its release.
+        for name, parameter in model.named_parameters():
             parameter.data = parameter.data.to(self._dtypes.get(name, parameter.dtype))
         # They would be applied in reverse to what is saved, which would be FP8 again.
         vars(model).pop("_weight_conversions", None)
