@@ -1,4 +1,4 @@
-"""SGLang plugin: MXFP4 experts of a served model run on mxpert's kernels.
+"""SGLang plugin: quantised experts of a served model run on mxpert's kernels.
 
     python -m sglang.launch_server --model-path openai/gpt-oss-20b --moe-runner-backend mxpert
 

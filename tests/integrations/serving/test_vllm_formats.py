@@ -91,7 +91,15 @@ def config_of(case: str, **changes: Any) -> Any:
     return made.from_config(entry)
 
 
-def created(case: str, *, config: Any = None, rank: int = 0, ranks: int = 1, **changes: Any) -> Any:
+def created(
+    case: str,
+    *,
+    config: Any = None,
+    rank: int = 0,
+    ranks: int = 1,
+    activation_format: str = "a16w4",
+    **changes: Any,
+) -> Any:
     """A layer of vLLM's class with the method and the parameters that vLLM gives it."""
     share = INTERMEDIATE // ranks
     moe = moe_config(
@@ -126,7 +134,7 @@ def created(case: str, *, config: Any = None, rank: int = 0, ranks: int = 1, **c
         if not isinstance(getattr(type(layer), name, None), property):  # older versions compute it
             setattr(layer, name, value)
     with (
-        current_config({"mxpert": "a16w4"}),
+        current_config({"mxpert": activation_format}),
         mock.patch.object(type(layer), "expert_map", None, create=True),
     ):
         layer.quant_method = method = made.get_quant_method(layer, PREFIX)
@@ -186,6 +194,18 @@ def test_a_layer_computes_with_the_stored_values(case: str) -> None:
     y = process(layer)
     assert weights_of(layer).weight_format == format_of(case)
     check_layer(weights_of(layer), y, experts)
+
+
+@pytest.mark.parametrize("activation_format", ["a8w4", "a4w4", "fp8_token"])
+@pytest.mark.parametrize("case", ["ModelOpt NVFP4", "AWQ g128", "compressed-tensors MXFP8"])
+def test_the_option_chooses_the_activations(case: str, activation_format: str) -> None:
+    layer = created(case, activation_format=activation_format)
+    fill(layer, case, experts_of(case))
+    y = process(layer)
+    x, *routing = tokens()
+    options: Any = dict(activation="silu", activation_format=activation_format)
+    assert torch.equal(y, mxpert.fused_moe(x, weights_of(layer), *routing, **options))
+    assert not torch.equal(y, mxpert.fused_moe(x, weights_of(layer), *routing, activation="silu"))
 
 
 @pytest.mark.parametrize("case", CASES)
