@@ -196,6 +196,11 @@ FORMATS = [
         lambda r: dict(weight=randn(r, 2, 3, 64), format=r.choice((mx.NVFP4, "int4_g64"))),
     ),
     Target(
+        "round_to_e4m3",
+        mx.round_to_e4m3,
+        lambda r: dict(t=mx.quantize_weight(randn(r, 2, 3, 64), "nvfp4")),
+    ),
+    Target(
         "MXTensor.to",
         method("to"),
         lambda r: dict(self=packed(r, 3, 32), device="cpu"),
