@@ -74,6 +74,7 @@ def round_to_e4m3(t: WeightTensor) -> tuple[MXTensor, RoundingCertificate]:
         The MXFP8 tensor on the device of `t`, and what it cost.
 
     Raises:
+        TypeError: no WeightTensor.
         ValueError: another format or layout, another K, or weights that are not finite.
 
     Example:
@@ -83,10 +84,13 @@ def round_to_e4m3(t: WeightTensor) -> tuple[MXTensor, RoundingCertificate]:
         (MXFormat('mxfp8_e4m3'), True)
     """
     need = Checks("round_to_e4m3")
+    if not isinstance(t, WeightTensor):
+        raise need.type_error("t", "a WeightTensor", type(t).__name__)
     need(t.format == NVFP4, "t.format", NVFP4.name, t.format.name, "other formats need no rounding")
-    rows = t.shape[:-1].numel()
+    rows, width, block = t.shape[:-1].numel(), t.shape[-1], MXFP8_E4M3.block_size
+    need(width % block == 0, "t.shape[-1]", f"a multiple of {block}", width)
     codes = torch.empty(t.shape, dtype=torch.uint8, device=t.device)
-    scale = codes.new_empty((*t.shape[:-1], t.shape[-1] // MXFP8_E4M3.block_size))
+    scale = codes.new_empty((*t.shape[:-1], width // block))
     changed, signal, noise = 0, 0.0, 0.0
     step = 1 if t.ndim > 2 else max(t.shape[0], 1)
     for start in range(0, t.shape[0], step):  # an expert, so that its float64 values stay few
@@ -101,4 +105,4 @@ def round_to_e4m3(t: WeightTensor) -> tuple[MXTensor, RoundingCertificate]:
         signal += float(exact.square().sum())
         noise += float(error.square().sum())
     found = MXTensor(codes, scale, MXFP8_E4M3)
-    return found, RoundingCertificate(NVFP4.name, rows * t.shape[-1], changed, signal, noise)
+    return found, RoundingCertificate(NVFP4.name, rows * width, changed, signal, noise)

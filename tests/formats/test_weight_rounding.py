@@ -100,6 +100,10 @@ def test_weights_that_need_no_rounding_stay() -> None:
 def test_other_formats_and_nan_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^round_to_e4m3: t\.format — need nvfp4, got int4_g32"):
         round_to_e4m3(quantize_weight(normal(32, 32), "int4_g32"))
+    with pytest.raises(ValueError, match=r"t\.shape\[-1\] — need a multiple of 32, got 48"):
+        round_to_e4m3(quantize_weight(normal(2, 48), "nvfp4"))
+    with pytest.raises(TypeError, match=r"^round_to_e4m3: t — need a WeightTensor, got Tensor"):
+        round_to_e4m3(normal(2, 32))  # type: ignore[arg-type]
     broken = quantize_weight(normal(32, 32), "nvfp4")
     broken.scale[3, 1] = 0x7F
     with pytest.raises(ValueError, match=r"t\[0\] — need finite weights, got NaN or infinity"):

@@ -47,6 +47,7 @@ from fuzz_arguments import (
 from fuzz_ranks import EXPERT_PARALLEL, RANKS
 from fuzz_target import Target
 from fuzz_values import PLAN, WEIGHTS
+from fuzz_weights import ROUNDED
 
 import mxpert
 from mxpert import GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan
@@ -189,11 +190,6 @@ FORMATS = [
             zero_point=r.choice((None, codes(r, 3, 2))),
             row_scale=None,
         ),
-    ),
-    Target(
-        "quantize_weight",
-        mx.quantize_weight,
-        lambda r: dict(weight=randn(r, 2, 3, 64), format=r.choice((mx.NVFP4, "int4_g64"))),
     ),
     Target(
         "MXTensor.to",
@@ -497,4 +493,4 @@ MODULES = [
     ),
 ]
 
-TARGETS = [*MODULES, *FORMATS, *LAYERS, *TRAINING, *RANKS]
+TARGETS = [*MODULES, *FORMATS, *ROUNDED, *LAYERS, *TRAINING, *RANKS]

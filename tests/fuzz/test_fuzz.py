@@ -26,7 +26,8 @@ pytest.importorskip("hypothesis")
 ROOT = Path(__file__).resolve().parent.parent.parent
 RUNNER = Path(__file__).with_name("run.py")
 NOT_CALLED = {"ElementFormat", "MXFormat", "WeightFormat", "FoldCertificate", "Layout"} | {
-    "TopKOptions"
+    "RoundingCertificate",
+    "TopKOptions",
 }
 """Plain records, and a set of named objects."""
 NOT_FUZZED = {"ExpertParallel", "evaluate", "load_expert_weights", "restore", "save_quantized"}
