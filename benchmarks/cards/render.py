@@ -43,6 +43,7 @@ RENDERERS = REPORTS | {
     "row_encoding.json": "moe.row_encoding",
     "few_tokens.json": "moe.few_tokens",
     "options.json": "grouped.options",
+    "loading.json": "models.loading",
 }
 """Also those that render with --render what they have measured."""
 PAGES = {

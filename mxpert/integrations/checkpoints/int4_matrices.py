@@ -14,7 +14,7 @@ import torch
 
 from ...core.files import short
 from ...errors import UnsupportedError, message
-from ...formats.codec import pack_codes, unpack_codes
+from ...formats.codec import unpack_codes
 from ...formats.weight_tensor import (
     INT4_G32,
     INT4_G64,
@@ -173,11 +173,28 @@ def _pack_quantized(
     return WeightTensor(codes, scale, format, zero_point)
 
 
+_LOW_NIBBLES = 0x0F0F0F0F
+
+
 def _awq(
     format: WeightFormat, packed: torch.Tensor, zeros: torch.Tensor, scale: torch.Tensor
 ) -> WeightTensor:
-    codes, zero_point = _awq_codes(packed), _awq_codes(zeros)
-    return WeightTensor(pack_codes(codes), scale.t().contiguous(), format, zero_point)
+    return WeightTensor(_awq_pairs(packed), scale.t().contiguous(), format, _awq_codes(zeros))
+
+
+def _awq_pairs(words: torch.Tensor) -> torch.Tensor:
+    """Codes two a byte, uint8 [N, K/2], of words int32 [K, N/8].
+
+    Four bytes at a time: a word holds the columns 4 c + 2 b + a of its eight in the nibbles
+    4 a + 2 c + b, with a, b and c of one bit each (`AWQ_NIBBLES`).
+    """
+    columns = words.t().contiguous()
+    low, high = columns[:, ::2], columns[:, 1::2]
+    even = low & _LOW_NIBBLES | (high & _LOW_NIBBLES) << 4
+    odd = (low >> 4) & _LOW_NIBBLES | high & ~_LOW_NIBBLES
+    both = torch.stack((even, odd), 1).view(torch.uint8)  # [N/8, b, K/2 · 4]
+    pairs: torch.Tensor = both.unflatten(-1, (-1, 2, 2)).permute(0, 4, 1, 3, 2)  # N/8, c, b, a, K/2
+    return pairs.reshape(8 * words.shape[1], -1)
 
 
 def _awq_codes(words: torch.Tensor) -> torch.Tensor:
