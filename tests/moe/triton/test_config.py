@@ -199,6 +199,7 @@ def test_an_explanation_names_every_field_of_a_config() -> None:
     problem = replace(
         describe(H200, MODEL_SHAPES["gpt-oss-20b"], 1, "mxfp8"),
         weight_layout=Layout.HOPPER_FRAGMENT,
+        num_sms=H200.num_sms,  # so that the layer has two stages
     )
     shown = str(explain_problem(problem)).splitlines()
     assert shown[1] == "  formats: mxfp8xmxfp4"
