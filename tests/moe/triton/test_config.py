@@ -197,12 +197,11 @@ def test_unsupported_problems_say_why() -> None:
 
 def test_an_explanation_names_every_field_of_a_config() -> None:
     problem = replace(
-        describe(H200, MODEL_SHAPES["gpt-oss-20b"], 1, "mxfp8"),
+        describe(H200, MODEL_SHAPES["gpt-oss-20b"], 1, "fp8_token"),  # two stages
         weight_layout=Layout.HOPPER_FRAGMENT,
-        num_sms=H200.num_sms,  # so that the layer has two stages
     )
     shown = str(explain_problem(problem)).splitlines()
-    assert shown[1] == "  formats: mxfp8xmxfp4"
+    assert shown[1] == "  formats: fp8_tokenxmxfp4"
     assert shown[3] == "  config:  routing_block_m=8"
     for line, stage, k_splits in ((shown[4], "gate_up", 1), (shown[5], "down", 2)):
         assert line == (
