@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -163,37 +163,42 @@ def files(every: Mapping[str, Sequence[Result]], place: str) -> str:
     )
 
 
-def row_encoding(every: Mapping[str, Sequence[Result]], place: str) -> str:
-    """What goes of a layer's time where stage 2 finds its rows encoded, on each card."""
+def on_each_card(
+    every: Mapping[str, Sequence[Result]],
+    place: str,
+    name: str,
+    text: Callable[[Row, str, str], str],
+) -> str:
+    """What a benchmark says, card by card; text: of a document, its models and links to it."""
     parts = []
     for card, found in every.items():
-        document = named(found, "row_encoding.json")
+        document = named(found, f"{name}.json")
         if document is not None:
-            link = f"{place}/{card}/row_encoding"
-            models = dict.fromkeys(row["model"] for row in document["rows"])
-            parts += [
-                f"One {document['meta']['device']}, {', '.join(models)} ([JSON]({link}.json), "
-                f"[all cells]({link}.md)):",
-                share_table(document["rows"]),
-            ]
-    return paragraphs(*parts) or "No card has measured it yet."
+            models = ", ".join(dict.fromkeys(row["model"] for row in document["rows"]))
+            link = f"{place}/{card}/{name}"
+            parts.append(text(document, models, f"[JSON]({link}.json), [all cells]({link}.md)"))
+    return paragraphs(*parts)
+
+
+def row_encoding(every: Mapping[str, Sequence[Result]], place: str) -> str:
+    """What goes of a layer's time where stage 2 finds its rows encoded, on each card."""
+
+    def text(document: Row, models: str, links: str) -> str:
+        head = f"One {document['meta']['device']}, {models} ({links}):"
+        return paragraphs(head, share_table(document["rows"]))
+
+    return on_each_card(every, place, "row_encoding", text) or "No card has measured it yet."
 
 
 def weight_formats(every: Mapping[str, Sequence[Result]], place: str) -> str:
     """Layers by the format of their weights, beside the best peer with the same, on each card."""
-    parts = []
-    for card, found in every.items():
-        document = named(found, "weight_formats.json")
-        if document is not None:
-            link = f"{place}/{card}/weight_formats"
-            models = dict.fromkeys(row["model"] for row in document["rows"])
-            parts += [
-                f"Best peer's time over ours, layers of {', '.join(models)} on one "
-                f"{document['meta']['device']}, geometric means "
-                f"([JSON]({link}.json), [all cells]({link}.md)):",
-                means_table(document["rows"]),
-            ]
-    return paragraphs(*parts)
+
+    def text(document: Row, models: str, links: str) -> str:
+        device = document["meta"]["device"]
+        head = f"Best peer's time over ours, layers of {models} on one {device}, geometric means"
+        return paragraphs(f"{head} ({links}):", means_table(document["rows"]))
+
+    return on_each_card(every, place, "weight_formats", text)
 
 
 BLOCKS = {

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import math
 import sys
 import time
@@ -203,7 +202,7 @@ def measure(options: argparse.Namespace, run: Run) -> int:
             longest = max(longest, time.monotonic() - start)
         run.save()
         print(f"{make.__name__}: {time.monotonic() - began:.1f} s", flush=True)
-    SCRIPT.write_tables(run.path, json.loads(run.path.read_text("utf-8")))
+    SCRIPT.write_tables(run.path, run.as_json())
     print(f"wrote {run.path}: {len(run.rows)} rows, {len(run.left)} left")
     return 1 if run.failures else 0
 

@@ -144,9 +144,9 @@ def measure(options: argparse.Namespace, run: Run) -> int:
         run.save()
     run.left += left
     run.save()
-    print(markdown(json.loads(run.path.read_text("utf-8"))))
+    print(markdown(run.as_json()))
     if not run.dry:
-        SCRIPT.write_tables(run.path, json.loads(run.path.read_text("utf-8")))
+        SCRIPT.write_tables(run.path, run.as_json())
     return 1 if run.failures else 0
 
 

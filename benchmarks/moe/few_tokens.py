@@ -11,7 +11,6 @@ launches nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -258,9 +257,8 @@ def execute(
         measure(run, *what)
     run.save()
     if not run.dry:
-        document = json.loads(run.path.read_text("utf-8"))
-        SCRIPT.write_tables(run.path, document)
-        print(row_table(document["rows"], COLUMNS))
+        SCRIPT.write_tables(run.path, run.as_json())
+        print(row_table(list(run.rows.values()), COLUMNS))
     seconds = time.monotonic() - options.began
     print(f"wrote {run.path}: {len(run.rows)} rows, {len(run.failures)} failures, {seconds:.0f} s")
     return 1 if run.failures else 0

@@ -15,11 +15,13 @@ from mxpert.cli.measure import RunWeights, check_gate, float64_reference, interm
 from mxpert.core.registry import Resolution
 from mxpert.core.target import on_device
 from mxpert.errors import require
+from mxpert.formats.spec import MXFP4
 from mxpert.formats.tensor import MXTensor
+from mxpert.formats.weight_tensor import WeightLike, WeightTensor
 from mxpert.moe.weights import GateUpOrder, MoEWeights
 from mxpert.routing.plan import RoutingPlan
 from mxpert.testing.numerics import relative_l2
-from mxpert.testing.problems import random_mxfp4
+from mxpert.testing.problems import random_weight
 
 Call = Callable[[], object]
 ACTIVATION = mxpert.SwiGLU()
@@ -30,16 +32,23 @@ SAMPLED_TOKENS = 4
 GEMM_KERNELS, SCHEDULE_KERNEL = "_moe_gemm_", "_moe_tile_schedule_"
 
 
-def random_weights(model: Model, device: torch.device) -> RunWeights:
+def random_weights(
+    model: Model, device: torch.device, weight_format: str = MXFP4.name
+) -> RunWeights:
     """Uniformly random codes; scales with a standard deviation of one binade, as trained weights
-    have. Gate, up and output are of order 1, where activations bend."""
+    have. Gate, up and output are of order 1, where activations bend. NVFP4 has one factor for an
+    expert, as checkpoints have."""
     generator = torch.Generator(device).manual_seed(0)
-    gate_up, down = (
-        random_mxfp4(
-            (model.E, *size), rms=1.5 / size[-1] ** 0.5, scale_spread=1.0, generator=generator
-        )
-        for size in ((2 * model.F, model.H), (model.H, model.F))
-    )
+
+    def projection(rows: int, depth: int) -> WeightLike:
+        size, rms = (model.E, rows, depth), 1.5 / depth**0.5
+        made = random_weight(size, weight_format, rms=rms, scale_spread=1.0, generator=generator)
+        if isinstance(made, WeightTensor) and made.row_scale is not None:
+            factor = made.row_scale[:, :1].expand_as(made.row_scale)
+            made = replace(made, row_scale=factor.contiguous())
+        return made
+
+    gate_up, down = projection(2 * model.F, model.H), projection(model.H, model.F)
     return RunWeights.of(MoEWeights(gate_up, down, gate_up_order=GateUpOrder.INTERLEAVED), device)
 
 

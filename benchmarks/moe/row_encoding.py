@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -354,7 +353,7 @@ def execute(options: argparse.Namespace, prepared: tuple[Run, list[Cell], list[s
         measure(run, cells, formats)
     run.save()
     if not run.dry:
-        SCRIPT.write_tables(run.path, json.loads(run.path.read_text("utf-8")))
+        SCRIPT.write_tables(run.path, run.as_json())
     seconds = time.monotonic() - options.began
     print(f"wrote {run.path}: {len(run.rows)} rows, {len(run.left)} cells left, {seconds:.0f} s")
     return 1 if run.failures else 0

@@ -11,6 +11,7 @@ import torch
 from benchmarks.moe import weight_format_tables, weight_formats
 from benchmarks.moe.cells import Model
 from benchmarks.moe.humming import _stored, weight_config
+from benchmarks.moe.ours import random_weights
 from mxpert.formats.weight_tensor import WeightTensor
 
 TINY = Model("tiny", 4, 2, 256, 128)
@@ -36,7 +37,7 @@ def test_a_dry_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", weight_formats.FORMATS)
 def test_humming_gets_our_weights(name: str) -> None:
     """Codes and scales as stored, and one factor for each expert."""
-    weights = weight_formats.random_weights(TINY, name, torch.device("cpu")).plain
+    weights = random_weights(TINY, torch.device("cpu"), name).plain
     for part in (weights.gate_up_proj, weights.down_proj):
         stored = _stored(part)
         codes = stored.get("weight", stored.get("weight_packed"))
@@ -52,7 +53,7 @@ def test_humming_gets_our_weights(name: str) -> None:
 
 
 def test_humming_cannot_hold_a_factor_for_each_row() -> None:
-    weights = weight_formats.random_weights(TINY, "nvfp4", torch.device("cpu")).plain
+    weights = random_weights(TINY, torch.device("cpu"), "nvfp4").plain
     part = weights.down_proj
     assert isinstance(part, WeightTensor)
     assert part.row_scale is not None

@@ -32,7 +32,7 @@ qwen3-235b. They are limits of the tiles' rows, not of the card, where reading t
 multiplying 32 rows.
 """
 
-_LIMITS_OF_LONG_GROUPS = (("decode32", 48), ("triple", 84), ("wide", math.inf))
+_LIMITS_OF_LONG_GROUPS = (("decode8", 1.5), ("decode32", 48), ("triple", 84), ("wide", math.inf))
 """The same for bfloat16 activations and weights with a scale for each 128: with 32 rows an expert
 prefill tiles take 2 to 6 % more time than the decode tile, with 64 rows 3 to 5 % less."""
 
@@ -82,5 +82,5 @@ def tile_limits(
     if balanced_rows(problem.target, hi_lo, bytes_per_weight) <= _DECODE_ROWS:
         return _LIMITS_WHERE_MULTIPLYING_COSTS[hi_lo]
     if hi_lo and weights is not None and weights.group >= 128:
-        return _DECODE_LIMITS[:1] + _LIMITS_OF_LONG_GROUPS
+        return _LIMITS_OF_LONG_GROUPS
     return _LIMITS[hi_lo]
