@@ -24,12 +24,14 @@ from ..core.problem import OwnFormat
 from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import MXFP4
+from ..formats.weight_rounding import WeightRounding
 from ..moe.weights import GateUpOrder
 from .checkpoint_names import fitting, module_of
 from .checkpoints.container_kinds import Container
 from .checkpoints.containers import container_of
 from .checkpoints.expert_sources import SOURCE_DTYPES
 from .checkpoints.per_expert import ExpertModule
+from .checkpoints.rounded import check_rounding, rounded
 from .checkpoints.safetensors_files import CheckpointReader
 from .models.convert import check_ranks, forbid_saving, mx_experts
 from .models.expert_modules import StoredExperts
@@ -62,10 +64,12 @@ class ContainerRequest:
 
     Args:
         activation_format: of the layers. expert_parallel: the ranks that share them.
+        weight_rounding: as `load_expert_weights` takes it.
     """
 
     activation_format: OwnFormat
     expert_parallel: ExpertParallel | None = None
+    weight_rounding: WeightRounding | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> ContainerRequest:
         return self  # Transformers copies configs; this is no state of a model
@@ -114,6 +118,9 @@ class ContainerQuantizer(HfQuantizer):
         ranks = self._request.expert_parallel
         self._reader = reader_of(checkpoint_files, _OP)
         self._container, statement = container_of(self._reader)
+        check_rounding(
+            self._request.weight_rounding, self._container.weight_format, self._container.name, _OP
+        )
         paths = self._container.paths(self._reader, statement)
         _refuse_quantized_rest(self._reader, paths, self._container, self.rest_dtypes)
         layers = find_experts(model, _OP)
@@ -151,6 +158,7 @@ class ContainerQuantizer(HfQuantizer):
                 device,
                 experts=None if ranks is None else ranks.local_experts,
             )
+            weights = rounded(weights, self._request.weight_rounding)
             prepared = experts.prepared(self._request.activation_format, weights)
             del weights  # else two layers would be held
             found.replace_by(prepared.eval())

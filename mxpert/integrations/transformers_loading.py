@@ -18,6 +18,7 @@ from ..errors import UnsupportedError, message, require
 from ..formats.spec import ScaleRule
 from .checkpoints.containers import METHODS
 from .checkpoints.published_experts import stored_gate_up_order
+from .checkpoints.rounded import check_rounding
 from .checkpoints.safetensors_files import CONFIG_FILE, read_json
 from .checkpoints.stated_quantization import HF_QUANT_CONFIG_FILE, Statement, plain_method
 from .container_checkpoints import (
@@ -57,10 +58,11 @@ def load_pretrained(
     """``from_pretrained``, and the preparation of experts where the call asks for it.
 
     Args:
-        original: Transformers' own function. cls, args, kwargs: of the call. One more keyword
-            argument is known, ``expert_parallel``.
+        original: Transformers' own function. cls, args, kwargs: of the call. Two more keyword
+            arguments are known, ``expert_parallel`` and ``weight_rounding``.
     """
     expert_parallel = kwargs.pop("expert_parallel", None)
+    weight_rounding = kwargs.pop("weight_rounding", None)
     require(
         isinstance(expert_parallel, ExpertParallel | None),
         _OP,
@@ -72,13 +74,10 @@ def load_pretrained(
     stated = _stated_config(cls, args, kwargs)
     asked = _asked(kwargs.get("experts_implementation"), kwargs.get("config"), stated)
     if asked is None:
-        require(
-            expert_parallel is None,
-            _OP,
-            "expert_parallel",
-            need=f"{_OPTION} with it",
-            got=repr(kwargs.get("experts_implementation")),
-        )
+        ours = {"expert_parallel": expert_parallel, "weight_rounding": weight_rounding}
+        for name, value in ours.items():
+            need, got = f"{_OPTION} with it", repr(kwargs.get("experts_implementation"))
+            require(value is None, _OP, name, need=need, got=got)
         _refuse_own_checkpoint(stated)
         return original(cls, *args, **kwargs)
     warn_of_newer()
@@ -87,13 +86,15 @@ def load_pretrained(
     load = functools.partial(original, cls, *args)
     if _is_container(cls, args, kwargs, stated):
         kwargs["config"] = unquantized_config(cls, _place(args, kwargs), kwargs, _hub(kwargs))
-        request = ContainerRequest(IMPLEMENTATIONS[asked], expert_parallel)
+        request = ContainerRequest(IMPLEMENTATIONS[asked], expert_parallel, weight_rounding)
         quantization = _quantization(stated)
         is_fp8 = quantization.get("quant_method") == "fp8"  # of the other layers
         kwargs["quantization_config"] = (
             Fp8ContainerConfig(request, quantization) if is_fp8 else ContainerConfig(request)
         )
         return _load_container(load, kwargs)
+    method = _quantization(stated).get("quant_method", "dense weights")
+    check_rounding(weight_rounding, method, "the checkpoint", _OP)
     return _load(load, kwargs, asked, stated, expert_parallel)
 
 

@@ -22,7 +22,7 @@ from mxpert.formats.names import (
 from mxpert.integrations import sglang
 from mxpert.integrations.models import evaluation
 from mxpert.integrations.models.implementations import IMPLEMENTATIONS
-from mxpert.integrations.vllm.options import requested_format
+from mxpert.integrations.vllm.options import requested_options
 from mxpert.modules import PreparedExperts
 from mxpert.testing.problems import MoEShape, random_moe_problem
 
@@ -45,7 +45,9 @@ def test_every_way_in_takes_every_name(name: Any) -> None:
     assert evaluation.parse_formats([name], "evaluate") == [SHORT_NAMES[own]]
     assert IMPLEMENTATIONS[f"mxpert_{name}"] == own
     assert sglang.BACKENDS[f"mxpert_{name}"] == own
-    assert requested_format({"mxpert": name}) == own
+    options = requested_options({"mxpert": name})
+    assert options is not None
+    assert options.activation_format == own
     assert PreparedExperts(LAYER.weights, "silu", activation_format=name).activation_format == own
     module = mxpert.MoE(LAYER.weights, torch.ones(4, 64), top_k=2, activation_format=name)
     assert module.experts.activation_format == own

@@ -146,6 +146,48 @@ def test_other_formats_of_activations(stored: Any, dense: Any) -> None:
     assert_exact(logits(model), logits(wanted), "logits")
 
 
+@pytest.mark.parametrize("kind", [kind for kind in OTHER if kind.startswith("exact")])
+def test_nvfp4_is_rounded_on_request(kind: str, stored: Any) -> None:
+    path = stored("qwen3_moe", kind)
+    model = load(path, "mxpert_a8w4", weight_rounding="e4m3")
+    read = dict(mxpert.load_expert_weights(path, weight_rounding="e4m3"))
+    for experts, weights in zip(mx_experts(model), read.values(), strict=True):
+        assert experts.weights.weight_format == "mxfp8_e4m3"
+        plain = experts.weights.unprepare()
+        assert torch.equal(plain.gate_up_proj.qdata, weights.gate_up_proj.qdata)
+        assert torch.equal(plain.down_proj.scale, weights.down_proj.scale)
+        assert experts.weights.rounding_certificates == weights.rounding_certificates
+        assert "rounded: nvfp4 rounded to e4m3" in repr(experts.weights)
+    assert not torch.equal(logits(model), logits(load(path, "mxpert_a8w4")))
+
+
+def test_casts_are_not_rounded(stored: Any) -> None:
+    path = stored("qwen3_moe", MODELOPT)
+    found = logits(load(path, weight_rounding="e4m3"))
+    assert_exact(found, logits(load(path)), "logits")
+
+
+@pytest.mark.parametrize("kind", ["dense", "mxfp4", CT, "AWQ"])
+def test_rounding_another_format_is_refused(
+    kind: str, stored: Any, dense: Any, tmp_path: Path
+) -> None:
+    path = dense["qwen3_moe"] if kind in ("dense", "mxfp4") else stored("qwen3_moe", kind)
+    if kind == "mxfp4":
+        load(path).save_pretrained(tmp_path / kind)
+        path = tmp_path / kind
+    said = {"dense": "dense weights", CT: "MXFP4", "AWQ": "INT4"}.get(kind, kind)
+    match = f"^from_pretrained: weight_rounding — need None, since .*, got {said} "
+    with pytest.raises(ValueError, match=match):
+        load(path, weight_rounding="e4m3")
+
+
+def test_rounding_is_an_option_of_mxpert_alone(stored: Any, dense: Any) -> None:
+    with pytest.raises(ValueError, match=r"^from_pretrained: weight_rounding — need experts_impl"):
+        load(dense["qwen3_moe"], "eager", weight_rounding="e4m3")
+    with pytest.raises(ValueError, match="need None or 'e4m3', got 'e5m2'"):
+        load(stored("qwen3_moe", f"exact {MODELOPT}"), weight_rounding="e5m2")
+
+
 def test_modelopts_own_file_is_found(stored: Any, tmp_path: Path) -> None:
     path = shutil.copytree(stored("qwen3_moe", MODELOPT), tmp_path / "own")
     edit(path, quantization_config=None)

@@ -21,12 +21,10 @@ from ...core.problem import Activation, SwiGLU
 from ...errors import Checks, require, require_tensor
 from ...formats.spec import MX_BLOCK_SIZE, MXFP4
 from ...formats.weight_rounding import WeightRounding
-from ...formats.weight_tensor import NVFP4
 from ...moe.published_tensors import published_expert_tensors
 from ...moe.weights import GateUpOrder, MoEWeights
 from ...moe.weights_state import PROJECTIONS
 from ..module_paths import choose_modules
-from .container_kinds import Container
 from .containers import container_of
 from .per_expert import ExpertModule
 from .published_experts import (
@@ -37,6 +35,7 @@ from .published_experts import (
     read_tensor,
     stored_gate_up_order,
 )
+from .rounded import check_rounding, rounded
 from .safetensors_files import CONFIG_FILE, CheckpointReader, positive_int
 
 GPT_OSS_LIMIT = SwiGLU.limit
@@ -200,25 +199,13 @@ got no such file or directory
     paths = container.paths(reader, statement)
     chosen = paths if layers is None else choose_modules(paths, layers, op)
     modules = container.check(reader, statement, chosen, mmap=mmap)
-    if weight_rounding is not None:
-        _check_rounding(weight_rounding, container, op)
+    check_rounding(weight_rounding, container.weight_format, container.name, op)
 
     def read(module: ExpertModule) -> MoEWeights:
-        weights = container.read(reader, module, device, mmap=mmap)
-        if weight_rounding is not None and weights.weight_format == NVFP4.name:
-            return weights.round_weights(weight_rounding)
-        return weights
+        return rounded(container.read(reader, module, device, mmap=mmap), weight_rounding)
 
     # No name outlives a step: else a layer would be held while the next one is read.
     return ((module.path, read(module)) for module in modules)
-
-
-def _check_rounding(weight_rounding: WeightRounding, container: Container, op: str) -> None:
-    """Refuse another rounding, and weights that need none."""
-    argument, need = "weight_rounding", "None or 'e4m3'"
-    require(weight_rounding == "e4m3", op, argument, need=need, got=repr(weight_rounding))
-    need, got = "None, since nothing else than NVFP4 is rounded", f"{container.name}"
-    require(container.weight_format == "NVFP4", op, argument, need=need, got=got)
 
 
 def save_gpt_oss_layer_tensors(

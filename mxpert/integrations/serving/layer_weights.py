@@ -7,8 +7,10 @@ import torch
 from ...errors import message
 from ...formats.spec import E8M0_NAN, MX_BLOCK_SIZE, MXFP4, MXFP8_E4M3
 from ...formats.tensor import Layout, MXTensor
+from ...formats.weight_rounding import WeightRounding
 from ...formats.weight_tensor import WeightLike
 from ...moe.weights import GateUpOrder, MoEWeights
+from ..checkpoints.rounded import rounded
 from .stored_layers import StoredLayer
 
 _PACKED = "_packed"  # suffix of compressed-tensors' parameters
@@ -25,6 +27,7 @@ def prepare_layer(
     bias_suffix: str = "_bias",
     columns: int | None = None,
     stored: StoredLayer | None = None,
+    weight_rounding: WeightRounding | None = None,
 ) -> MoEWeights:
     """Prepare a layer's loaded weights; the prepared tensors become its parameters.
 
@@ -40,6 +43,7 @@ def prepare_layer(
         columns: of F, those that a checkpoint fills; the others become zeros. None is all.
         stored: how experts in another form are read, which have no biases; their parameters go
             before others come.
+        weight_rounding: as `mxpert.load_expert_weights` takes it.
 
     Returns:
         The layer's MoEWeights, prepared for the device of its parameters.
@@ -51,6 +55,7 @@ def prepare_layer(
         weights = _loaded(layer, order, bias_suffix, stored)
         if columns is not None and columns < weights.intermediate_size:
             clear_padding(weights, columns)
+        weights = rounded(weights, weight_rounding)
         layout = None if previous is None else previous.layout
         prepared = weights.prepare(device=weights.device, layout=layout)
     except ValueError as error:

@@ -26,8 +26,10 @@ from sglang.srt.utils import set_weight_attrs
 import mxpert
 
 from ...errors import UnsupportedError, message
-from ...formats.names import SHORT_NAMES, ActivationFormat, parse_activation_format
+from ...formats.names import SHORT_NAMES, ActivationFormat
 from ...formats.spec import MX_BLOCK_SIZE
+from ...formats.weight_rounding import WeightRounding
+from ..checkpoints.rounded import check_rounding
 from ..serving.layer import ServedLayer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import columns_of_rank, prepare_layer
 from ..serving.loads import FROM_CHECKPOINTS, Loads
@@ -36,7 +38,7 @@ from ..serving.reload import model_of
 from ..serving.requantize import Share
 from ..serving.stored_layers import StoredLayer
 from ._layer_formats import Experts, experts_of
-from ._plugin import BACKENDS, OP
+from ._plugin import BACKENDS, OP, ROUNDED
 from ._refusals import activation_of, refuse_other_than_mxfp4, refuse_unsupported
 
 if TYPE_CHECKING:
@@ -109,12 +111,18 @@ class ServedMethod(FusedMoEMethodBase):
     Args:
         activation_format: as `mxpert.fused_moe` takes it. prefix: the layer's name, for the log.
         experts: how SGLang's parameters hold them; None as MXFP4 of ``"quant_method": "mxfp4"``.
+        weight_rounding: as `mxpert.load_expert_weights` takes it.
     """
 
     def __init__(
-        self, activation_format: ActivationFormat, prefix: str, experts: Experts | None = None
+        self,
+        activation_format: ActivationFormat,
+        prefix: str,
+        experts: Experts | None = None,
+        weight_rounding: WeightRounding | None = None,
     ) -> None:
         super().__init__()
+        self.weight_rounding = weight_rounding
         self.activation_format, self.prefix = activation_format, prefix
         self.experts = experts or Experts("MXFP4")
         stored = self.experts.stored
@@ -204,6 +212,7 @@ class ServedMethod(FusedMoEMethodBase):
             bias_suffix="_weight_bias",
             columns=self.columns,
             stored=self.stored,
+            weight_rounding=self.weight_rounding,
         )
         if self.info is None:
             self._require_loaded(layer, config)
@@ -361,10 +370,15 @@ def method_of(
     experts = experts_of(config, layer, prefix) if isinstance(layer, FusedMoE) else None
     if experts is None:
         return None
-    activation_format = parse_activation_format(BACKENDS[get_moe_runner_backend().value], OP)
+    backend = get_moe_runner_backend().value
+    rounding: WeightRounding | None = "e4m3" if backend.endswith(ROUNDED) else None
+    check_rounding(rounding, experts.format, prefix, OP)
+    held = experts.format
+    if rounding is not None:
+        held += " (rounded to e4m3, but for casts of MXFP4)"
     text = "mxpert %s computes the %s experts: activations %s"
-    _log_once(text, mxpert.__version__, experts.format, SHORT_NAMES[activation_format])
-    return ServedMethod(activation_format, prefix, experts)
+    _log_once(text, mxpert.__version__, held, SHORT_NAMES[BACKENDS[backend]])
+    return ServedMethod(BACKENDS[backend], prefix, experts, rounding)
 
 
 _logged: set[tuple[object, ...]] = set()

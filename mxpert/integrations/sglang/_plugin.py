@@ -13,9 +13,12 @@ if TYPE_CHECKING:
 
     from ._method import MxpertRunnerCore
 
-BACKENDS = IMPLEMENTATIONS
+ROUNDED = "_e4m3"
+"""End of a backend's name that asks for NVFP4 weights rounded to e4m3."""
+
+BACKENDS = IMPLEMENTATIONS | {f"{name}{ROUNDED}": own for name, own in IMPLEMENTATIONS.items()}
 """Value of ``--moe-runner-backend`` → activation format of the experts: "mxpert" is bf16, and
-"mxpert_NAME" any name that the API takes."""
+"mxpert_NAME" any name that the API takes; each of them with ROUNDED, too."""
 
 OLDEST, BELOW = (0, 5, 21), (0, 5, 24)
 """Supported versions of SGLang: from OLDEST on, below BELOW."""

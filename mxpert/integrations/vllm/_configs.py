@@ -39,7 +39,7 @@ from .options import (
     KEY,
     MODELOPT_NAMES,
     OP,
-    requested_format,
+    requested_options,
     require_supported,
 )
 
@@ -81,8 +81,8 @@ class Served:
         """Return the method of one layer; vLLM calls this."""
         in_tree = super().get_quant_method  # type: ignore[misc]
         vllm_config = get_current_vllm_config()
-        activation_format = requested_format(vllm_config.additional_config)
-        if activation_format is None:
+        options = requested_options(vllm_config.additional_config)
+        if options is None:
             return in_tree(layer, prefix)
         require_supported(vllm.__version__)
         experts = self.experts(layer, prefix) if hasattr(layer, "moe_config") else None
@@ -90,7 +90,7 @@ class Served:
             return in_tree(layer, prefix)
         activation_of(layer.moe_config, layer)  # refused here, before weights are loaded
         method = served_method(experts.method)
-        return method(layer.moe_config, activation_format, prefix, vllm_config, experts)
+        return method(layer.moe_config, options, prefix, vllm_config, experts)
 
     def experts(self, layer: torch.nn.Module, prefix: str) -> Experts | None:
         """Return how vLLM creates and loads the layer's weights.

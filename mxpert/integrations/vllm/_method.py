@@ -18,8 +18,9 @@ from vllm.model_executor.layers.quantization import mxfp4
 import mxpert
 
 from ...errors import UnsupportedError, message
-from ...formats.names import SHORT_NAMES, ActivationFormat, parse_activation_format
+from ...formats.names import SHORT_NAMES
 from ...formats.spec import MX_BLOCK_SIZE
+from ..checkpoints.rounded import check_rounding
 from ..serving.layer import ServedLayer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import columns_of_rank, prepare_layer
 from ..serving.loads import FROM_CHECKPOINTS, Loads
@@ -28,7 +29,7 @@ from ..serving.requantize import Share
 from ..serving.stored_layers import StoredLayer
 from ._experts import RoutedExperts, RoutingExperts
 from ._refusals import WITHOUT, activation_of, refuse_other_than_mxfp4, refuse_unsupported
-from .options import OP
+from .options import OP, Options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,7 +48,7 @@ class ServedMethod(FusedMoEMethodBase):
     """Mixed into the method of vLLM that creates and loads the weights.
 
     Args:
-        moe: vLLM's FusedMoEConfig. activation_format: as `mxpert.fused_moe` takes it.
+        moe: vLLM's FusedMoEConfig. options: what the user asks for.
         prefix: the layer's name, for the log. vllm_config: vLLM's VllmConfig.
         experts: how vLLM holds them.
     """
@@ -58,7 +59,7 @@ class ServedMethod(FusedMoEMethodBase):
     def __init__(
         self,
         moe: FusedMoEConfig,
-        activation_format: ActivationFormat,
+        options: Options,
         prefix: str,
         vllm_config: VllmConfig,
         experts: Experts,
@@ -67,11 +68,11 @@ class ServedMethod(FusedMoEMethodBase):
         refuse_unsupported(moe, vllm_config)
         if experts.format != "MXFP4":
             refuse_other_than_mxfp4(moe, experts.format)
+        check_rounding(options.weight_rounding, experts.format, prefix, OP)
         self.experts, stored = experts, experts.stored
         self.stored = None if stored is None else StoredLayer(stored, OP, prefix)
         self.block = MX_BLOCK_SIZE if stored is None else math.lcm(MX_BLOCK_SIZE, stored.group)
-        self.activation_format = parse_activation_format(activation_format, OP)
-        self.prefix = prefix
+        self.options, self.prefix = options, prefix
         scheduled = vllm_config.scheduler_config.max_num_batched_tokens
         self.max_tokens: int = scheduled * max(1, moe.moe_parallel_config.dp_size)
         self.gpt_oss = isinstance(self, mxfp4.GptOssMxfp4MoEMethod)
@@ -195,7 +196,13 @@ class ServedMethod(FusedMoEMethodBase):
         """Prepare the weights, once after loading and again after each reload."""
         activation, order = activation_of(self.moe, layer)
         prepare = functools.partial(
-            prepare_layer, layer, order, op=OP, columns=self.columns, stored=self.stored
+            prepare_layer,
+            layer,
+            order,
+            op=OP,
+            columns=self.columns,
+            stored=self.stored,
+            weight_rounding=self.options.weight_rounding,
         )
         if self.moe_kernel is not None:
             loaded = self.moe_kernel.fused_experts.layer.weights
@@ -212,7 +219,7 @@ class ServedMethod(FusedMoEMethodBase):
         weights = prepare(None)
         self.loads.clear()
         self.model.add(weights)
-        experts.layer = ServedLayer(weights, activation, self.activation_format)
+        experts.layer = ServedLayer(weights, activation, self.options.activation_format)
         prepare_finalize = maybe_make_prepare_finalize(
             moe=self.moe,
             quant_config=self.moe_quant_config,
@@ -225,13 +232,15 @@ class ServedMethod(FusedMoEMethodBase):
             "mxpert %s computes the %s experts: activations %s, experts chosen by %s",
             mxpert.__version__,
             self._format_of(weights),
-            SHORT_NAMES[self.activation_format],
+            SHORT_NAMES[self.options.activation_format],
             "mxpert" if self.is_monolithic else "vLLM",
         )
         self._warm_up(layer, experts.layer)
 
     def _format_of(self, weights: MoEWeights) -> str:
         """The format as a log says it."""
+        if weights.rounding_certificates is not None:
+            return "NVFP4 (rounded to e4m3)"
         is_cast = self.experts.format == "NVFP4" and weights.weight_format == "mxfp4"
         return "MXFP4 (stored as NVFP4)" if is_cast else self.experts.format
 

@@ -17,7 +17,7 @@ from ...errors import UnsupportedError, message
 from ...formats.weight_tensor import WEIGHT_FORMATS
 from ..serving.refusals import FORMATS, Refusal, one_line_in_commands, refuse_first
 from ._plugin import serve, served_names
-from .options import KEY, OP, is_supported, requested_format, require_supported
+from .options import KEY, OP, is_supported, requested_options, require_supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -92,7 +92,7 @@ def check(vllm_config: VllmConfig) -> None:
     import vllm
 
     with one_line_in_commands("vllm"):
-        asked = requested_format(vllm_config.additional_config) is not None
+        asked = requested_options(vllm_config.additional_config) is not None
         serve(asked and is_supported(vllm.__version__))
         if not asked:
             return

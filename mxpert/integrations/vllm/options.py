@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import get_args
 
 from ...errors import message, require
 from ...formats.names import FORMAT_OF, SHORT_NAMES, OwnFormat
+from ...formats.weight_rounding import WeightRounding
 from ..serving.versions import in_range, require_version
 
 KEY = "mxpert"
@@ -32,22 +35,38 @@ _SIMILAR = 0.8
 """Ratio of `difflib` from which a key counts as a misspelt KEY."""
 
 
-def requested_format(additional_config: object) -> OwnFormat | None:
-    """Return the activation format that ``--additional-config`` asks for.
+@dataclass(frozen=True)
+class Options:
+    """What ``--additional-config`` asks for: ``{"mxpert": {"activation_format": …}}``.
+
+    Args:
+        activation_format: of the experts; an entry that is a name alone is this one.
+        weight_rounding: as `mxpert.load_expert_weights` takes it.
+    """
+
+    activation_format: OwnFormat
+    weight_rounding: WeightRounding | None = None
+
+
+def requested_options(additional_config: object) -> Options | None:
+    """Return what ``--additional-config`` asks for.
 
     Args:
         additional_config: vLLM's option; other plugins' keys are ignored, and so are objects that
             are no mapping.
 
     Returns:
-        The format's own name; None if the plugin is off.
+        The options; None if the plugin is off.
 
     Raises:
-        ValueError: an unknown format, or a key that looks like a misspelt "mxpert".
+        ValueError: an unknown format or option, or a key that looks like a misspelt "mxpert".
 
     Example:
-        >>> requested_format({"mxpert": "a8w4"}), requested_format({})
-        ('mxfp8', None)
+        >>> requested_options({"mxpert": "a8w4"})
+        Options(activation_format='mxfp8', weight_rounding=None)
+        >>> rounded = {"activation_format": "a8w4", "weight_rounding": "e4m3"}
+        >>> requested_options({"mxpert": rounded})
+        Options(activation_format='mxfp8', weight_rounding='e4m3')
     """
     if not isinstance(additional_config, Mapping):
         return None
@@ -63,13 +82,18 @@ def requested_format(additional_config: object) -> OwnFormat | None:
     asked = additional_config.get(KEY)
     if asked is None:
         return None
-    found = FORMAT_OF.get(asked) if isinstance(asked, str) else None
-    if found is None:
+    stated = asked if isinstance(asked, Mapping) else {"activation_format": asked}
+    name, rounding = (stated.get(field.name) for field in fields(Options))
+    found = FORMAT_OF.get(name) if isinstance(name, str) else None
+    known = not stated.keys() - {field.name for field in fields(Options)}
+    if found is None or not known or rounding not in (None, *get_args(WeightRounding)):
         names = ", ".join(f"{short!r} ({own!r})" for own, short in SHORT_NAMES.items())
+        more = '{"activation_format": one of these, "weight_rounding": "e4m3"}'
+        need = f"one of {names}, or {more}"
         raise ValueError(
-            message(OP, f"--additional-config {KEY!r}", f"one of {names}", repr(asked), "or no key")
+            message(OP, f"--additional-config {KEY!r}", need, repr(asked), "or no key")
         )
-    return found
+    return Options(found, rounding)
 
 
 def require_supported(version: str) -> None:

@@ -13,10 +13,13 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch.nn.functional import silu
 
 import mxpert
+from mxpert.formats.codec import dequantize_blocks, quantize_blocks
+from mxpert.formats.spec import MXFP8_E4M3
 from mxpert.integrations.checkpoints.expert_matrices import MatrixFormat
 from mxpert.integrations.serving import stored_layers
 from mxpert.integrations.serving.stored_layers import StoredLayer
@@ -85,6 +88,9 @@ CONTAINERS = {
     "GPTQ g128": "GPTQ",
 }
 """The container of one case each."""
+
+NVFP4 = ("ModelOpt NVFP4", "compressed-tensors NVFP4")
+"""Cases that `weight_rounding` rounds."""
 
 NOT_IN_SGLANG = ("ModelOpt MXFP8",)
 """SGLang's config of ModelOpt's MXFP8 alone is none of the plugin's."""
@@ -192,6 +198,23 @@ def check_layer(
     assert_exact(found[1], down, "down_proj")
     rows = float64_rows(gate_up, down, *tokens())
     assert_close_relative(y, rows.sum(0), bound_of(rows, ranks), "layer")
+
+
+def check_rounded(
+    weights: mxpert.MoEWeights, y: torch.Tensor, experts: Experts, activation_format: Any
+) -> None:
+    """The checkpoint's NVFP4 values rounded to one e4m3 each; what that costs is certified."""
+    assert weights.weight_format == "mxfp8_e4m3"
+    found, wanted = weights.dequantize(torch.float64), share_of(experts, 0, 1)
+    assert weights.rounding_certificates is not None
+    for mine, exact, cost in zip(found, wanted, weights.rounding_certificates, strict=True):
+        rounded = quantize_blocks(exact, MXFP8_E4M3, rule=mxpert.ScaleRule.RCEIL)
+        assert_exact(mine, dequantize_blocks(rounded, torch.float64), "weights")
+        noise = 10 * torch.log10(exact.square().sum() / (mine - exact).square().sum())
+        assert cost.snr_db == pytest.approx(noise.item(), abs=1e-6)
+    x, *routing = tokens()
+    options: Any = dict(activation="silu", activation_format=activation_format)
+    assert torch.equal(y, mxpert.fused_moe(x, weights, *routing, **options))
 
 
 def check_sum(outputs: list[torch.Tensor], experts: Experts) -> None:

@@ -8,33 +8,46 @@ import pytest
 
 from mxpert import UnsupportedError
 from mxpert.formats.names import FORMAT_OF, SHORT_NAMES
-from mxpert.integrations.vllm.options import requested_format, require_supported
+from mxpert.integrations.vllm.options import Options, requested_options, require_supported
 
 
 @pytest.mark.parametrize("name", FORMAT_OF)
 def test_every_format_switches_the_plugin_on(name: str) -> None:
-    assert requested_format({"mxpert": name, "another_plugin": 3}) == FORMAT_OF[name]
+    wanted = Options(FORMAT_OF[name])
+    assert requested_options({"mxpert": name, "another_plugin": 3}) == wanted
+    assert requested_options({"mxpert": {"activation_format": name}}) == wanted
+    rounded = {"activation_format": name, "weight_rounding": "e4m3"}
+    assert requested_options({"mxpert": rounded}) == Options(FORMAT_OF[name], "e4m3")
 
 
 @pytest.mark.parametrize("config", [None, {}, {"another_plugin": {"x": 1}}, {"mxpert": None}, 7])
 def test_without_the_option_it_is_off(config: object) -> None:
-    assert requested_format(config) is None
+    assert requested_options(config) is None
 
 
-@pytest.mark.parametrize("value", ["A16W4", "", True, 4, {"format": "a16w4"}, ["a16w4"]])
+WRONG = [
+    *("A16W4", "", True, 4, {"format": "a16w4"}, ["a16w4"]),
+    {"weight_rounding": "e4m3"},
+    {"activation_format": "a16w4", "weight_rounding": "e5m2"},
+    {"activation_format": "a16w4", "weight_rounded": "e4m3"},
+]
+
+
+@pytest.mark.parametrize("value", WRONG)
 def test_a_wrong_value_names_the_allowed_ones_in_one_line(value: object) -> None:
     with pytest.raises(ValueError) as error:
-        requested_format({"mxpert": value})
+        requested_options({"mxpert": value})
     text = str(error.value)
     assert "\n" not in text
     assert repr(value) in text
     assert all(repr(name) in text for name in (*SHORT_NAMES, *SHORT_NAMES.values()))
+    assert '"weight_rounding": "e4m3"' in text
 
 
 @pytest.mark.parametrize("key", ["mxprt", "MXPERT", "mxpert_format", "mx-pert", "mxperts"])
 def test_a_misspelt_key_is_not_ignored(key: str) -> None:
     with pytest.raises(ValueError, match=re.escape(repr(key))) as error:
-        requested_format({key: "a16w4"})
+        requested_options({key: "a16w4"})
     assert "'mxpert'" in str(error.value)
     assert "\n" not in str(error.value)
 

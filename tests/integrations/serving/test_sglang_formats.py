@@ -25,11 +25,13 @@ from tests.integrations.serving.stored_experts import (
     HIDDEN,
     INTERMEDIATE,
     NOT_IN_SGLANG,
+    NVFP4,
     PLANTED,
     PREFIX,
     TOP_K,
     calls_of_loaders,
     check_layer,
+    check_rounded,
     check_sum,
     experts_of,
     format_of,
@@ -181,6 +183,41 @@ def test_a_layer_computes_with_the_stored_values(case: str) -> None:
     y = process(layer)
     assert weights_of(layer).weight_format == format_of(case)
     check_layer(weights_of(layer), y, experts)
+
+
+@pytest.mark.parametrize("case", NVFP4)
+def test_nvfp4_is_rounded_on_request(case: str) -> None:
+    """And again by an update; the log says it."""
+    choose("mxpert_a8w4_e4m3")
+    with mock.patch.object(served, "_log_once") as log:
+        layer = created(case)
+    said, *arguments = log.call_args.args
+    assert "NVFP4 (rounded to e4m3, but for casts of MXFP4) experts" in said % tuple(arguments)
+    for seed in (0, 9):
+        experts = experts_of(case, seed=seed)
+        fill(layer, case, experts)
+        y = process(layer)
+        check_rounded(weights_of(layer), y, experts, "a8w4")
+
+
+def test_casts_are_not_rounded() -> None:
+    case = "ModelOpt cast"
+    choose("mxpert_e4m3")
+    layer, experts = created(case), experts_of(case)
+    fill(layer, case, experts)
+    y = process(layer)
+    check_layer(weights_of(layer), y, experts)
+
+
+@pytest.mark.parametrize("case", [case for case in SERVED if format_of(case) != "nvfp4"])
+def test_rounding_another_format_is_refused(case: str) -> None:
+    if case.endswith("cast"):
+        return  # NVFP4, until it is read
+    choose("mxpert_e4m3")
+    said = rf"weight_rounding — need None, since .*, got (MX|INT).* \({PREFIX}\)"
+    with pytest.raises(ValueError, match=said) as error:
+        created(case)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("case", SERVED)

@@ -19,6 +19,7 @@ import torch
 import mxpert
 from mxpert import UnsupportedError
 from mxpert.integrations import sglang as plugin
+from mxpert.integrations.models.implementations import IMPLEMENTATIONS
 from mxpert.integrations.serving import layer as shared
 
 pytest.importorskip("sglang", reason="needs SGLang's Python: make test-serving")
@@ -214,7 +215,7 @@ def call(method: Any, layer: Any, x: torch.Tensor, *routing: torch.Tensor) -> to
     return result
 
 
-@pytest.mark.parametrize("backend", plugin.BACKENDS)
+@pytest.mark.parametrize("backend", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layer_has_the_bits_of_fused_moe(kind: str, backend: str) -> None:
     method, layer, weights = built(kind, backend)

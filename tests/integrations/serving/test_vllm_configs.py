@@ -157,7 +157,7 @@ def test_the_option_switches_routed_experts(name: str, activation_format: str) -
         method = config(name).get_quant_method(routed_experts(), PREFIX)
         other = config(name).get_quant_method(torch.nn.Identity(), "lm_head")
     assert isinstance(method, ServedMethod)
-    assert method.activation_format == FORMAT_OF[activation_format]
+    assert method.options.activation_format == FORMAT_OF[activation_format]
     assert method.experts.format == FORMATS.get(name, "MXFP4" if "4" in name else "INT4")
     one_method = name == "mxfp4" and vllm.__version__.startswith(("0.20.", "0.26."))
     assert method.gpt_oss == (name == "gpt_oss_mxfp4" or one_method)

@@ -19,6 +19,7 @@ from vllm.v1.worker import workspace
 import mxpert
 from mxpert import UnsupportedError
 from mxpert.integrations.serving import layer_weights
+from mxpert.integrations.vllm import _method as vllm_method
 from mxpert.integrations.vllm._configs import SERVED
 from mxpert.integrations.vllm._method import ServedMethod
 from support.expert_containers import Experts
@@ -28,11 +29,13 @@ from tests.integrations.serving.stored_experts import (
     EXPERTS,
     HIDDEN,
     INTERMEDIATE,
+    NVFP4,
     PLANTED,
     PREFIX,
     TOP_K,
     calls_of_loaders,
     check_layer,
+    check_rounded,
     check_sum,
     experts_of,
     format_of,
@@ -97,7 +100,7 @@ def created(
     config: Any = None,
     rank: int = 0,
     ranks: int = 1,
-    activation_format: str = "a16w4",
+    option: str | dict[str, str] = "a16w4",
     **changes: Any,
 ) -> Any:
     """A layer of vLLM's class with the method and the parameters that vLLM gives it."""
@@ -134,7 +137,7 @@ def created(
         if not isinstance(getattr(type(layer), name, None), property):  # older versions compute it
             setattr(layer, name, value)
     with (
-        current_config({"mxpert": activation_format}),
+        current_config({"mxpert": option}),
         mock.patch.object(type(layer), "expert_map", None, create=True),
     ):
         layer.quant_method = method = made.get_quant_method(layer, PREFIX)
@@ -199,13 +202,53 @@ def test_a_layer_computes_with_the_stored_values(case: str) -> None:
 @pytest.mark.parametrize("activation_format", ["a8w4", "a4w4", "fp8_token"])
 @pytest.mark.parametrize("case", ["ModelOpt NVFP4", "AWQ g128", "compressed-tensors MXFP8"])
 def test_the_option_chooses_the_activations(case: str, activation_format: str) -> None:
-    layer = created(case, activation_format=activation_format)
+    layer = created(case, option=activation_format)
     fill(layer, case, experts_of(case))
     y = process(layer)
     x, *routing = tokens()
     options: Any = dict(activation="silu", activation_format=activation_format)
     assert torch.equal(y, mxpert.fused_moe(x, weights_of(layer), *routing, **options))
     assert not torch.equal(y, mxpert.fused_moe(x, weights_of(layer), *routing, activation="silu"))
+
+
+ROUNDED = {"activation_format": "a8w4", "weight_rounding": "e4m3"}
+
+
+@pytest.mark.parametrize("case", NVFP4)
+def test_nvfp4_is_rounded_on_request(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    """And again by a reload; the log says it."""
+    layer = created(case, option=ROUNDED)
+    for seed in (0, 9):
+        experts = experts_of(case, seed=seed)
+        fill(layer, case, experts)
+        with mock.patch.object(vllm_method.logger, "info_once") as log:
+            y = process(layer)
+        check_rounded(weights_of(layer), y, experts, "a8w4")
+        recreate(layer)
+        if seed == 0:
+            said, *arguments = log.call_args.args
+            assert "NVFP4 (rounded to e4m3) experts" in said % tuple(arguments)
+
+
+def test_casts_are_not_rounded() -> None:
+    case = "ModelOpt cast"
+    layer, experts = (
+        created(case, option=ROUNDED | {"activation_format": "a16w4"}),
+        experts_of(case),
+    )
+    fill(layer, case, experts)
+    y = process(layer)
+    check_layer(weights_of(layer), y, experts)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if format_of(case) != "nvfp4"])
+def test_rounding_another_format_is_refused(case: str) -> None:
+    if case.endswith("cast"):
+        return  # NVFP4, until it is read
+    said = rf"weight_rounding — need None, since .*, got (MX|INT).* \({PREFIX}\)"
+    with pytest.raises(ValueError, match=said) as error:
+        created(case, option=ROUNDED)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -14,6 +14,7 @@ from mxpert.integrations.serving import layer_weights
 from mxpert.integrations.serving.requantize import requantize_layer_, served_layers
 from mxpert.integrations.vllm import _method as served
 from mxpert.integrations.vllm._layer_formats import mxfp4_experts
+from mxpert.integrations.vllm.options import Options
 from tests.integrations.serving.test_vllm_layers import (
     METHODS,
     ROUTED,
@@ -195,7 +196,7 @@ def test_a_refused_reload_leaves_no_plausible_result() -> None:
         moe = moe_config(routing_method=ROUTED)
         experts = mxfp4_experts(SimpleNamespace(moe_config=moe), METHODS["mxfp4"])
         kind = served.served_method(experts.method)
-        methods = [kind(moe, "a16w4", f"layers.{i}", options, experts) for i in range(2)]
+        methods = [kind(moe, Options("bf16"), f"layers.{i}", options, experts) for i in range(2)]
         layers = [make_layer(moe) for _ in methods]
         for method, layer in zip(methods, layers, strict=True):
             load(method, layer, Checkpoint.random(order))

@@ -262,10 +262,11 @@ def make_method(base: type, moe: Any, activation_format: str = "a16w4", **change
     """mxpert's method over `base`, a method of this vLLM."""
     from mxpert.integrations.vllm._layer_formats import mxfp4_experts
     from mxpert.integrations.vllm._method import served_method
+    from mxpert.integrations.vllm.options import requested_options
 
-    experts = mxfp4_experts(SimpleNamespace(moe_config=moe), base)
-    options = vllm_config(None, **changes)
-    return served_method(base)(moe, activation_format, "layers.0", options, experts)
+    experts, asked = mxfp4_experts(SimpleNamespace(moe_config=moe), base), activation_format
+    options, engine = requested_options({"mxpert": asked}), vllm_config(None, **changes)
+    return served_method(base)(moe, options, "layers.0", engine, experts)
 
 
 def no_loader(
