@@ -22,9 +22,10 @@ import mxpert.integrations.transformers
 from mxpert.distributed import ExpertParallel, Transport
 from mxpert.errors import UnsupportedError
 from mxpert.integrations import dense_checkpoints
-from mxpert.integrations.checkpoints import per_expert
-from mxpert.integrations.checkpoints.expert_matrices import Decoded, MatrixFormat
+from mxpert.integrations.checkpoints import per_expert, stacked_experts
+from mxpert.integrations.checkpoints.expert_matrices import Decoded
 from mxpert.integrations.checkpoints.expert_sources import ExpertSource
+from mxpert.integrations.checkpoints.per_expert import decode_matrix
 from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
 from mxpert.integrations.models.convert import mx_experts, restore
 from mxpert.moe import stacked
@@ -303,11 +304,11 @@ def containers_are_read_in_part() -> None:
     Of NVFP4 the other experts' scales are, too: they decide on the format of the layer.
     """
     ep = parallel(combine_dtype=torch.float32)
-    read, experts = per_expert.read_matrix, set()
+    experts = set()
 
-    def recorded(reader: CheckpointReader, name: str, stored: MatrixFormat) -> Decoded:
+    def recorded(op: str, name: str, *rest: Any) -> Decoded:
         experts.add(int(name.split(".")[-2]))
-        return read(reader, name, stored)
+        return decode_matrix(op, name, *rest)
 
     model = build("qwen3_moe", dtype=torch.bfloat16)
     with (
@@ -315,7 +316,8 @@ def containers_are_read_in_part() -> None:
         TemporaryDirectory() as own,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(per_expert, "read_matrix", recorded)
+        for module in (per_expert, stacked_experts):
+            patch.setattr(module, "decode_matrix", recorded)
         wanted = converted(load(dense, None, experts_implementation="eager"), ep)
         every = set(range(ep.placement.num_experts))
         for name, needed in (("Quark OCP MX", set(ep.local_experts)), ("ModelOpt NVFP4", every)):

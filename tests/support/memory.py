@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from mxpert.integrations.checkpoints.load import load_expert_weights
+from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
 from mxpert.moe.weights import MoEWeights
+
+
+class _AtOnce:
+    """An executor without threads."""
+
+    def submit(self, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(work(*arguments))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
 
 
 def peak_bytes(
@@ -18,12 +33,17 @@ def peak_bytes(
 ) -> int:
     """Most bytes that PyTorch's CPU allocator held at once during `work(made)`, above what
     `make()` left. Both are profiled: what was allocated before is not seen when it is freed.
+    The profiler sees this thread alone, so that a checkpoint's threads do their work in it: each of
+    them holds as much as one matrix takes here.
 
     mapped: size of a file that is mapped into memory, which torch reports as allocated.
     """
     gc.collect()  # else garbage from before is counted as freed by `work`
     activity = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activity, profile_memory=True) as profile:
+    with (
+        mock.patch.object(CheckpointReader, "threads", _AtOnce()),
+        torch.profiler.profile(activities=activity, profile_memory=True) as profile,
+    ):
         made = make()
         with torch.profiler.record_function("work"):
             work(made)

@@ -28,7 +28,6 @@ from .per_expert import (
     expert_tails,
     linear_of,
     read_matrix,
-    read_module,
     read_stage,
     settle,
 )
@@ -41,6 +40,7 @@ from .published_experts import (
     stored_gate_up_order,
 )
 from .safetensors_files import CONFIG_FILE, CheckpointReader
+from .stacked_experts import read_module
 from .stated_quantization import Statement
 
 

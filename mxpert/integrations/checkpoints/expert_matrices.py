@@ -7,7 +7,7 @@ Formats of floating point are here, integers in mxpert.integrations.checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -51,6 +51,8 @@ class Part:
         dtypes: as safetensors writes them ("U8", "F8_E4M3").
         shape: its dimensions, ``("N", "K/2")`` for example; () is one number for the whole matrix,
             of shape [] or [1].
+        field: of the decoded matrix, where that is the tensor itself, seen as bytes or not: such a
+            tensor is read into its place.
 
     Example:
         >>> Part("qweight", ("I32",), ("K", "N/8")).shapes(64, 32)
@@ -60,6 +62,7 @@ class Part:
     suffix: str
     dtypes: tuple[str, ...]
     shape: tuple[str, ...]
+    field: str = ""
 
     def shapes(self, rows: int, columns: int) -> list[tuple[int, ...]]:
         """The shapes that the tensor of a matrix [rows, columns] may have."""
@@ -89,6 +92,7 @@ class MatrixFormat:
         unread: suffixes of tensors that say nothing about weights, which are left alone.
         otherwise: how every matrix of a module decodes where `decode` finds a NotACast in it.
         group: N and K are multiples of this.
+        takes_codes: whether `decode` also takes ``codes``, memory [N, K/2] that it writes them to.
     """
 
     parts: tuple[Part, ...]
@@ -96,11 +100,16 @@ class MatrixFormat:
     unread: tuple[str, ...] = ()
     otherwise: MatrixFormat | None = None
     group: int = MX_BLOCK_SIZE
+    takes_codes: bool = False
 
 
 def _mx(format: MXFormat, codes: torch.Tensor, scale: torch.Tensor) -> MXTensor:
     """Codes and E8M0 scales as bytes, whatever dtype they are stored in."""
     return MXTensor(codes.view(torch.uint8), scale.view(torch.uint8), format)
+
+
+def _e8m0(suffix: str) -> Part:
+    return Part(suffix, ("U8", "F8_E8M0"), ("N", "K/32"), "scale")
 
 
 def mxfp4_matrix(codes: str, scale: str) -> MatrixFormat:
@@ -109,7 +118,7 @@ def mxfp4_matrix(codes: str, scale: str) -> MatrixFormat:
     Codes may be stored as uint8 or int8 (DeepSeek-V4), scales as bytes or in torch's E8M0 dtype.
     """
     return MatrixFormat(
-        (Part(codes, ("U8", "I8"), ("N", "K/2")), Part(scale, ("U8", "F8_E8M0"), ("N", "K/32"))),
+        (Part(codes, ("U8", "I8"), ("N", "K/2"), "qdata"), _e8m0(scale)),
         partial(_mx, MXFP4),
         _ACTIVATIONS,
     )
@@ -118,7 +127,7 @@ def mxfp4_matrix(codes: str, scale: str) -> MatrixFormat:
 def mxfp8_matrix(codes: str, scale: str) -> MatrixFormat:
     """MXFP8 under these two suffixes: e4m3 codes [N, K], E8M0 scales [N, K/32]."""
     return MatrixFormat(
-        (Part(codes, ("F8_E4M3",), ("N", "K")), Part(scale, ("U8", "F8_E8M0"), ("N", "K/32"))),
+        (Part(codes, ("F8_E4M3",), ("N", "K"), "qdata"), _e8m0(scale)),
         partial(_mx, MXFP8_E4M3),
         _ACTIVATIONS,
     )
@@ -131,17 +140,14 @@ def nvfp4_matrix(codes: str, scale: str, global_scale: str, *, is_divisor: bool)
         codes: uint8 [N, K/2]. scale: e4m3 [N, K/16].
         global_scale: one float32, by which values are multiplied, or divided with `is_divisor`.
     """
-    parts = (
-        Part(codes, ("U8",), ("N", "K/2")),
-        Part(scale, ("F8_E4M3",), ("N", "K/16")),
-        Part(global_scale, ("F32",), ()),
-    )
+    first, whole = Part(codes, ("U8",), ("N", "K/2"), "qdata"), Part(global_scale, ("F32",), ())
+    scales = Part(scale, ("F8_E4M3",), ("N", "K/16"))
     exact = partial(nvfp4_of, suffix=global_scale, is_divisor=is_divisor)
     return MatrixFormat(
-        parts,
+        (first, scales, whole),
         partial(mxfp4_of_cast, is_divisor=is_divisor),
         _ACTIVATIONS,
-        MatrixFormat(parts, exact, _ACTIVATIONS),
+        MatrixFormat((first, replace(scales, field="scale"), whole), exact, _ACTIVATIONS),
     )
 
 

@@ -7,7 +7,7 @@ config states the size of groups and more; what is not served is refused by its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -68,8 +68,8 @@ def pack_quantized_matrix(
     decode = partial(_pack_quantized, format)
     return MatrixFormat(
         (
-            Part("weight_packed", ("I32",), ("N", "K/8")),
-            Part("weight_scale", _SCALES, ("N", _per(format))),
+            Part("weight_packed", ("I32",), ("N", "K/8"), "qdata"),
+            Part("weight_scale", _SCALES, ("N", _per(format)), "scale"),
             *shape,
             *zeros,
         ),
@@ -103,6 +103,7 @@ def awq_matrix(statement: Statement, linear: str) -> MatrixFormat:
         ),
         partial(_awq, format),
         group=format.group_size,
+        takes_codes=True,
     )
 
 
@@ -143,6 +144,7 @@ def gptq_matrix(statement: Statement, linear: str, *, is_share: bool = False) ->
         ),
         decode if is_share else partial(_in_order, format, decode),
         group=format.group_size,
+        takes_codes=True,
     )
 
 
@@ -173,35 +175,49 @@ def _pack_quantized(
     return WeightTensor(codes, scale, format, zero_point)
 
 
-_LOW_NIBBLES = 0x0F0F0F0F
+_LOW_NIBBLES, _BOTH_NIBBLES = 0x0F0F0F0F, 0x11
 
 
 def _awq(
-    format: WeightFormat, packed: torch.Tensor, zeros: torch.Tensor, scale: torch.Tensor
+    format: WeightFormat,
+    packed: torch.Tensor,
+    zeros: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    codes: torch.Tensor | None = None,
 ) -> WeightTensor:
-    return WeightTensor(_awq_pairs(packed), scale.t().contiguous(), format, _awq_codes(zeros))
+    if codes is None:
+        codes = packed.new_empty((8 * packed.shape[1], packed.shape[0] // 2), dtype=torch.uint8)
+    _awq_pairs(packed, codes)
+    return WeightTensor(codes, scale.t().contiguous(), format, _codes(zeros, AWQ_NIBBLES))
 
 
-def _awq_pairs(words: torch.Tensor) -> torch.Tensor:
-    """Codes two a byte, uint8 [N, K/2], of words int32 [K, N/8].
+def _awq_pairs(words: torch.Tensor, codes: torch.Tensor) -> None:
+    """Write codes two a byte, uint8 [N, K/2], of words int32 [K, N/8].
 
-    Four bytes at a time: a word holds the columns 4 c + 2 b + a of its eight in the nibbles
-    4 a + 2 c + b, with a, b and c of one bit each (`AWQ_NIBBLES`).
+    Four nibbles of a word at a time, those at even places and those at odd ones. Every pass but the
+    transposition, which torch has in blocks, reads and writes memory in order.
     """
-    columns = words.t().contiguous()
-    low, high = columns[:, ::2], columns[:, 1::2]
-    even = low & _LOW_NIBBLES | (high & _LOW_NIBBLES) << 4
-    odd = (low >> 4) & _LOW_NIBBLES | high & ~_LOW_NIBBLES
-    both = torch.stack((even, odd), 1).view(torch.uint8)  # [N/8, b, K/2 · 4]
-    pairs: torch.Tensor = both.unflatten(-1, (-1, 2, 2)).permute(0, 4, 1, 3, 2)  # N/8, c, b, a, K/2
-    return pairs.reshape(8 * words.shape[1], -1)
+    half, width = words.shape[0] // 2, words.shape[1]
+    low, high = words.reshape(half, 2 * width).t().contiguous().chunk(2)  # [N/8, K/2]: k even, odd
+    even = (high & _LOW_NIBBLES).bitwise_left_shift_(4).bitwise_or_(low & _LOW_NIBBLES)
+    odd = low.bitwise_right_shift_(4).bitwise_and_(_LOW_NIBBLES)
+    odd |= high.bitwise_and_(~_LOW_NIBBLES)
+    shifted, columns = torch.empty_like(odd), codes.view(width, 8, half)
+    for column, nibble in enumerate(AWQ_NIBBLES):
+        torch.bitwise_right_shift((even, odd)[nibble % 2], 8 * (nibble // 2), out=shifted)
+        columns[:, column] = shifted  # its low byte
 
 
-def _awq_codes(words: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, R] of words int32 [R, N/8]."""
-    nibbles = unpack_codes(words.view(torch.uint8)).unflatten(-1, (-1, 8))
-    codes: torch.Tensor = nibbles[..., list(AWQ_NIBBLES)].flatten(-2).t().contiguous()
-    return codes
+def _codes(words: torch.Tensor, nibbles: Sequence[int]) -> torch.Tensor:
+    """uint8 [N, R] of words int32 [R, N/8]. nibbles: the one that each of 8 columns is in."""
+    rows = words.new_empty(words.shape[::-1]).copy_(words.t())
+    halves = rows & _LOW_NIBBLES, (rows >> 4) & _LOW_NIBBLES
+    even, odd = (half.view(torch.uint8).unflatten(-1, (-1, 4)) for half in halves)
+    codes = words.new_empty((words.shape[1], 8, words.shape[0]), dtype=torch.uint8)
+    for column, nibble in enumerate(nibbles):
+        codes[:, column] = (even, odd)[nibble % 2][..., nibble // 2]
+    return codes.flatten(0, 1)
 
 
 def _in_order(
@@ -211,12 +227,14 @@ def _in_order(
     scale: torch.Tensor,
     zeros: torch.Tensor,
     groups: torch.Tensor,
+    *,
+    codes: torch.Tensor | None = None,
 ) -> WeightTensor:
     columns = torch.arange(groups.numel(), dtype=groups.dtype)
     if not torch.equal(groups, columns // format.group_size):
         need, remedy = f"k // {format.group_size}", "columns in another order are not supported"
         raise BadMatrixError("g_idx", need, "another order", remedy, is_known=True)
-    return decode(packed, scale, zeros)
+    return decode(packed, scale, zeros, codes=codes)
 
 
 def _gptq(
@@ -226,9 +244,13 @@ def _gptq(
     packed: torch.Tensor,
     scale: torch.Tensor,
     zeros: torch.Tensor | None = None,
+    *,
+    codes: torch.Tensor | None = None,
 ) -> WeightTensor:
     zero_point = None if zeros is None else _gptq_zero_point(zeros, is_symmetric, is_less_one)
-    codes = packed.t().contiguous().view(torch.uint8)  # as in _pack_quantized
+    if codes is None:
+        codes = packed.new_empty((packed.shape[1], 4 * packed.shape[0]), dtype=torch.uint8)
+    codes.view(torch.int32).copy_(packed.t())  # nibbles as in _pack_quantized
     return WeightTensor(codes, scale.t().contiguous(), format, zero_point)
 
 
@@ -236,12 +258,15 @@ def _gptq_zero_point(
     zeros: torch.Tensor, is_symmetric: bool, is_less_one: bool
 ) -> torch.Tensor | None:
     """uint8 [N, K/g] of words [K/g, N/8]; None where all of them are `INT4_ZERO`, as stated."""
-    zero_point: torch.Tensor = unpack_codes(zeros.view(torch.uint8)).t().contiguous()
+    usual = _BOTH_NIBBLES * (INT4_ZERO - is_less_one)
+    if is_symmetric and bool((zeros.view(torch.uint8) == usual).all()):
+        return None
+    zero_point = _codes(zeros, range(8))
     if is_less_one:
         if bool((zero_point == 15).any()):
             need, remedy = "0 to 14, zero points less 1", "readers disagree on 15: save as gptq_v2"
             raise BadMatrixError("qzeros", need, 15, remedy, is_known=True)
-        zero_point = zero_point + 1
+        zero_point += 1
     if not is_symmetric:
         return zero_point
     other = zero_point[zero_point != INT4_ZERO]

@@ -7,6 +7,7 @@ MXFP4 checkpoints in this form without loss (its casts of gpt-oss and DeepSeek-V
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ _MAGNITUDES = 0x77
 _NONE, _ZERO = -1, 256
 """What stands in the place of a scale byte: no power of two that E8M0 holds, and zero."""
 
+_EXPONENT, _E4M3_BIAS = 0x78, 7
+"""The exponent's bits of an e4m3 byte, and its bias."""
 _LOWEST, _HIGHEST = -9, 8
 """Exponents of the powers of two in e4m3."""
 _SMALLEST_NORMAL = -126
@@ -69,6 +72,9 @@ def mxfp4_of_cast(
         >>> cast.dequantize()[0, :2].tolist(), cast.scale.tolist()
         ([1.0, 2.0], [[127]])
     """
+    usual = _usual_scales(scale, float(global_scale), is_divisor)
+    if usual is not None:
+        return MXTensor(codes, usual, MXFP4)
     found = _scale_table(global_scale, is_divisor)[scale.view(torch.uint8).to(torch.int32)]
     is_zero = found == _ZERO
     if bool(is_zero.any()):
@@ -82,6 +88,28 @@ def mxfp4_of_cast(
     chosen = torch.where(first == _ZERO, second, first)
     chosen = torch.where(chosen == _ZERO, ZERO_BLOCK_SCALE, chosen)
     return MXTensor(codes, chosen.to(torch.uint8), MXFP4)
+
+
+def _usual_scales(
+    scale: torch.Tensor, global_scale: float, is_divisor: bool
+) -> torch.Tensor | None:
+    """E8M0 bytes [N, K/32] of normal powers of two, equal in both halves; None for other scales.
+
+    In a few passes over two bytes at a time: zeros and subnormal scales are left to `_scale_table`.
+    """
+    mantissa, exponent = math.frexp(global_scale)
+    if mantissa != 0.5:
+        return None
+    pairs = scale.view(torch.int16)  # e4m3: a sign, 4 bits of the exponent, 3 of the mantissa
+    exponents = pairs & _EXPONENT
+    if not torch.equal(exponents * 0x101, pairs):
+        return None
+    exponents >>= 3
+    lowest, highest = (int(each) for each in exponents.aminmax())
+    whole = (1 - exponent if is_divisor else exponent - 1) + E8M0_BIAS - _E4M3_BIAS
+    if lowest == 0 or lowest + whole < 0 or highest + whole >= E8M0_NAN:
+        return None
+    return (exponents + whole).to(torch.uint8)
 
 
 def _scale_table(global_scale: torch.Tensor, is_divisor: bool) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from ...errors import UnsupportedError, message, require
 from ...formats.tensor import TENSOR_FIELDS
-from ...moe.weights import GateUpOrder, MoEWeights
+from ...moe.weights import GateUpOrder
 from .expert_matrices import BadMatrixError, Decoded, Exact, MatrixFormat, Part
 from .expert_sources import (
     PARTS,
@@ -210,18 +210,25 @@ def _check_tensors(reader: CheckpointReader, module: ExpertModule, stored: Matri
         part for parts in module.stages for part in parts if module.biased.intersection(parts)
     }
     first = module.matrices[0, module.stages[0][0]]
+    dtypes = {part.suffix: reader.info(f"{first}.{part.suffix}").dtype for part in stored.parts}
+    shapes = {
+        kind: {part.suffix: part.shapes(*sizes[kind]) for part in stored.parts} for kind in sizes
+    }
     for (_, kind), name in module.matrices.items():
         for part in stored.parts:
-            _check_part(reader, f"{name}.{part.suffix}", part, sizes[kind])
+            info = reader.info(f"{name}.{part.suffix}")
+            if info.shape not in shapes[kind][part.suffix] or info.dtype not in part.dtypes:
+                _check_part(reader, info.name, part, sizes[kind])  # says what is wrong
         if kind in biased:
             shape = sizes[kind][:1]
             remedy = "one bias per row of the matrix"
             reader.require(f"{name}.bias", dtypes=SOURCE_DTYPES, shape=shape, remedy=remedy)
     for name in module.matrices.values():  # they are stacked: none is converted
-        for part in stored.parts:
-            info, other = (reader.info(f"{each}.{part.suffix}") for each in (name, first))
-            where, need = f"{info.file}: {info.name}.dtype", f"{other.dtype}, as {first} has"
-            require(info.dtype == other.dtype, reader.op, where, need=need, got=info.dtype)
+        for suffix, dtype in dtypes.items():
+            info = reader.info(f"{name}.{suffix}")
+            if info.dtype != dtype:
+                where, need = f"{info.file}: {info.name}.dtype", f"{dtype}, as {first} has"
+                raise ValueError(message(reader.op, where, need, info.dtype))
 
 
 def _check_part(reader: CheckpointReader, name: str, part: Part, sizes: tuple[int, int]) -> None:
@@ -254,14 +261,29 @@ def read_matrix(reader: CheckpointReader, name: str, stored: MatrixFormat) -> De
     Raises:
         ValueError, UnsupportedError: tensors whose content does not fit; the message names one.
     """
+    tensors = [reader.read(f"{name}.{part.suffix}") for part in stored.parts]
+    return decode_matrix(reader.op, name, stored, tensors)
+
+
+def decode_matrix(
+    op: str,
+    name: str,
+    stored: MatrixFormat,
+    tensors: Sequence[torch.Tensor],
+    codes: torch.Tensor | None = None,
+) -> Decoded:
+    """The matrix of its tensors; raises as `read_matrix`, messages start with `op`.
+
+    codes: memory for them, where `stored` takes it.
+    """
     try:
-        return stored.decode(*(reader.read(f"{name}.{part.suffix}") for part in stored.parts))
+        return stored.decode(*tensors) if codes is None else stored.decode(*tensors, codes=codes)
     except BadMatrixError as bad:
-        text = message(reader.op, f"{name}.{bad.suffix}", bad.need, bad.got, bad.remedy)
+        text = message(op, f"{name}.{bad.suffix}", bad.need, bad.got, bad.remedy)
         raise (UnsupportedError if bad.is_known else ValueError)(text) from None
 
 
-def _is_cast(
+def is_cast(
     reader: CheckpointReader, module: ExpertModule, stored: MatrixFormat, expert: int, stage: int
 ) -> bool:
     """Whether the NVFP4 tensors of one expert's projection are a cast of MXFP4."""
@@ -283,7 +305,7 @@ def settle(
     if stored is None or stored.otherwise is None:
         return module, None
     first, second = (
-        sum(_is_cast(reader, module, stored, each, stage) for each in range(module.num_experts))
+        sum(is_cast(reader, module, stored, each, stage) for each in range(module.num_experts))
         for stage in (0, 1)
     )
     are_casts = first == second == module.num_experts
@@ -303,141 +325,11 @@ def read_stage(reader: CheckpointReader, module: ExpertModule, stage: int, exper
         assert not isinstance(matrix, NotACast)  # for the type checker: of `settle`
         exact.append(matrix)
     joined: dict[str, Any] = {  # fields of any type that a matrix may have
-        field: torch.cat([getattr(part, field) for part in exact]) for field in _tensors(exact[0])
+        field: torch.cat([getattr(part, field) for part in exact]) for field in tensors_of(exact[0])
     }
     return replace(exact[0], **joined)
 
 
-def read_module(
-    reader: CheckpointReader,
-    module: ExpertModule,
-    device: torch.device | str,
-    experts: Sequence[int] | None = None,
-) -> MoEWeights:
-    """The weights of a module, or of some of its experts, read matrix by matrix.
-
-    NVFP4 is MXFP4 where every matrix of the module is a cast of it, also those of experts that are
-    not asked for: all ranks of a layer have one format.
-
-    Args:
-        reader: the checkpoint. module: of `check_module`.
-        device: of the weights; besides them, one matrix is held at a time.
-        experts: indices in the wanted order; None is all of them.
-
-    Raises:
-        ValueError, UnsupportedError: as `read_matrix`.
-    """
-    every = range(module.num_experts)
-    chosen = every if experts is None else experts
-    stored = module.stored
-    assert stored is not None  # for the type checker: one matrix per expert
-    others = [expert for expert in every if expert not in chosen]
-    if stored.otherwise is not None and not all(
-        _is_cast(reader, module, stored, expert, stage) for expert in others for stage in (0, 1)
-    ):
-        stored = stored.otherwise
-    found = _read_projections(reader, module, stored, chosen, device)
-    if found is None:
-        assert stored.otherwise is not None  # for the type checker: the last format decodes all
-        found = _read_projections(reader, module, stored.otherwise, chosen, device)
-    assert found is not None  # for the type checker: as above
-    first, second = (_read_bias(reader, module, parts, chosen, device) for parts in module.stages)
-    return MoEWeights(*found, first, second, gate_up_order=module.order)
-
-
-def _read_projections(
-    reader: CheckpointReader,
-    module: ExpertModule,
-    stored: MatrixFormat,
-    experts: Sequence[int],
-    device: torch.device | str,
-) -> tuple[Exact, Exact] | None:
-    """Both projections; None where a matrix is no cast of MXFP4."""
-    gate_up, down = module.stages
-    first = _read_projection(reader, module, stored, gate_up, experts, device)
-    if first is None:
-        return None
-    second = _read_projection(reader, module, stored, down, experts, device)
-    return None if second is None else (first, second)
-
-
-def _read_projection(
-    reader: CheckpointReader,
-    module: ExpertModule,
-    stored: MatrixFormat,
-    parts: Sequence[str],
-    experts: Sequence[int],
-    device: torch.device | str,
-) -> Exact | None:
-    matrices = (
-        (read_matrix(reader, module.matrices[expert, part], stored) for part in parts)
-        for expert in experts
-    )
-    rows = sum(module.rows(part) for part in parts)
-    return stack_matrices(matrices, len(experts), rows, device)
-
-
-def stack_matrices(
-    experts: Iterable[Iterable[Decoded]],
-    num_experts: int,
-    num_rows: int,
-    device: torch.device | str,
-) -> Exact | None:
-    """One projection [E, N, K] of the matrices of each expert, above one another.
-
-    Args:
-        experts: of each expert its matrices [n, K]; each is copied before the next is asked for.
-        num_experts, num_rows: E and N. device: of the result.
-
-    Returns:
-        The projection; None as soon as a matrix is no cast of MXFP4.
-    """
-    stacked: Exact | None = None
-    for place, matrices in enumerate(experts):
-        first = 0
-        for matrix in matrices:
-            if isinstance(matrix, NotACast):
-                return None
-            if stacked is None:
-                stacked = _empty(matrix, num_experts, num_rows, device)
-            last = first + matrix.shape[0]
-            for field in _tensors(matrix):
-                getattr(stacked, field)[place, first:last].copy_(getattr(matrix, field))
-            first = last
-    assert stacked is not None  # for the type checker: there are experts
-    return stacked
-
-
-def _empty(matrix: Exact, experts: int, rows: int, device: torch.device | str) -> Exact:
-    """Uninitialised tensors [experts, rows, …] of the kind that `matrix` [N, …] has."""
-    fields: dict[str, Any] = {  # as above
-        name: torch.empty(
-            (experts, rows, *getattr(matrix, name).shape[1:]),
-            dtype=getattr(matrix, name).dtype,
-            device=device,
-        )
-        for name in _tensors(matrix)
-    }
-    return replace(matrix, **fields)
-
-
-def _tensors(matrix: Exact) -> list[str]:
+def tensors_of(matrix: Exact) -> list[str]:
     """Names of the tensors of a matrix; each has the matrix's rows first."""
     return [name for name in TENSOR_FIELDS[type(matrix)] if getattr(matrix, name) is not None]
-
-
-def _read_bias(
-    reader: CheckpointReader,
-    module: ExpertModule,
-    parts: Sequence[str],
-    experts: Sequence[int],
-    device: torch.device | str,
-) -> torch.Tensor | None:
-    """float32 [E, N] of one stage; None without."""
-    if not module.biased.intersection(parts):
-        return None
-    rows = [
-        torch.cat([reader.read(f"{module.matrices[expert, part]}.bias") for part in parts])
-        for expert in experts
-    ]
-    return torch.stack(rows).to(device, torch.float32)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
+import os
 import re
+import threading
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +27,21 @@ from .hub import local_checkpoint
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_MOST_THREADS = 4
+"""A thread more than there are cores, since reading waits, but no more than these."""
+
+TORCH_DTYPES = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+"""torch's dtypes of quantised matrices, by safetensors' names."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,7 @@ class CheckpointReader:
         self.path = local_checkpoint(path, op)
         self.op = op
         self._handles: dict[Path, Any] = {}
+        self._entries: dict[str, tuple[TensorInfo, int]] = {}
         require(
             exists(self.path),
             op,
@@ -131,6 +151,27 @@ class CheckpointReader:
                 )
             ) from error
 
+    @functools.cached_property
+    def threads(self) -> ThreadPoolExecutor:
+        """Threads whose ops start no others: these would wait for each other and for the cores.
+
+        They last as long as the reader, so that they use memory again.
+        """
+        count = min(_MOST_THREADS, 1 + (os.cpu_count() or 1))
+        mine, started = torch.get_num_threads(), threading.Barrier(count + 1)
+
+        def start() -> None:
+            torch.set_num_threads(1)  # of this thread, and of threads to come
+            torch.get_num_threads()  # a thread takes the number when it is first needed
+            started.wait()
+
+        threads = ThreadPoolExecutor(count, "mxpert-read")
+        for _ in range(count):
+            threads.submit(start)
+        started.wait()
+        torch.set_num_threads(mine)
+        return threads
+
     @property
     def names(self) -> Collection[str]:
         """Names of all tensors, in the index's order."""
@@ -147,26 +188,37 @@ class CheckpointReader:
 
     def info(self, name: str) -> TensorInfo:
         """Header entry of one tensor; a ValueError that names file and tensor if it is missing."""
-        need = Checks(self.op)
-        need(
-            name in self._files,
-            name,
-            "this tensor in the checkpoint",
-            f"no such name in {self.path}",
-            "the checkpoint is incomplete",
-        )
-        file = self._files[name]
-        handle = self._open(file)
-        try:
-            view = handle.get_slice(name)
-        except SafetensorError as error:
-            raise need.value_error(
-                f"{file}: {name}",
-                "the tensor that the index names",
-                error,
-                "index and shards do not belong together",
-            ) from error
-        return TensorInfo(name, file, view.get_dtype(), tuple(view.get_shape()))
+        return self._entry(name)[0]
+
+    def _entry(self, name: str) -> tuple[TensorInfo, int]:
+        """Header entry of one tensor, and where its bytes begin in its file."""
+        if name in self._entries:
+            return self._entries[name]
+        file = self._files.get(name)
+        if file is None:
+            need, got = "this tensor in the checkpoint", f"no such name in {self.path}"
+            raise ValueError(message(self.op, name, need, got, "the checkpoint is incomplete"))
+        self._entries |= self._header(file)
+        found = self._entries.get(name)
+        if found is None:
+            need, remedy = "the tensor that the index names", "index and shards differ"
+            raise ValueError(message(self.op, f"{file}: {name}", need, "none of this name", remedy))
+        return found
+
+    def _header(self, file: Path) -> dict[str, tuple[TensorInfo, int]]:
+        """The entries of the tensors that the index has in a file, which safetensors checks."""
+        self._open(file)
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            stated = json.loads(stream.read(length))
+        return {
+            name: (
+                TensorInfo(name, file, each["dtype"], tuple(each["shape"])),
+                8 + length + each["data_offsets"][0],
+            )
+            for name, each in stated.items()
+            if self._files.get(name) == file
+        }
 
     def check_files(self) -> None:
         """Open every file and find every tensor in it; reads headers only.
@@ -195,6 +247,21 @@ class CheckpointReader:
         with self._damage(file):
             tensor: torch.Tensor = self._open(file).get_tensor(name)
         return tensor
+
+    def read_into(self, name: str, memory: torch.Tensor) -> None:
+        """Read one whole tensor's bytes into contiguous memory of their size, on the CPU.
+
+        Page faults of a mapped file cost more than the copy. It may run in a thread.
+        """
+        info, begin = self._entry(name)
+        left = memoryview(memory.view(-1).view(torch.uint8).numpy())
+        with self._damage(info.file), open(info.file, "rb", buffering=0) as stream:
+            stream.seek(begin)
+            while left:
+                count = stream.readinto(left)
+                if not count:
+                    raise OSError(f"it ends within {name}")
+                left = left[count:]
 
     def read_row(self, name: str, row: int) -> torch.Tensor:
         """``tensor[row]`` along the first dimension, without reading the rest."""

@@ -14,7 +14,7 @@ import torch
 from ...errors import message
 from ...formats.weight_tensor import WeightTensor
 from ..checkpoints.expert_matrices import BadMatrixError, Decoded, Exact, MatrixFormat, Part
-from ..checkpoints.per_expert import stack_matrices
+from ..checkpoints.stacked_experts import stack_matrices
 
 _SHARES = {"w13": ("gate", "up"), "w2": ("down",)}
 _SCALE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from mxpert.errors import UnsupportedError
-from mxpert.integrations.checkpoints import int4_matrices, per_expert
+from mxpert.integrations.checkpoints import int4_matrices, per_expert, stacked_experts
 from mxpert.integrations.checkpoints.expert_matrices import MatrixFormat, nvfp4_matrix
+from mxpert.integrations.checkpoints.per_expert import decode_matrix
 from support.expert_containers import EXACT_NVFP4, KINDS, check_checkpoint, gptq, write
 
 CT, MODELOPT = "compressed-tensors mxfp4-pack-quantized", "ModelOpt NVFP4"
@@ -24,8 +25,12 @@ Plant = Callable[[MatrixFormat], MatrixFormat]
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: Plant) -> None:
     """Decode every matrix with a fault."""
-    read = per_expert.read_matrix
-    monkeypatch.setattr(per_expert, "read_matrix", lambda r, n, stored: read(r, n, fault(stored)))
+
+    def decode(op: str, name: str, stored: MatrixFormat, tensors: Any, codes: Any = None) -> Any:
+        return decode_matrix(op, name, fault(stored), tensors)
+
+    for module in (per_expert, stacked_experts):
+        monkeypatch.setattr(module, "decode_matrix", decode)
 
 
 def swapped_nibbles(stored: MatrixFormat) -> MatrixFormat:
@@ -98,14 +103,14 @@ def test_the_gates_global_scale_for_up_is_seen(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modules = write(tmp_path, ALL[name], layers=[0])
-    read = per_expert.CheckpointReader.read
+    read = per_expert.CheckpointReader.read_into
 
-    def gates(self: Any, tensor: str) -> torch.Tensor:
+    def gates(self: Any, tensor: str, memory: torch.Tensor) -> None:
         if tensor.endswith(("_scale_2", "weight_global_scale")):
             tensor = tensor.replace(".up_proj.", ".gate_proj.")
-        return read(self, tensor)
+        read(self, tensor, memory)
 
-    monkeypatch.setattr(per_expert.CheckpointReader, "read", gates)
+    monkeypatch.setattr(per_expert.CheckpointReader, "read_into", gates)
     with pytest.raises(AssertionError):
         check_checkpoint(tmp_path, modules)
 
