@@ -254,7 +254,7 @@ class CheckpointReader:
         Page faults of a mapped file cost more than the copy. It may run in a thread.
         """
         info, begin = self._entry(name)
-        left = memoryview(memory.view(-1).view(torch.uint8).numpy())
+        left = memory.view(-1).view(torch.uint8).numpy().data
         with self._damage(info.file), open(info.file, "rb", buffering=0) as stream:
             stream.seek(begin)
             while left:
