@@ -6,7 +6,8 @@ checks and use the same kernel, so that the second call can take both from a cac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +126,19 @@ def parts_of(value: object) -> Parts | None:
     return parts
 
 
+def own_parts(value: object) -> Parts | None:
+    """Return `parts_of` of an aggregate that ops take, and None for anything else."""
+    parts: Parts | None = getattr(value, _CACHE, None)
+    return parts_of(value) if parts is None and type(value) in TENSOR_FIELDS else parts
+
+
+def taker(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:  # any values
+    """Return a function that takes the values at these indices out of a list, as a tuple."""
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda values: tuple([values[index] for index in indices])
+
+
 def assembler(
     made: object, order: Callable[[torch.Tensor], int]
 ) -> Callable[[list[torch.Tensor]], object] | None:
@@ -143,16 +157,15 @@ def assembler(
         return None
     geometry = parts[1]
     names = [name for name, value in held.items() if value is not None]
-    places = [(name, order(held[name])) for name in names]
+    take = taker([order(held[name]) for name in names])
     facts = held | {name: getattr(made, name) for name in FACT_FIELDS[cls]}
 
     def assemble(tensors: list[torch.Tensor]) -> object:
-        instance = object.__new__(cls)
+        instance, own = object.__new__(cls), take(tensors)
         fields = instance.__dict__
         fields.update(facts)
-        for name, place in places:
-            fields[name] = tensors[place]
-        fields[_CACHE] = tuple([tensors[place] for _, place in places]), geometry
+        fields.update(zip(names, own, strict=True))
+        fields[_CACHE] = own, geometry
         return instance
 
     for name in names:

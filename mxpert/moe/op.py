@@ -164,9 +164,9 @@ def fused_moe_received(
     if call is None or not (isinstance(known, MoEProblem) and known.num_tokens == num_rows):
         call = caller.inner = _FUSED_MOE_RECEIVED.checked_call(received, inputs)
     kernel, config = resolve_cached(call)
-    result: torch.Tensor = launch(
-        kernel, config, call, tensors_of(_FUSED_MOE_RECEIVED.values(inputs)), inputs
-    )
+    found = tensors_of(_FUSED_MOE_RECEIVED.values(inputs))
+    tensors = None if found is None else found[0]
+    result: torch.Tensor = launch(kernel, config, call, tensors, inputs)
     return result
 
 
