@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from ..errors import PLAIN_TENSORS
 from .ambient import isolated
-from .geometry import CachedCall, Described, own_parts, taker
+from .geometry import CachedCall, Described
 from .kernel import Launchable
+from .known import KnownArguments
 from .problem import Problem
 from .target import current_device
 
 _MAX_CACHED = 1024
 """Geometries of an op on a device, each with some ten kilobytes of recorded launches."""
-
-_MAX_ALIKE = 4
-"""Calls that `recall` knows of those whose first tensors have one shape."""
-
-_DYNAMO = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-_GUARDS: Any = getattr(_DYNAMO, "TensorGuards", None)  # torch does not type it
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -48,72 +41,7 @@ def without_grad(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return run
 
 
-_PLAIN = object()
-"""Stands for a plain tensor among the arguments of a `_Known`."""
-
-
-def _first_key(value: Any) -> object:  # of the type of the first argument
-    """What calls of one op differ in most: the shape of the first tensor, or its geometry."""
-    if type(value) in PLAIN_TENSORS:
-        return value.shape
-    parts = own_parts(value)
-    return None if parts is None else parts[1]
-
-
-class _Known:
-    """Options and arguments of a cached call, recognised without describing them.
-
-    torch's guards compare types, dtypes, devices, sizes and strides of plain tensors in one call,
-    which takes a fourth of the time of `describe`. They look at more, such as autocast and
-    `requires_grad`: arguments that they do not recognise are described.
-
-    Args:
-        options: the op's; they are compared by identity.
-        values: the arguments, as `describe` takes them.
-        call: of these options and arguments.
-    """
-
-    __slots__ = ("_expected", "_fit", "_options", "_plain", "call")
-
-    def __init__(self, options: object, values: Sequence[object], call: CachedCall) -> None:
-        self._options, self.call = options, call
-        plain = [place for place, value in enumerate(values) if type(value) in PLAIN_TENSORS]
-        self._plain = taker(plain)
-        tensors = self._plain(values)
-        sizes = [list(tensor.shape) for tensor in tensors]
-        strides = [list(tensor.stride()) for tensor in tensors]
-        guards = _GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        self._fit: Callable[..., bool] = guards.check
-        self._expected = []
-        for place, value in enumerate(values):
-            parts = own_parts(value)
-            expected = value if parts is None else parts[1]
-            self._expected.append(_PLAIN if place in plain else expected)
-
-    def tensors(self, options: object, values: Sequence[Any]) -> list[torch.Tensor] | None:
-        """The tensors in `values`; None if options or arguments are not the known ones."""
-        known = self._options
-        if options is not known and not (
-            isinstance(known, tuple)
-            and isinstance(options, tuple)
-            and all(map(operator.is_, options, known))
-        ):
-            return None
-        if not self._fit(*self._plain(values)):
-            return None
-        tensors: list[torch.Tensor] = []
-        for value, expected in zip(values, self._expected, strict=True):
-            if expected is _PLAIN:
-                tensors.append(value)
-            elif value is not expected:  # no None
-                parts = own_parts(value)
-                if parts is None or parts[1] is not expected:
-                    return None
-                tensors += parts[0]
-        return tensors
-
-
-class CallCache(Generic[_OptionsT]):
+class CallCache(KnownArguments[_OptionsT, CachedCall]):
     """The calls of one op that have passed its checks, by `Device`, options and geometry.
 
     Options that are a tuple are compared field by field, others as one.
@@ -123,33 +51,8 @@ class CallCache(Generic[_OptionsT]):
     """
 
     def __init__(self, by_identity: bool) -> None:
-        self._by_identity, self._known = by_identity, object()
-
-    def recall(
-        self, options: _OptionsT, values: Sequence[Any]
-    ) -> tuple[CachedCall, list[torch.Tensor]] | None:
-        """The cached call with these options and arguments, and their tensors.
-
-        None if `learn` has not had them: `find` may know the call all the same.
-        """
-        try:
-            kept = current_device().calls[self._known].get(_first_key(values[0]), ())
-        except RuntimeError:  # nested tensors have no shape
-            return None
-        for known in kept:
-            tensors = known.tensors(options, values)
-            if tensors is not None:
-                return known.call, tensors
-        return None
-
-    def learn(self, options: _OptionsT, values: Sequence[Any], call: CachedCall) -> None:
-        """Let `recall` know a call that was found; the arguments are described ones."""
-        known = current_device().calls[self._known]
-        if len(known) >= _MAX_CACHED:
-            known.clear()
-        kept = known.setdefault(_first_key(values[0]), [])
-        if _GUARDS is not None and len(kept) < _MAX_ALIKE:
-            kept.append(_Known(options, values, call))
+        super().__init__()
+        self._by_identity = by_identity
 
     def _key(self, options: _OptionsT, geometry: Described) -> tuple[object, ...]:
         """Types and values of the options (the identity of the first), and the geometry."""
