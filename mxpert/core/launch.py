@@ -36,7 +36,6 @@ _STREAM, _FIXED, _LEADING = 3, 4, NUM_LEADING
 """Indices of the stream, of the first argument after it, and of the kernel's first argument."""
 
 _DIRECT = CONVENTION is not None
-_cuda_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 LAUNCH_OPTIONS: Mapping[str, Any] = MappingProxyType({"enable_fp_fusion": True})
 """Default compile options of every launch. With FP fusion a multiplication and an addition compile
@@ -312,11 +311,11 @@ class PreparedLaunches:
     def __call__(self, stream: int, addresses: list[int]) -> None:
         """Enqueue the kernels on `stream`."""
         pool: list[Any] = addresses
-        pool += [pool[place] + offset for place, offset in self._offsets]
-        pool += [
-            (encoder.encoded.get(pool[place]) or encoder.encode(pool[place]))[0]
-            for encoder, place in self._descriptors
-        ]
+        for place, offset in self._offsets:
+            pool.append(pool[place] + offset)
+        for encoder, place in self._descriptors:
+            address = pool[place]
+            pool.append((encoder.encoded.get(address) or encoder.encode(address))[0])
         pool += self._constants
         own = (stream,)
         for launcher, grid, fixed, take, rest in self._launches:
@@ -366,13 +365,6 @@ def _first(tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
         if tensor is not None:
             return tensor
     raise ValueError(message("Launch", "tensors", "a tensor", "none"))
-
-
-def device_of(active: Any) -> int:  # Triton's driver, or a test's
-    """The current device's index, without the checks of `torch.cuda.current_device`."""
-    current = active.get_current_device
-    index: int = _cuda_device() if current is torch.cuda.current_device else current()
-    return index
 
 
 def is_direct() -> bool:

@@ -28,7 +28,7 @@ from triton.runtime.driver import driver
 
 from .geometry import CachedCall, assembler
 from .kernel import Launchable
-from .launch import LaunchRecord, PreparedLaunches, device_of, has_hooks, is_direct, record_launches
+from .launch import LaunchRecord, PreparedLaunches, has_hooks, is_direct, record_launches
 from .problem import Problem
 
 _MAX_SCRATCH = 128 << 20
@@ -39,6 +39,8 @@ _ALIGNMENT = 256
 _NO_DEVICE = -1
 """Device index of CPU tensors."""
 _fills_new_memory = torch._C._get_deterministic_algorithms
+_cuda_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""`torch.cuda.current_device` for a process that has tensors on one."""
 
 _ConfigT = TypeVar("_ConfigT")
 _InputsT = TypeVar("_InputsT")
@@ -82,7 +84,9 @@ class Replayed(Generic[_ConfigT, _InputsT, _T]):
         if not cached.is_replayed or _fills_new_memory():
             return None  # launches are an executor's, or torch fills new memory
         active = driver._active or driver.active  # without a property's frame
-        device, own = device_of(active), tensors[0].get_device()
+        current = active.get_current_device
+        device: int = _cuda_device() if current is torch.cuda.current_device else current()
+        own = tensors[0].get_device()
         if own not in (device, _NO_DEVICE):
             with torch.cuda.device(own):
                 return self.replay(cached, config, tensors, inputs)

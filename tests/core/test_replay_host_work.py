@@ -31,6 +31,7 @@ from mxpert.core.problem import (
 from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
 from mxpert.testing.problems import MoEShape, random_moe_problem
+from support.frames import count_frames
 from support.launches import H200, count_launches, without_device
 from support.replays import Launches
 
@@ -58,6 +59,18 @@ MOST_ALLOCATIONS = {
     "moe_down": 2,
 }
 """Allocations per op: two outputs for codes and scales, five for a plan."""
+MOST_FRAMES = {
+    "route_topk": 14,
+    "make_routing_plan": 15,
+    "quantize": 15,
+    "fused_moe": 16,
+    "fused_moe_out": 15,
+    "moe_gate_up": 16,
+    "moe_down": 20,
+    "experts": 20,
+    "MoE": 40,
+}
+"""Python functions of this package that a warm call enters, as many as today."""
 MOST_COPIES = 3
 """TMA descriptors of a decode GEMM's activation rows: one for each tile width."""
 
@@ -132,6 +145,16 @@ def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
     }
 
 
+def modules(num_tokens: int) -> dict[str, Callable[[], object]]:
+    """Calls of the inference modules."""
+    problem = random_moe_problem(SHAPE, num_tokens, device=torch.device("cpu"))
+    weights = problem.weights.prepare(device="cpu", layout=Layout.HOPPER_FRAGMENT)
+    router = torch.randn(SHAPE.num_experts, SHAPE.hidden_size, dtype=torch.bfloat16)
+    moe = mxpert.MoE(weights, router, top_k=SHAPE.top_k, activation=problem.activation).eval()
+    routing = problem.topk_weights, problem.topk_ids
+    return {"MoE": lambda: moe(problem.x), "experts": lambda: moe.experts(problem.x, *routing)}
+
+
 @pytest.mark.parametrize("op", MOST_LAUNCHES)
 def test_a_warm_call_only_launches(op: str, work: dict[str, int], launches: Launches) -> None:
     call = calls(16)[op]
@@ -183,6 +206,25 @@ def test_a_warm_call_runs_no_other_operator(op: str, monkeypatch: pytest.MonkeyP
     with Operators() as seen:
         call()
     assert set(seen.names) == {"aten::empty_strided"}
+
+
+@pytest.mark.parametrize("op", MOST_FRAMES)
+def test_a_warm_call_enters_few_functions(op: str) -> None:
+    call = {**calls(16), **modules(16)}[op]
+    for _ in range(4):
+        call()
+    assert 0 < count_frames(call) <= MOST_FRAMES[op]
+
+
+@pytest.mark.parametrize("op", MOST_ALLOCATIONS)
+def test_a_warm_call_does_not_describe_its_arguments(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = calls(16)[op]
+    for _ in range(3):
+        call()
+    monkeypatch.setattr(library, "describe", None)
+    call()
 
 
 def test_token_counts_share_binaries(work: dict[str, int]) -> None:
