@@ -34,6 +34,7 @@ wide operands and a second GEMM that multiplies them."""
 
 MOST_FRAMES = {"block": 155, "row": 155, "auto": 155, "span128": 155}
 """Python functions of this package that forward and backward enter, as many as today."""
+MOST_FRAMES_WITHOUT_GRADIENTS = 75
 
 
 @pytest.fixture(autouse=True)
@@ -181,6 +182,15 @@ def test_a_warm_step_enters_few_functions(mode: str) -> None:
     for _ in range(4):
         step()
     assert 0 < count_frames(step) <= MOST_FRAMES[mode]
+
+
+def test_a_warm_forward_without_gradients_enters_few_functions() -> None:
+    layer = Linear("row")
+    with torch.no_grad():
+        for _ in range(4):
+            grouped_linear(layer.x, layer.weight, layer.offsets)
+        frames = count_frames(lambda: grouped_linear(layer.x, layer.weight, layer.offsets))
+    assert 0 < frames <= MOST_FRAMES_WITHOUT_GRADIENTS
 
 
 @pytest.mark.parametrize("mode", SPANS)
