@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +32,8 @@ from .moe.stacked import quantize_weights as quantize_weights
 from .moe.weights import GateUpOrder, MoEWeights
 from .moe.weights_state import PROJECTIONS
 from .routing.op import check_route_topk, route_topk
+
+_NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
 class PreparedExperts(torch.nn.Module):
@@ -100,7 +104,7 @@ class PreparedExperts(torch.nn.Module):
 
     def _hold(self, weights: MoEWeights) -> None:
         """Keep `weights`, and register them as buffers so that memory footprints count them."""
-        self.weights, parts = weights, _parts_of(weights)
+        self.weights, self._width, parts = weights, weights.hidden_size, _parts_of(weights)
         for name in self._buffers.keys() - parts.keys():
             del self._buffers[name]  # of weights in another format
         for name, tensor in parts.items():
@@ -130,7 +134,7 @@ class PreparedExperts(torch.nn.Module):
             )
         if not torch.compiler.is_compiling():
             self._refuse_exchanged_buffers()
-        on_input, width = self.apply_router_weight_on_input, self.weights.hidden_size
+        on_input, width = self.apply_router_weight_on_input, self._width
         if on_input:
             check_weight_on_input(type(self).__name__, on_input, topk_ids.shape[-1])
         if x.dim() != 2 and x.shape[-1:] != (width,):
@@ -157,19 +161,16 @@ class PreparedExperts(torch.nn.Module):
 
     def _refuse_exchanged_buffers(self) -> None:
         """Raise for buffers that were assigned, or that `functional_call` exchanged."""
-        gate_up, down = self.weights.gate_up_proj, self.weights.down_proj
+        weights, buffers = self.weights, self._buffers.values()
+        gate_up, down = weights.gate_up_proj, weights.down_proj
         own = [gate_up.qdata, gate_up.scale, down.qdata, down.scale]
-        if len(self._buffers) > len(own):  # zero points, factors of rows
-            own = [*_parts_of(self.weights).values()]
-        require(
-            [*map(id, own)] == [*map(id, self._buffers.values())],
-            type(self).__name__,
-            "buffers",
-            need="the prepared weights, whose layout only the kernels know",
-            got="other tensors: they were assigned, or passed to functional_call",
-            remedy="load_state_dict takes the published tensors",
-            error=UnsupportedError,
-        )
+        if len(buffers) > len(own):  # zero points, factors of rows
+            own = [*_parts_of(weights).values()]
+        if len(buffers) != len(own) or not all(map(operator.is_, own, buffers)):
+            need = "the prepared weights, whose layout only the kernels know"
+            got = "other tensors: they were assigned, or passed to functional_call"
+            remedy = "load_state_dict takes the published tensors"
+            raise UnsupportedError(message(type(self).__name__, "buffers", need, got, remedy))
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
@@ -374,14 +375,18 @@ class MoE(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """X [..., H], bfloat16, float16 or float32 → the shape and dtype of x."""
-        hidden_size = self.router.in_features
-        require_tensor(x, "MoE", "x", dtype=FLOAT_DTYPES, device=self.router.weight.device)
+        router, experts = self.router, self.experts
+        weight, hidden_size = router.weight, router.in_features
+        require_tensor(x, "MoE", "x", dtype=FLOAT_DTYPES, device=weight.device)
         if x.dim() == 0 or x.shape[-1] != hidden_size:
             raise ValueError(message("MoE", "x.shape", f"[..., {hidden_size}]", list(x.shape)))
-        rows = x.reshape(-1, hidden_size).contiguous()  # the router rounds alike for any strides
+        is_flat = x.dim() == 2
+        rows = x if is_flat else x.reshape(-1, hidden_size)
+        rows = rows.contiguous()  # the router rounds alike for any strides
         options, correction = self.routing, self._buffers["correction_bias"]
-        with torch.no_grad(), isolated(rows.device.type):  # autocast would choose other experts
-            logits = self.router(_as(rows, self.router.weight.dtype))
+        without_grad = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+        with without_grad, isolated(rows.device.type):  # autocast would choose other experts
+            logits = router(_as(rows, weight.dtype))
         topk_weights, topk_ids = route_topk(
             logits,
             self.top_k,
@@ -394,7 +399,8 @@ class MoE(torch.nn.Module):
             group_score=options.group_score,
             clamp_nan=options.clamp_nan,
         )
-        return self.experts(rows, topk_weights, topk_ids).view(x.shape)
+        result: torch.Tensor = experts(rows, topk_weights, topk_ids)
+        return result if is_flat else result.view(x.shape)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoE:
         """`to`, `half` and `bfloat16` leave float32 routing parameters: they choose the experts."""

@@ -68,7 +68,7 @@ class _Precision:
 
     def is_highest(self) -> bool:
         """Whether it is the highest, and not only until another thread leaves."""
-        return self._inside == 0 and torch.get_float32_matmul_precision() == _HIGHEST
+        return self._inside == 0 and torch._C._get_float32_matmul_precision() == _HIGHEST
 
     @contextlib.contextmanager
     def highest(self) -> Iterator[None]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from .ambient import isolated
 from .geometry import CachedCall, Described
 from .kernel import Launchable
+from .known import KnownArguments
 from .problem import Problem
 from .target import current_device
 
@@ -40,7 +41,7 @@ def without_grad(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return run
 
 
-class CallCache(Generic[_OptionsT]):
+class CallCache(KnownArguments[_OptionsT, CachedCall]):
     """The calls of one op that have passed its checks, by `Device`, options and geometry.
 
     Options that are a tuple are compared field by field, others as one.
@@ -50,6 +51,7 @@ class CallCache(Generic[_OptionsT]):
     """
 
     def __init__(self, by_identity: bool) -> None:
+        super().__init__()
         self._by_identity = by_identity
 
     def _key(self, options: _OptionsT, geometry: Described) -> tuple[object, ...]:
@@ -90,13 +92,16 @@ def launch(
     kernel: Launchable[Any, _ConfigT, _InputsT, _T],  # Any: of the problem of `cached`
     config: _ConfigT,
     cached: CachedCall,
-    geometry: Described | None,
+    tensors: list[torch.Tensor] | None,
     inputs: _InputsT,
 ) -> _T:
-    """Replay a recorded call of the kernel, or launch it. The result has no gradient."""
+    """Replay a recorded call of the kernel, or launch it. The result has no gradient.
+
+    tensors: of the inputs, in the order of `describe`; None if the call cannot be replayed.
+    """
     replay = getattr(kernel, "replay", None)
-    if replay is not None and geometry is not None:
-        result: _T | None = replay(cached, config, geometry[0], inputs)
+    if replay is not None and tensors is not None:
+        result: _T | None = replay(cached, config, tensors, inputs)
         if result is not None:
             return result
     return _launch(kernel, config, cached.problem, inputs)

@@ -6,7 +6,8 @@ checks and use the same kernel, so that the second call can take both from a cac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +18,20 @@ from .problem import Problem
 
 _STRIDED = torch.strided
 _MAX_GEOMETRIES = 8192
-_CACHE = "_parts"
+PARTS = "_parts"
 """Attribute of an aggregate that holds its `Parts`."""
 
 
 class Geometry:
-    """The geometry of an aggregate; equal geometries are the same object."""
+    """The geometry of an aggregate; equal geometries are the same object.
+
+    `rebuild` makes such an aggregate from its tensors, once `rebuilder` was asked for it.
+    """
+
+    __slots__ = ("rebuild",)
+
+    def __init__(self) -> None:
+        self.rebuild: Callable[[Sequence[torch.Tensor]], Any] | None = None  # of any class
 
 
 Parts = tuple[tuple[torch.Tensor, ...], Geometry]
@@ -117,17 +126,46 @@ def parts_of(value: object) -> Parts | None:
 
     They are cached in the object, because weights and plans are used by many calls.
     """
-    parts: Parts | None = value.__dict__.get(_CACHE)
+    parts: Parts | None = value.__dict__.get(PARTS)
     if parts is None:
         parts = _parts_of_aggregate(value)
         if parts is not None:
-            value.__dict__[_CACHE] = parts
+            value.__dict__[PARTS] = parts
     return parts
+
+
+def own_parts(value: object) -> Parts | None:
+    """Return `parts_of` of an aggregate that ops take, and None for anything else."""
+    parts: Parts | None = getattr(value, PARTS, None)
+    return parts_of(value) if parts is None and type(value) in TENSOR_FIELDS else parts
+
+
+def taker(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:  # any values
+    """Return a function that takes the values at these indices out of a list, as a tuple."""
+    if not indices:
+        return lambda values: ()
+    take = operator.itemgetter(*indices)
+    return take if len(indices) > 1 else lambda values: (take(values),)
+
+
+def rebuilder(made: object) -> Callable[[Sequence[torch.Tensor]], Any] | None:  # of its class
+    """Return a function that builds objects like `made` from their tensors, without checks.
+
+    The result is None for anything but an aggregate of plain tensors.
+    """
+    parts = own_parts(made)
+    if parts is None:
+        return None
+    tensors, geometry = parts
+    if geometry.rebuild is None:
+        places = {id(tensor): place for place, tensor in enumerate(tensors)}
+        geometry.rebuild = assembler(made, lambda tensor: places[id(tensor)])
+    return geometry.rebuild
 
 
 def assembler(
     made: object, order: Callable[[torch.Tensor], int]
-) -> Callable[[list[torch.Tensor]], object] | None:
+) -> Callable[[Sequence[torch.Tensor]], object] | None:
     """Return a function that builds objects like `made` from a list of tensors, without checks.
 
     Args:
@@ -143,16 +181,15 @@ def assembler(
         return None
     geometry = parts[1]
     names = [name for name, value in held.items() if value is not None]
-    places = [(name, order(held[name])) for name in names]
+    take = taker([order(held[name]) for name in names])
     facts = held | {name: getattr(made, name) for name in FACT_FIELDS[cls]}
 
-    def assemble(tensors: list[torch.Tensor]) -> object:
-        instance = object.__new__(cls)
+    def assemble(tensors: Sequence[torch.Tensor]) -> object:
+        instance, own = object.__new__(cls), take(tensors)
         fields = instance.__dict__
         fields.update(facts)
-        for name, place in places:
-            fields[name] = tensors[place]
-        fields[_CACHE] = tuple([tensors[place] for _, place in places]), geometry
+        fields.update(zip(names, own, strict=True))
+        fields[PARTS] = own, geometry
         return instance
 
     for name in names:

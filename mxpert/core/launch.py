@@ -16,7 +16,7 @@ import contextlib
 import contextvars
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import message
 from .binary import CONVENTION, MAX_DESCRIPTORS, NUM_LEADING, Binary, DescriptorEncoder, binary_of
+from .geometry import taker
 from .target import Kernel, current_device, on_device
 
 _STREAM, _FIXED, _LEADING = 3, 4, NUM_LEADING
@@ -252,41 +253,107 @@ def _record(launch: Launch, tensors: dict[str, torch.Tensor | None], binary: Bin
         records.append(LaunchRecord(launch, tensors, binary))
 
 
-class PreparedLaunch:
-    """A launch with a known binary, whose tensors are given as a list of addresses.
+_Place = tuple[int, int] | None
+"""Index of an address and an offset in bytes; None for a tensor that stays where it is."""
+
+
+class PreparedLaunches:
+    """Launches with known binaries, whose tensors are given as a list of addresses.
+
+    An argument that is no constant is one of a pool of values: the addresses, addresses at an
+    offset from them, and TMA descriptors. Each launch takes its part of the pool at once, from its
+    first to its last such argument; the constants between them lie in the pool, too.
 
     Args:
-        record: the launch, with its binary.
-        places: for each tensor, the index in the list of addresses and an offset in bytes; None for
-            a tensor that stays where it is.
+        records: the launches, with their binaries.
+        find: the place of a tensor.
+        num_addresses: length of the list.
     """
 
-    def __init__(self, record: LaunchRecord, places: Mapping[str, tuple[int, int] | None]) -> None:
-        launch, binary = record.launch, record.binary
-        assert binary is not None  # for the type checker; the caller has checked it
-        self.kernel = launch.kernel
-        self._launcher, self._template = binary.launcher, launch._template.copy()
-        self._template[_FIXED:_LEADING] = binary.fixed
-        pointers = []
-        for name, place in places.items():
-            position, tensor = launch._positions[name], record.tensors[name]
-            if place is not None:
-                pointers.append((position, *place))
-            elif tensor is not None:
-                self._template[position] = tensor.data_ptr()
-        self._pointers = tuple(pointers)
-        self._encoders = launch.encoders(binary, record.tensors)
+    def __init__(
+        self,
+        records: list[LaunchRecord],
+        find: Callable[[torch.Tensor], _Place],
+        num_addresses: int,
+    ) -> None:
+        placed: list[tuple[LaunchRecord, dict[str, _Place]]] = []
+        for record in records:
+            tensors = record.tensors.items()
+            own = {name: find(tensor) for name, tensor in tensors if tensor is not None}
+            placed.append((record, own))
+        used = dict.fromkeys(place for _, own in placed for place in own.values() if place)
+        self._offsets = tuple([place for place in used if place[1]])
+        indices: dict[_Place, int] = {(index, 0): index for index in range(num_addresses)}
+        indices |= {place: num_addresses + index for index, place in enumerate(self._offsets)}
+        self._descriptors: list[tuple[DescriptorEncoder, int]] = []
+        filled = [_filled(*each, indices, self._descriptors) for each in placed]
+        self._constants: list[Any] = []
+        constants: dict[int, int] = {}  # by identity; `filled` keeps them alive
+        self._launches = []
+        for record, (arguments, varying) in zip(records, filled, strict=True):
+            start, stop = min(varying, default=_FIXED), max(varying, default=_FIXED - 1) + 1
+            taken = []
+            for position in range(start, stop):
+                index = varying.get(position)
+                if index is None:
+                    value = arguments[position]
+                    place = constants.setdefault(id(value), len(self._constants))
+                    if place == len(self._constants):
+                        self._constants.append(value)
+                    index = len(indices) + len(self._descriptors) + place
+                taken.append(index)
+            assert record.binary is not None  # for the type checker; the caller has checked it
+            grid, fixed, rest = arguments[:_STREAM], arguments[_FIXED:start], arguments[stop:]
+            parts = tuple(grid), tuple(fixed), taker(taken), tuple(rest)
+            self._launches.append((record.binary.launcher, *parts))
+        self.kernels = tuple(dict.fromkeys(record.launch.kernel for record in records))
 
     def __call__(self, stream: int, addresses: list[int]) -> None:
-        """Enqueue the kernel on `stream`."""
-        arguments = self._template.copy()
-        arguments[_STREAM] = stream
-        for position, place, offset in self._pointers:
-            arguments[position] = addresses[place] + offset
-        for encoder in self._encoders:  # `fill`, without the call
-            address = arguments[encoder.position]
-            arguments[encoder.arguments] = encoder.encoded.get(address) or encoder.encode(address)
-        self._launcher(*arguments)
+        """Enqueue the kernels on `stream`."""
+        pool: list[Any] = addresses
+        for place, offset in self._offsets:
+            pool.append(pool[place] + offset)
+        for encoder, place in self._descriptors:
+            address = pool[place]
+            pool.append((encoder.encoded.get(address) or encoder.encode(address))[0])
+        pool += self._constants
+        own = (stream,)
+        for launcher, grid, fixed, take, rest in self._launches:
+            launcher(*(grid + own + fixed + take(pool) + rest))
+
+
+def _filled(
+    record: LaunchRecord,
+    places: Mapping[str, _Place],
+    indices: Mapping[_Place, int],
+    descriptors: list[tuple[DescriptorEncoder, int]],
+) -> tuple[list[Any], dict[int, int]]:
+    """The C launcher's arguments of a launch, and where in the pool those that vary are.
+
+    Args:
+        places: of its tensors.
+        indices: in the pool, of places.
+        descriptors: of all launches, which follow in the pool; those of this one are added.
+    """
+    launch, binary = record.launch, record.binary
+    assert binary is not None  # for the type checker; the caller has checked it
+    arguments, varying = launch._template.copy(), {}
+    arguments[_FIXED:_LEADING] = binary.fixed
+    for name, place in places.items():
+        position, tensor = launch._positions[name], record.tensors[name]
+        assert tensor is not None  # for the type checker: it has a place
+        arguments[position] = tensor.data_ptr()
+        if place is not None:
+            varying[position] = indices[place]
+    for encoder in launch.encoders(binary, record.tensors):
+        encoder.fill(arguments)  # sizes and strides do not vary
+        address = varying.get(encoder.position)
+        if address is not None:
+            described = encoder, address
+            if described not in descriptors:
+                descriptors.append(described)
+            varying[encoder.position] = len(indices) + descriptors.index(described)
+    return arguments, varying
 
 
 _BINARIES: dict[tuple[Any, ...], dict[tuple[Any, ...], Binary]] = {}

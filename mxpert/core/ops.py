@@ -83,16 +83,28 @@ class OpSpec(Generic[OptionsT, InputsT, ResultT]):
 
     def __call__(self, options: OptionsT, inputs: InputsT) -> ResultT:
         """Run the op: eagerly, or through torch's dispatcher where something observes ops."""
-        geometry = describe(self.values(inputs)) if runs_eagerly() else None
+        if not runs_eagerly():
+            return self._through_torch(options, inputs)
+        values = self.values(inputs)
+        known = self._calls.recall(options, values)
+        if known is not None:  # 1 check, 2 describe
+            return self._launch(*known, inputs)
+        geometry = describe(values)
         if geometry is None:
             return self._through_torch(options, inputs)
-        return self._run(options, geometry, inputs)
+        call = self._calls.find(options, geometry)
+        if call is None:
+            call = self._add(options, geometry, inputs)
+        else:
+            self._calls.learn(options, values, call)
+        return self._launch(call, geometry[0], inputs)
 
-    def _run(self, options: OptionsT, geometry: Described | None, inputs: InputsT) -> ResultT:
-        """Check → describe → resolve → launch; the first two once for each geometry."""
-        call = self._calls.find(options, geometry) or self._add(options, geometry, inputs)  # 1, 2
+    def _launch(
+        self, call: CachedCall, tensors: list[torch.Tensor] | None, inputs: InputsT
+    ) -> ResultT:
+        """Resolve → launch, for arguments that are checked and described."""
         kernel, config = resolve_cached(call)  # 3 resolve
-        result: ResultT = launch(kernel, config, call, geometry, inputs)  # 4 launch
+        result: ResultT = launch(kernel, config, call, tensors, inputs)  # 4 launch
         return result
 
     def _checked(
@@ -149,7 +161,9 @@ class OpSpec(Generic[OptionsT, InputsT, ResultT]):
 
     def _run_flat(self, *flat: object) -> object:
         options, inputs = self._rebuild(flat)
-        return self._flat(self._run(options, describe(self.values(inputs)), inputs))
+        geometry = describe(self.values(inputs))
+        call = self._checked(options, geometry, inputs)
+        return self._flat(self._launch(call, geometry and geometry[0], inputs))
 
     def _run_fake(self, *flat: object) -> object:
         return self._flat(self._fake(*self._rebuild(flat)))

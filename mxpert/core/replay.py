@@ -28,7 +28,7 @@ from triton.runtime.driver import driver
 
 from .geometry import CachedCall, assembler
 from .kernel import Launchable
-from .launch import LaunchRecord, PreparedLaunch, has_hooks, is_direct, record_launches
+from .launch import LaunchRecord, PreparedLaunches, has_hooks, is_direct, record_launches
 from .problem import Problem
 
 _MAX_SCRATCH = 128 << 20
@@ -38,6 +38,9 @@ which takes more memory. Calls with more scratch are limited by the device, not 
 _ALIGNMENT = 256
 _NO_DEVICE = -1
 """Device index of CPU tensors."""
+_fills_new_memory = torch._C._get_deterministic_algorithms
+_cuda_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+"""`torch.cuda.current_device` for a process that has tensors on one."""
 
 _ConfigT = TypeVar("_ConfigT")
 _InputsT = TypeVar("_InputsT")
@@ -78,9 +81,12 @@ class Replayed(Generic[_ConfigT, _InputsT, _T]):
             tensors: all tensors of the inputs, in order.
             inputs: of `launch`.
         """
-        if not cached.is_replayed or torch.are_deterministic_algorithms_enabled():
+        if not cached.is_replayed or _fills_new_memory():
             return None  # launches are an executor's, or torch fills new memory
-        device, own = driver.active.get_current_device(), tensors[0].get_device()
+        active = driver._active or driver.active  # without a property's frame
+        current = active.get_current_device
+        device: int = _cuda_device() if current is torch.cuda.current_device else current()
+        own = tensors[0].get_device()
         if own not in (device, _NO_DEVICE):
             with torch.cuda.device(own):
                 return self.replay(cached, config, tensors, inputs)
@@ -96,7 +102,10 @@ class Replayed(Generic[_ConfigT, _InputsT, _T]):
             cached.recordings[key] = _Seen(config)
         elif type(state) is Recording:
             addresses = state.addresses(tensors)
-            return None if addresses is None else state.replay(addresses, tensors, device)
+            if addresses is None:
+                return None
+            replay: Callable[..., _T] = state.replay  # of the type that `launch` has
+            return replay(addresses, tensors, active.get_current_stream(device))
         elif state.is_recordable:
             result, recording = _record(self._kernel, cached.problem, config, inputs, tensors)
             cached.recordings[key] = recording or _Seen(config, is_recordable=False)
@@ -124,7 +133,7 @@ _Buffer = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 def _empty(
-    place: torch.device, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
+    place: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=place)
 
@@ -149,7 +158,8 @@ class Recording:
     """
 
     config: object
-    launches: tuple[PreparedLaunch, ...]
+    launches: PreparedLaunches
+    place: str  # the type of their device
     scratch: int
     outputs: tuple[_Buffer, ...]
     build: Callable[[list[torch.Tensor]], Any]
@@ -163,24 +173,21 @@ class Recording:
             bits |= address
         if bits % 16 or has_hooks():
             return None
-        for launch in self.launches:
-            if launch.kernel.pre_run_hooks:
+        for kernel in self.launches.kernels:
+            if kernel.pre_run_hooks:
                 return None
         return addresses
 
-    def replay(self, addresses: list[int], tensors: list[torch.Tensor], device: int) -> Any:
+    def replay(self, addresses: list[int], tensors: list[torch.Tensor], stream: int) -> Any:
         """Allocate, launch, and return the result that the kernel's `launch` would return."""
-        place = tensors[0].device
-        allocate = _ALLOCATORS.get(place.type) or functools.partial(_empty, place)
+        allocate = _ALLOCATORS.get(self.place) or functools.partial(_empty, self.place)
         made = [allocate(*buffer) for buffer in self.outputs]
         if self.scratch:
             scratch = allocate((self.scratch,), (1,), torch.uint8)
             addresses.append(scratch.data_ptr())
         for tensor in made:
             addresses.append(tensor.data_ptr())
-        stream = driver.active.get_current_stream(device)
-        for launch in self.launches:
-            launch(stream, addresses)
+        self.launches(stream, addresses)
         return self.build(made + tensors)
 
 
@@ -261,15 +268,9 @@ def _recording(
     first = len(tensors) + bool(scratch)
     places |= {memory: (first + number, 0) for number, memory in enumerate(memories)}
     find = _finder(tensors, made, resident, places)
-    prepared = tuple(
-        PreparedLaunch(
-            record,
-            {name: find(tensor) for name, tensor in record.tensors.items() if tensor is not None},
-        )
-        for record in launches
-    )
+    prepared = PreparedLaunches(launches, find, first + len(outputs))
     buffers = tuple((tuple(each.shape), each.stride(), each.dtype) for each in outputs)
-    return Recording(config, prepared, scratch, buffers, build)
+    return Recording(config, prepared, tensors[0].device.type, scratch, buffers, build)
 
 
 def _output_index(

@@ -79,7 +79,7 @@ class Device:
     target: Target | None = None
     executor: Executor | None = None
     compiles_only: bool = False
-    calls: defaultdict[object, dict[tuple[Any, ...], Any]] = field(
+    calls: defaultdict[object, dict[object, Any]] = field(
         default_factory=lambda: defaultdict(dict), repr=False
     )
 

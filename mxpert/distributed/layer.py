@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..core.calls import launch, without_grad
-from ..core.geometry import CachedCall, Described
+from ..core.geometry import CachedCall
 from ..core.ops import OpSpec
 from ..core.problem import MoEOptions, MoEProblem, Op
 from ..core.registry import resolve_cached
@@ -40,17 +40,17 @@ class RanksOptions(NamedTuple):
 class RanksOp(OpSpec[RanksOptions, FusedMoEInputs, torch.Tensor]):
     """`fused_moe` over several ranks."""
 
-    def _run(
-        self, options: RanksOptions, geometry: Described | None, inputs: FusedMoEInputs
+    def _launch(
+        self, call: CachedCall, tensors: list[torch.Tensor] | None, inputs: FusedMoEInputs
     ) -> torch.Tensor:
-        """Check → describe → resolve → exchange and launch; nothing is sent before the launch."""
-        call = self._checked(options, geometry, inputs)
+        """Resolve → exchange and launch; nothing is sent before the launch."""
+        options: RanksOptions = call.options  # type: ignore[assignment]  # of this op's calls
         # An error here comes before the others wait for this rank.
         kernel, config = resolve_cached(call)
         ranks, out_dtype = OBJECTS[options.handle], options.options.out_dtype
         whole = ranks.layer_kernel(kernel, out_dtype)
         if whole is not None:
-            return launch(whole, config, call, geometry, inputs)
+            return launch(whole, config, call, tensors, inputs)
         return _exchange(ranks, out_dtype, call, inputs)
 
 

@@ -6,6 +6,7 @@ Messages that hold a size are composed on failure alone: under torch.compile siz
 from __future__ import annotations
 
 import functools
+import operator
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -221,13 +222,34 @@ def moe_options(
 
     Names become what they stand for here, and nowhere else.
     """
-    choices = (scale_rule, apply_router_weight_on_input, combine, out_dtype, num_sms)
+    choices = (
+        op,
+        activation,
+        activation_format,
+        scale_rule,
+        apply_router_weight_on_input,
+        combine,
+        out_dtype,
+        num_sms,
+    )
     if torch.compiler.is_compiling():
-        return _checked_options(op, activation, activation_format, *choices)
+        return _checked_options(*choices)
+    known = _known_options.get(id(activation))
+    if known is not None and all(map(operator.is_, known[0], choices)):
+        return known[1]
     try:
-        return _cached_options(op, activation, activation_format, *choices)
+        options = _cached_options(*choices)
     except TypeError:  # a choice without a hash: the check raises an error that names it
-        return _checked_options(op, activation, activation_format, *choices)
+        return _checked_options(*choices)
+    if len(_known_options) >= _MAX_OPTIONS:
+        _known_options.clear()
+    _known_options[id(activation)] = choices, options
+    return options
+
+
+_MAX_OPTIONS = 1024
+_known_options: dict[int, tuple[tuple[object, ...], MoEOptions]] = {}
+"""The last choices with an activation, which cannot change, and what they gave; by its identity."""
 
 
 def _checked_options(
@@ -253,7 +275,7 @@ def _checked_options(
     return options
 
 
-@functools.lru_cache(1024, typed=True)
+@functools.lru_cache(_MAX_OPTIONS, typed=True)
 def _cached_options(op: str, *choices: Any) -> MoEOptions:  # Any: those of _checked_options
     options = _checked_options(op, *choices)
     parsed = tuple(getattr(options, each.name) for each in fields(options))

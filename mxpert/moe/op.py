@@ -45,6 +45,8 @@ from .weights import MoEWeights
 if TYPE_CHECKING:
     from ..distributed import ExpertParallel
 
+_NO_ACTIVATION = SiLU()
+"""Stage 2 applies no activation; its options hold one all the same."""
 REQUIRED = cast("Activation", None)
 """Default of an argument that must be given: the error of a call without it is ours."""
 
@@ -164,9 +166,9 @@ def fused_moe_received(
     if call is None or not (isinstance(known, MoEProblem) and known.num_tokens == num_rows):
         call = caller.inner = _FUSED_MOE_RECEIVED.checked_call(received, inputs)
     kernel, config = resolve_cached(call)
-    result: torch.Tensor = launch(
-        kernel, config, call, tensors_of(_FUSED_MOE_RECEIVED.values(inputs)), inputs
-    )
+    found = tensors_of(_FUSED_MOE_RECEIVED.values(inputs))
+    tensors = None if found is None else found[0]
+    result: torch.Tensor = launch(kernel, config, call, tensors, inputs)
     return result
 
 
@@ -303,10 +305,9 @@ def moe_down(
         >>> mxpert.moe_down(h, weights, plan, combine=mxpert.Combine.FLAT).shape
         torch.Size([32, 32])
     """
-    # Stage 2 applies no activation; its options hold one all the same.
     options = moe_options(
         "moe_down",
-        SiLU(),
+        _NO_ACTIVATION,
         _rows_format(h, activation_format),
         ScaleRule.RCEIL,
         apply_router_weight_on_input,

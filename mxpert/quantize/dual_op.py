@@ -101,11 +101,13 @@ def quantize_dual(
     spans: Any = scale_span  # what is no span goes on to the checks
     if isinstance(scale_span, str):
         spans = ScaleSpan.parse(scale_span, "quantize_dual", "scale_span")
-    elif isinstance(scale_span, tuple) and str in [type(each) for each in scale_span]:
+    elif isinstance(scale_span, tuple) and str in map(type, scale_span):
         spans = tuple(ScaleSpan.parse(each, "quantize_dual", "scale_span") for each in scale_span)
     if group_offsets is not None:
         refuse_counts(group_offsets, "quantize_dual")
-    seed = seed_tensor(stochastic_seed, x, "quantize_dual")
+    seed = None
+    if stochastic_seed is not None:
+        seed = seed_tensor(stochastic_seed, x, "quantize_dual")
     return _DUAL(DualOptions(scale_rule, format, spans), DualInputs(x, group_offsets, seed))
 
 

@@ -82,7 +82,7 @@ def quantize(
         scale_rule = ScaleRule.parse(scale_rule, "quantize", "scale_rule")
     if not isinstance(scale_span, ScaleSpan):
         scale_span = ScaleSpan.parse(scale_span, "quantize", "scale_span")
-    seed = seed_tensor(stochastic_seed, x, "quantize")
+    seed = None if stochastic_seed is None else seed_tensor(stochastic_seed, x, "quantize")
     return _QUANTIZE(QuantizeOptions(scale_rule, format, axis, scale_span), QuantizeInputs(x, seed))
 
 

@@ -253,4 +253,5 @@ def group_bounds(group_offsets: torch.Tensor, num_rows: int) -> torch.Tensor:
         >>> group_bounds(torch.tensor([0, 7, 3, 99]), 8).tolist()
         [0, 7, 7, 8]
     """
-    return group_offsets.clamp(0, num_rows).cummax(0).values.to(torch.int32)
+    bounds = group_offsets.clamp(0, num_rows).cummax(0)[0]
+    return bounds if bounds.dtype is torch.int32 else bounds.to(torch.int32)

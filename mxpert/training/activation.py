@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..core.ambient import Context, refuse_transforms
-from ..core.gradient import differentiable_once, keep_graph
+from ..core.gradient import apply, differentiable_once, keep_graph
 from ..core.problem import Activation, ActivationLike, parse_gated_activation
 from .rows.op import activate_rows, activate_rows_backward
 
@@ -32,7 +32,7 @@ def gated_activation(gate_up: torch.Tensor, activation: ActivationLike) -> torch
     """
     refuse_transforms("gated_activation", (gate_up,))
     activation = parse_gated_activation(activation, "gated_activation")
-    result: torch.Tensor = _GatedActivation.apply(gate_up, activation)
+    result: torch.Tensor = apply(_GatedActivation, gate_up, activation)
     return result
 
 

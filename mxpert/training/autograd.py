@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from ..core.ambient import Context, isolated, refuse_transforms
-from ..core.gradient import differentiable_once, keep_graph
+from ..core.geometry import describe
+from ..core.gradient import apply, differentiable_once, keep_graph
+from ..core.known import KnownArguments
 from ..formats.spec import MXFP8FormatLike, ScaleRule, ScaleSpan
 from ..formats.tensor import MXTensor, Operand
 from ..grouped.op import grouped_gemm, grouped_wgrad
@@ -16,7 +18,15 @@ from ..quantize.dual_op import quantize_dual
 from ..quantize.op import quantize
 from ..routing.plan import group_bounds
 from .checks import check_grouped_linear, check_limit
-from .quantized import Given, Quantized, copies_of, copy_from, kind_of_copy, parts_of_copy
+from .quantized import (
+    NONE_GIVEN,
+    Given,
+    Quantized,
+    copies_of,
+    copy_from,
+    kind_of_copy,
+    parts_of_copy,
+)
 from .recipe import MXFP8Recipe, Spans
 
 # ---- Weight gradients that backward adds to ``weight.main_grad``, by the convention of Megatron-
@@ -133,7 +143,9 @@ def grouped_linear(
         >>> y.shape, weight.grad[1].abs().max().item()
         (torch.Size([5, 64]), 0.0)
     """
-    given = Given(copies_of(x), copies_of(weight))
+    given = NONE_GIVEN
+    if not (isinstance(x, torch.Tensor) and isinstance(weight, torch.Tensor)):
+        given = Given(copies_of(x), copies_of(weight))
     return run_grouped_linear(x, weight, given, group_offsets, bias, recipe, num_sms)
 
 
@@ -152,13 +164,21 @@ def run_grouped_linear(
     """
     refuse_transforms("grouped_linear", (x, weight, bias))
     main_grad = getattr(weight, "main_grad", None)
-    check_grouped_linear(x, weight, given, group_offsets, bias, recipe, main_grad)
-    check_limit("grouped_linear", num_sms, group_offsets.device, recipe, x)
-    dense_x, dense_weight = (
-        each if isinstance(each, torch.Tensor) else None for each in (x, weight)
-    )
+    options = recipe, num_sms
+    values = x, weight, bias, group_offsets, main_grad
+    is_dense = given is NONE_GIVEN and not torch.compiler.is_compiling()
+    if not is_dense or _PASSED.recall(options, values) is None:
+        check_grouped_linear(x, weight, given, group_offsets, bias, recipe, main_grad)
+        check_limit("grouped_linear", num_sms, group_offsets.device, recipe, x)
+        if is_dense and describe(values) is not None:
+            _PASSED.learn(options, values, None)
+    dense_x = x if isinstance(x, torch.Tensor) else None
+    dense_weight = weight if isinstance(weight, torch.Tensor) else None
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _multiply(dense_x, dense_weight, bias, group_offsets, given, recipe, num_sms)[0]
     marked = None if dense_weight is None else MarkedWeight.of(dense_weight)
-    result: torch.Tensor = _GroupedLinear.apply(
+    result: torch.Tensor = apply(
+        _GroupedLinear,
         dense_x,
         dense_weight,
         bias,
@@ -171,6 +191,10 @@ def run_grouped_linear(
         num_sms,
     )
     return result
+
+
+_PASSED = KnownArguments[tuple[MXFP8Recipe, int | None], None]()
+"""Arguments of `grouped_linear` that have passed its checks, which look at no data."""
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -191,8 +215,7 @@ class _GroupedLinear(torch.autograd.Function):
         num_sms: int | None,
     ) -> torch.Tensor:
         keep_graph(ctx, x, weight, bias)
-        rows = given.geometry(x, given.x)
-        group_offsets = group_bounds(group_offsets, rows.shape[0])
+        need_x, need_weight = ctx.needs_input_grad[:2]
         # main_grad is no saved tensor: backward writes it, which autograd would take for an error
         # where one weight is used twice.
         ctx.recipe, ctx.main_grad, ctx.marked = recipe, main_grad, marked
@@ -200,30 +223,14 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.x_dtype = torch.bfloat16 if x is None else x.dtype
         ctx.weight_dtype = None if weight is None else weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        need_x, need_weight = ctx.needs_input_grad[:2]
-        need_x, need_weight = grad_enabled and need_x, grad_enabled and need_weight
-        # The recipe says what is computed in which format: autocast has no part in it.
-        with isolated(rows.device.type):
-            kept: tuple[Operand | None, Operand | None]
-            if recipe.enabled:
-                operands = x, weight, given
-                (x_row, weight_row), kept = _forward_operands(
-                    *operands, group_offsets, recipe, need_x, need_weight
-                )
-                out_dtype = ctx.x_dtype
-                y = grouped_gemm(
-                    x_row, weight_row, group_offsets, out_dtype=out_dtype, num_sms=num_sms
-                )
-            else:
-                assert x is not None  # for the type checker
-                assert weight is not None  # for the type checker
-                weight = weight.to(x.dtype)
-                y = multiply_rows(x, weight, group_offsets, trans_b=True, num_sms=num_sms)
-                kept = x if need_weight else None, weight if need_x else None
-            ctx.turns_weight = given.weight is not None and given.weight[1] is None
-            ctx.kinds = tuple([kind_of_copy(each) for each in kept])
-            ctx.save_for_backward(*parts_of_copy(kept[0]), *parts_of_copy(kept[1]), group_offsets)
-            return y if bias is None else _add_bias(y, bias, group_offsets)
+        ctx.turns_weight = given.weight is not None and given.weight[1] is None
+        needs = grad_enabled and need_x, grad_enabled and need_weight
+        y, kept, group_offsets = _multiply(
+            x, weight, bias, group_offsets, given, recipe, num_sms, needs
+        )
+        ctx.kinds = kind_of_copy(kept[0]), kind_of_copy(kept[1])
+        ctx.save_for_backward(*parts_of_copy(kept[0]), *parts_of_copy(kept[1]), group_offsets)
+        return y
 
     @staticmethod
     @differentiable_once("grouped_linear")
@@ -248,6 +255,41 @@ class _GroupedLinear(torch.autograd.Function):
         if main_grad is not None and need_weight:
             dweight = None if marked is None else marked.end()  # main_grad has it
         return dx, dweight, dbias, None, None, None, None, None, None, None
+
+
+def _multiply(
+    x: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group_offsets: torch.Tensor,
+    given: Given,
+    recipe: MXFP8Recipe,
+    num_sms: int | None,
+    needs: tuple[bool, bool] = (False, False),
+) -> tuple[torch.Tensor, tuple[Operand | None, Operand | None], torch.Tensor]:
+    """The result, what backward needs of x and of the weight, and the group offsets for it.
+
+    needs: whether x and the weight get a gradient.
+    """
+    rows = x if given.x is None else given.x[0]
+    assert rows is not None  # for the type checker
+    group_offsets, (need_x, need_weight) = group_bounds(group_offsets, rows.shape[0]), needs
+    kept: tuple[Operand | None, Operand | None]
+    # The recipe says what is computed in which format: autocast has no part in it.
+    with isolated(rows.device.type):
+        if recipe.enabled:
+            (x_row, weight_row), kept = _forward_operands(
+                x, weight, given, group_offsets, recipe, need_x, need_weight
+            )
+            out_dtype = torch.bfloat16 if x is None else x.dtype
+            y = grouped_gemm(x_row, weight_row, group_offsets, out_dtype=out_dtype, num_sms=num_sms)
+        else:
+            assert x is not None  # for the type checker
+            assert weight is not None  # for the type checker
+            weight = weight if weight.dtype == x.dtype else weight.to(x.dtype)
+            y = multiply_rows(x, weight, group_offsets, trans_b=True, num_sms=num_sms)
+            kept = x if need_weight else None, weight if need_x else None
+        return y if bias is None else _add_bias(y, bias, group_offsets), kept, group_offsets
 
 
 def _forward_operands(

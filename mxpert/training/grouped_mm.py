@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ..core.ambient import Context, isolated, refuse_transforms
-from ..core.gradient import differentiable_once, keep_graph
+from ..core.gradient import apply, differentiable_once, keep_graph
 from ..core.schema import rebuild_mx
 from ..errors import Checks, UnsupportedError, message
 from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, WIDE_DTYPES
@@ -81,8 +81,13 @@ def grouped_mm(
     if b.dim() == 3:
         weight = b.transpose(-2, -1).contiguous()
         return grouped_linear(a, weight, group_offsets, bias=bias, recipe=recipe, num_sms=num_sms)
-    result: torch.Tensor = _GroupedOuter.apply(
-        a.transpose(0, 1).contiguous(), b.contiguous(), group_offsets, recipe, num_sms
+    result: torch.Tensor = apply(
+        _GroupedOuter,
+        a.transpose(0, 1).contiguous(),
+        b.contiguous(),
+        group_offsets,
+        recipe,
+        num_sms,
     )
     return result
 

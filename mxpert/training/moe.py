@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.ambient import Context, isolated, refuse_transforms
-from ..core.gradient import differentiable_once, keep_graph
+from ..core.gradient import apply, differentiable_once, keep_graph
 from ..core.problem import ActivationFormat, ActivationLike, SiLU, parse_gated_activation
 from ..distributed import ExpertParallel
 from ..errors import Checks
@@ -183,7 +183,7 @@ class MXMoE(torch.nn.Module):
         _NEED(fits, "x.shape", f"[..., {self.hidden_size}]", list(x.shape))
         refuse_transforms("MXMoE", (x, self.router))
         tokens = x.reshape(-1, self.hidden_size)
-        probabilities = _WideLinear.apply(tokens, self.router).softmax(dim=-1)  # [T, E]
+        probabilities = apply(_WideLinear, tokens, self.router).softmax(dim=-1)  # [T, E]
         chosen, topk_ids = probabilities.topk(self.top_k, dim=-1)
         topk_weights = chosen / chosen.sum(dim=-1, keepdim=True)  # [T, k]
         pairs = sort_by_expert(topk_ids, self.num_experts)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..core.ambient import Context
-from ..core.gradient import differentiable_once, keep_graph
+from ..core.gradient import apply, differentiable_once, keep_graph
 from .rows.op import combine_rows, combine_rows_backward
 
 Experts = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -66,10 +66,10 @@ def run_experts(
         tensor([[0.2500]])
     """
     order, inverse, group_offsets = pairs
-    rows = PermuteRows.apply(tokens, order, inverse, topk_weights.shape[1], gradient_factor)
+    rows = apply(PermuteRows, tokens, order, inverse, topk_weights.shape[1], gradient_factor)
     rows = experts(rows, group_offsets)
     row_ids = inverse.view(topk_weights.shape)
-    result: torch.Tensor = CombineRows.apply(rows, row_ids, topk_weights, 1 / gradient_factor)
+    result: torch.Tensor = apply(CombineRows, rows, row_ids, topk_weights, 1 / gradient_factor)
     return result
 
 

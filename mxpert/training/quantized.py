@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 
+from ..core.geometry import rebuilder
 from ..core.schema import rebuild_mx
 from ..formats.spec import ScaleSpan
 from ..formats.tensor import MXTensor, Operand
@@ -31,6 +32,9 @@ class Given:
         return cast("Operand", dense if copies is None else copies[0])
 
 
+NONE_GIVEN = Given()
+
+
 def copies_of(value: object) -> Copies | None:
     """The copies of a quantised operand; None for anything else."""
     if isinstance(value, MXTensor):
@@ -42,8 +46,8 @@ def copies_of(value: object) -> Copies | None:
 
 CopyParts = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 """Codes, scales and count of wide blocks of a copy; or a plain tensor; or nothing."""
-CopyKind = tuple[str, ScaleSpan] | None
-"""Format and span of a copy; None for a plain tensor."""
+CopyKind = tuple[str, ScaleSpan] | Callable[[Sequence[torch.Tensor]], Any] | None  # an MXTensor
+"""Format and span of a copy, or a function that makes it; None for a plain tensor."""
 
 
 def parts_of_copy(copy: Operand | None) -> CopyParts:
@@ -55,10 +59,16 @@ def parts_of_copy(copy: Operand | None) -> CopyParts:
 
 def kind_of_copy(copy: Operand | None) -> CopyKind:
     """What backward keeps of an operand beside its tensors."""
-    return (copy.format.name, copy.scale_span) if isinstance(copy, MXTensor) else None
+    if not isinstance(copy, MXTensor):
+        return None
+    rebuild = None if torch.compiler.is_compiling() else rebuilder(copy)
+    return (copy.format.name, copy.scale_span) if rebuild is None else rebuild
 
 
 def copy_from(parts: Sequence[Any], kind: CopyKind) -> MXTensor:
     """The copy that `parts_of_copy` and `kind_of_copy` describe."""
     assert kind is not None  # for the type checker
-    return rebuild_mx(parts[0], parts[1], kind[0], span=kind[1], wide=parts[2])
+    if isinstance(kind, tuple):
+        return rebuild_mx(parts[0], parts[1], kind[0], span=kind[1], wide=parts[2])
+    copy: MXTensor = kind(parts)
+    return copy

@@ -37,6 +37,16 @@ class OperandSpans(NamedTuple):
     grad: Spans
 
 
+def _operand_spans(span: ScaleSpan) -> OperandSpans:
+    # With SPAN128 the second operand has one scale a row: w in forward and dgrad, x in wgrad.
+    other = ScaleSpan.ROW if span is ScaleSpan.SPAN128 else span
+    return OperandSpans(x=(span, other), weight=(other, other), grad=(span, span))
+
+
+_OPERAND_SPANS = {span: _operand_spans(span) for span in ScaleSpan}
+"""By a recipe's span: the same objects in each call, because ops know options by identity."""
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _span_of(device: torch.device) -> str:
     """Name of the span of recipes that leave it open."""
@@ -125,9 +135,7 @@ class MXFP8Recipe:
         span = self.scale_span
         if span is None:
             span = ScaleSpan[_span_of(device)]
-        # With SPAN128 the second operand has one scale a row: w in forward and dgrad, x in wgrad.
-        other = ScaleSpan.ROW if span is ScaleSpan.SPAN128 else span
-        return OperandSpans(x=(span, other), weight=(other, other), grad=(span, span))
+        return _OPERAND_SPANS[span]
 
     @classmethod
     def hybrid(cls) -> MXFP8Recipe:

@@ -18,7 +18,7 @@ from triton.backends.nvidia import driver as nvidia
 import mxpert
 from mxpert.core import geometry, registry, replay
 from mxpert.core import ops as library
-from mxpert.core.launch import Launch, PreparedLaunch
+from mxpert.core.launch import Launch
 from mxpert.core.ops import OPS
 from mxpert.core.problem import (
     MoEOptions,
@@ -31,7 +31,9 @@ from mxpert.core.problem import (
 from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
 from mxpert.testing.problems import MoEShape, random_moe_problem
+from support.frames import count_frames
 from support.launches import H200, count_launches, without_device
+from support.replays import Launches
 
 SHAPE = MoEShape(
     hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, activation=mxpert.SwiGLU()
@@ -57,28 +59,32 @@ MOST_ALLOCATIONS = {
     "moe_down": 2,
 }
 """Allocations per op: two outputs for codes and scales, five for a plan."""
+MOST_FRAMES = {
+    "route_topk": 14,
+    "make_routing_plan": 15,
+    "quantize": 15,
+    "fused_moe": 16,
+    "fused_moe_out": 15,
+    "moe_gate_up": 16,
+    "moe_down": 20,
+    "experts": 20,
+    "MoE": 40,
+}
+"""Python functions of this package that a warm call enters, as many as today."""
 MOST_COPIES = 3
 """TMA descriptors of a decode GEMM's activation rows: one for each tile width."""
 
 
 @pytest.fixture(autouse=True)
-def no_device() -> Iterator[None]:
-    with without_device(record=False), on_device(H200):
-        yield
+def launches() -> Iterator[Launches]:
+    with without_device() as made, on_device(H200):
+        yield made
 
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Counters of the steps that warm calls must skip."""
-    counts = {
-        "learn": 0,
-        "build": 0,
-        "encode": 0,
-        "launch": 0,
-        "check": 0,
-        "take apart": 0,
-        "problem": 0,
-    }
+    counts = {"learn": 0, "build": 0, "encode": 0, "check": 0, "take apart": 0, "problem": 0}
 
     def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
@@ -92,7 +98,6 @@ def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(
         nvidia, "make_tensordesc_arg", counted("encode", nvidia.make_tensordesc_arg)
     )
-    monkeypatch.setattr(PreparedLaunch, "__call__", counted("launch", PreparedLaunch.__call__))
     for spec in OPS.values():
         monkeypatch.setattr(spec, "_check", counted("check", spec._check))
     monkeypatch.setattr(
@@ -140,24 +145,34 @@ def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
     }
 
 
+def modules(num_tokens: int) -> dict[str, Callable[[], object]]:
+    """Calls of the inference modules."""
+    problem = random_moe_problem(SHAPE, num_tokens, device=torch.device("cpu"))
+    weights = problem.weights.prepare(device="cpu", layout=Layout.HOPPER_FRAGMENT)
+    router = torch.randn(SHAPE.num_experts, SHAPE.hidden_size, dtype=torch.bfloat16)
+    moe = mxpert.MoE(weights, router, top_k=SHAPE.top_k, activation=problem.activation).eval()
+    routing = problem.topk_weights, problem.topk_ids
+    return {"MoE": lambda: moe(problem.x), "experts": lambda: moe.experts(problem.x, *routing)}
+
+
 @pytest.mark.parametrize("op", MOST_LAUNCHES)
-def test_a_warm_call_only_launches(op: str, work: dict[str, int]) -> None:
+def test_a_warm_call_only_launches(op: str, work: dict[str, int], launches: Launches) -> None:
     call = calls(16)[op]
     kept = [call() for _ in range(2)]  # the second call's tensors have other addresses
     misses = registry._resolve.cache_info().misses
     for name in work:
         work[name] = 0
+    launches.clear()
     for _ in range(3):
         kept.append(call())
-    done = work.copy()
-    launches = done.pop("launch")
-    assert 0 < launches <= 3 * MOST_LAUNCHES[op]
+    done, num_launches = work.copy(), len(launches)
+    assert 0 < num_launches <= 3 * MOST_LAUNCHES[op]
     assert done.pop("encode") <= 3 * 2 * MOST_COPIES, (
         "rows of both stages may lie elsewhere, weights do not"
     )
     assert set(done.values()) == {0}, done
     assert registry._resolve.cache_info().misses == misses
-    assert count_launches(call) * 3 == launches, "as many as a call that is not replayed"
+    assert count_launches(call) * 3 == num_launches, "as many as a call that is not replayed"
 
 
 @pytest.mark.parametrize("op", MOST_ALLOCATIONS)
@@ -191,6 +206,25 @@ def test_a_warm_call_runs_no_other_operator(op: str, monkeypatch: pytest.MonkeyP
     with Operators() as seen:
         call()
     assert set(seen.names) == {"aten::empty_strided"}
+
+
+@pytest.mark.parametrize("op", MOST_FRAMES)
+def test_a_warm_call_enters_few_functions(op: str) -> None:
+    call = {**calls(16), **modules(16)}[op]
+    for _ in range(4):
+        call()
+    assert 0 < count_frames(call) <= MOST_FRAMES[op]
+
+
+@pytest.mark.parametrize("op", MOST_ALLOCATIONS)
+def test_a_warm_call_does_not_describe_its_arguments(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = calls(16)[op]
+    for _ in range(3):
+        call()
+    monkeypatch.setattr(library, "describe", None)
+    call()
 
 
 def test_token_counts_share_binaries(work: dict[str, int]) -> None:

@@ -16,6 +16,7 @@ from mxpert.core.launch import Launch
 from mxpert.core.target import on_device
 from mxpert.training import MXFP8Recipe, grouped_linear
 from mxpert.training.rows import op as rows
+from support.frames import count_frames
 from support.launches import H200, count_launches, without_device
 from support.replays import Launches, check_interleaved, check_replay
 
@@ -30,6 +31,10 @@ MOST_LAUNCHES = {"block": 15, "row": 15, "auto": 25, "span128": 15}
 """Launches of forward and backward: 3 GEMMs, one kernel that pads offsets, and 3 quantisations, two
 of them with a block table. AUTO adds 4 that count wide blocks, and for each GEMM one that decodes
 wide operands and a second GEMM that multiplies them."""
+
+MOST_FRAMES = {"block": 155, "row": 155, "auto": 155, "span128": 155}
+"""Python functions of this package that forward and backward enter, as many as today."""
+MOST_FRAMES_WITHOUT_GRADIENTS = 75
 
 
 @pytest.fixture(autouse=True)
@@ -159,12 +164,8 @@ def test_what_decides_is_looked_at(launches: Launches, replays: list[object]) ->
     check_interleaved(launches, replays, calls)
 
 
-@pytest.mark.parametrize("mode", SPANS)
-def test_a_warm_step_only_replays(
-    mode: str, replays: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A warm forward and backward replays all six op calls: nothing is resolved or looked up, and
-    there are no more kernels than MOST_LAUNCHES."""
+def step_of(mode: str) -> Callable[[], object]:
+    """Forward and backward of `grouped_linear`."""
     layer, recipe = Linear(mode), MXFP8Recipe(scale_span=SPANS[mode][0])
     x, weight = layer.x.requires_grad_(), layer.weight.requires_grad_()
 
@@ -172,6 +173,33 @@ def test_a_warm_step_only_replays(
         y = grouped_linear(x, weight, layer.offsets, recipe=recipe)
         return torch.autograd.grad(y, (x, weight), layer.grad)
 
+    return step
+
+
+@pytest.mark.parametrize("mode", SPANS)
+def test_a_warm_step_enters_few_functions(mode: str) -> None:
+    step = step_of(mode)
+    for _ in range(4):
+        step()
+    assert 0 < count_frames(step) <= MOST_FRAMES[mode]
+
+
+def test_a_warm_forward_without_gradients_enters_few_functions() -> None:
+    layer = Linear("row")
+    with torch.no_grad():
+        for _ in range(4):
+            grouped_linear(layer.x, layer.weight, layer.offsets)
+        frames = count_frames(lambda: grouped_linear(layer.x, layer.weight, layer.offsets))
+    assert 0 < frames <= MOST_FRAMES_WITHOUT_GRADIENTS
+
+
+@pytest.mark.parametrize("mode", SPANS)
+def test_a_warm_step_only_replays(
+    mode: str, replays: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warm forward and backward replays all six op calls: nothing is resolved or looked up, and
+    there are no more kernels than MOST_LAUNCHES."""
+    step = step_of(mode)
     for _ in range(3):
         step()
     assert count_launches(step) == MOST_LAUNCHES[mode]

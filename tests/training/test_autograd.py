@@ -415,3 +415,26 @@ def test_compiles_without_a_graph_break(name: str, autocast: bool) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             actual = run(compiled, sizes)
         assert all(map(is_exact, actual, run(grouped_linear, sizes)))
+
+
+def test_bad_input_is_refused_warm_as_cold() -> None:
+    """A check that was passed is left out for the same recipe and the same geometry alone."""
+    x, weight, offsets = torch.randn(8, 40), torch.randn(2, 32, 40), offsets_of([4, 4])
+    main_grad = torch.zeros(2, 32, 40)
+    for _ in range(3):
+        grouped_linear(x, weight, offsets, recipe=PLAIN)
+    with pytest.raises(ValueError, match=r"weight.shape\[2\] — need a multiple of 32"):
+        grouped_linear(x, weight, offsets)
+    with pytest.raises(ValueError, match="num_sms — need at least 1"):
+        grouped_linear(x, weight, offsets, recipe=PLAIN, num_sms=0)
+    with pytest.raises(TypeError, match="recipe — need an MXFP8Recipe"):
+        grouped_linear(x, weight, offsets, recipe=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"group_offsets\.shape"):
+        grouped_linear(x, weight, offsets[:-1], recipe=PLAIN)
+    with pytest.raises(ValueError, match=r"bias\.shape"):
+        grouped_linear(x, weight, offsets, recipe=PLAIN, bias=torch.zeros(2, 40))
+    weight.main_grad = main_grad[:1]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"main_grad\.shape"):
+        grouped_linear(x, weight, offsets, recipe=PLAIN)
+    weight.main_grad = main_grad  # type: ignore[attr-defined]
+    grouped_linear(x, weight, offsets, recipe=PLAIN)
