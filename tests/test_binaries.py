@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-_SPEC = importlib.util.spec_from_file_location("binaries", ROOT / "tools/binaries.py")
-assert _SPEC is not None
-binaries = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(binaries)
+from support.scripts import load_script
+
+binaries = load_script("tools/binaries.py")
 
 
 def written(folder: Path, **texts: str) -> Path:

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import socket
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def load() -> ModuleType:
-    path = ROOT / "tools" / "environment.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-environment = load()
+environment = load_script("tools/environment.py")
 PIP_FAILS = """
 print("Collecting torch==2.13.0")
 print("ERROR: Cannot install mxpert because these package versions have conflicting dependencies.")

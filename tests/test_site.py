@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 import re
@@ -13,7 +12,7 @@ import textwrap
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,6 +21,7 @@ import mxpert.distributed
 import mxpert.distributed.planner
 import mxpert.formats
 import mxpert.training
+from support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLIC = (
@@ -43,16 +43,7 @@ DOCUMENTS = sorted(
 CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SITE = load(ROOT / "docs" / "_site.py")
+SITE = load_script("docs/_site.py")
 
 
 @cache
@@ -233,7 +224,7 @@ def test_examples_of_the_reference_can_be_copied(monkeypatch: pytest.MonkeyPatch
     """No prompts; what an example prints is a comment."""
     griffe = SimpleNamespace(Extension=object, Object=object)  # of the environment of `make docs`
     monkeypatch.setitem(sys.modules, "griffe", griffe)
-    docstrings = load(ROOT / "docs" / "_docstrings.py")
+    docstrings = load_script("docs/_docstrings.py")
     assert not doctest.testmod(docstrings).failed
     for name in listed():
         text = docstrings.fenced(inspect.getdoc(resolved(name)) or "")

@@ -13,8 +13,7 @@ import argparse
 import functools
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +22,10 @@ import torch
 import mxpert
 from benchmarks.grouped.cells import SHAPES, Operands, tiny
 from benchmarks.grouped.ours import recipe_of
-from benchmarks.harness.document import Document, Row
-from benchmarks.harness.script import Script, machine
-from benchmarks.harness.tables import absences, bullets, conditions, page, row_table
+from benchmarks.harness.document import FACTS, Row
+from benchmarks.harness.run import Run, times_of
+from benchmarks.harness.script import Script, machine, within
+from benchmarks.harness.tables import absences, bullets, conditions, failures_of, page, row_table
 from benchmarks.harness.timing import measure_ceilings
 from benchmarks.moe.cells import NAMED, Cell, random_inputs
 from benchmarks.moe.cells import tiny as tiny_model
@@ -151,14 +151,6 @@ def rounding_cases(device: torch.device) -> Iterator[Case]:
     yield Case("quantize_dual", place, calls, lambda: None)
 
 
-@dataclass(kw_only=True)
-class Run(Document):
-    """What one invocation works with, and what it has found."""
-
-    device: torch.device
-    deadline: float
-
-
 def measure_case(run: Run, case: Case) -> None:
     """Check, then time in turns; one SM apart, since it rests the others for milliseconds."""
     case.check()
@@ -170,41 +162,21 @@ def measure_case(run: Run, case: Case) -> None:
             timings |= time_graph(calls, device=run.device, repeats=repeats, warmup=1)
     base = next(iter(timings.values())).us
     for name, timing in timings.items():
-        run.add(
-            {
-                "op": case.op,
-                "shape": case.shape,
-                "option": name,
-                "us": timing.us,
-                "us_spread": timing.high_us - timing.low_us,
-                "over_default": timing.us / base if base else math.nan,
-            }
-        )
+        over = timing.us / base if base else math.nan
+        row = {"op": case.op, "shape": case.shape, "option": name}
+        run.add(row | times_of(timing) | {"over_default": over})
 
 
 def measure(options: argparse.Namespace, run: Run) -> int:
     """All cases until the time limit; 0 if all that were started are right and have a time."""
-    longest = 0.0
-    for make in (grouped_cases, rounding_cases, layer_cases):
-        began = time.monotonic()
-        if began + longest > run.deadline:
-            run.left.append(make.__name__)
-            continue
-        for case in make(run.device):
-            start = time.monotonic()
-            if start + longest > run.deadline:
-                run.left.append(f"{case.op} {case.shape}")
-                continue
-            try:
+    makers = {each.__name__: each for each in (grouped_cases, rounding_cases, layer_cases)}
+    for name in run.each(makers):
+        skipped: list[Case] = []
+        for case in within(makers[name](run.device), run.deadline, skipped):
+            with run.blaming(f"{case.op} {case.shape}"):
                 measure_case(run, case)
-            except Exception as error:
-                print(run.fail((f"{case.op} {case.shape}",), error), file=sys.stderr, flush=True)
-            longest = max(longest, time.monotonic() - start)
-        run.save()
-        print(f"{make.__name__}: {time.monotonic() - began:.1f} s", flush=True)
-    SCRIPT.write_tables(run.path, run.as_json())
-    print(f"wrote {run.path}: {len(run.rows)} rows, {len(run.left)} left")
-    return 1 if run.failures else 0
+        run.left += [f"{case.op} {case.shape}" for case in skipped]
+    return run.end(SCRIPT, options)
 
 
 def markdown(document: Row) -> str:
@@ -217,22 +189,19 @@ def markdown(document: Row) -> str:
         "µs": "{us:.1f}",
         "over the first": "{over_default:.2f}",
     }
-    failures = [f"{name}: {text}" for name, text in meta["failures"].items()]
     return page(
         "# Fewer SMs, stochastic rounding",
         conditions(meta),
         row_table(document["rows"], columns),
         bullets(meta["protocol"]),
-        absences("Not measured", failures, meta["left"]),
+        absences("Not measured", failures_of(meta), meta["left"]),
     )
 
 
 def prepare(options: argparse.Namespace) -> Run:
     """The document."""
-    names = ("device", "clocks", "versions", "commit", "date")
-    meta = machine(options, *names, protocol=PROTOCOL, ceilings=measure_ceilings(options.device))
-    key: Sequence[str] = ("op", "shape", "option")
-    return Run(options.path, meta, key, device=options.device, deadline=options.deadline)
+    meta = machine(options, *FACTS, protocol=PROTOCOL, ceilings=measure_ceilings(options.device))
+    return Run.of(options, meta, ("op", "shape", "option"))
 
 
 SCRIPT = Script("options", __doc__, measure, prepare, limit=60.0, markdown=markdown)

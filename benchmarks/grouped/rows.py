@@ -7,6 +7,7 @@ import math
 from benchmarks.grouped.cells import BALANCES, OPS, Shape
 from benchmarks.grouped.ours import Variant
 from benchmarks.harness.document import META, NUMBER, OPTIONAL, Row, Schema, Section
+from benchmarks.harness.run import times_of
 from mxpert.testing.timing import Timing
 
 KEY_COLUMNS = ("shape", "balance", "impl", "mode", "op", "with_quant")
@@ -48,8 +49,7 @@ def make_row(
         **{name: getattr(shape, name) for name in ("G", "rows", "N", "K")},
         "balance": balance,
         **{name: getattr(variant, name) for name in ("impl", "mode", "op", "with_quant")},
-        "us": timing.us,
-        "us_spread": timing.high_us - timing.low_us,
+        **times_of(timing),
         "tflops": shape.flops(variant.op) / timing.us / 1e6,
         "snr_db": snr_db if math.isfinite(snr_db) else None,
         "rel_l2": rel_l2,

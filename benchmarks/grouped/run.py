@@ -37,7 +37,7 @@ from benchmarks.grouped.ours import OURS, Ours, Variant, check
 from benchmarks.grouped.peers import Compiler, DeepGemm, Jobs, torch_variants
 from benchmarks.grouped.quantiser import cases, check_case, make_quantiser_row
 from benchmarks.grouped.rows import KEY_COLUMNS, make_row
-from benchmarks.harness.document import Document, Row
+from benchmarks.harness.document import FACTS, Document, Row
 from benchmarks.harness.faults import FATAL, FatalError, check_alive
 from benchmarks.harness.script import Script, machine, within
 from benchmarks.harness.timing import PAUSE, measure_ceilings, time_calls
@@ -219,9 +219,8 @@ def make_meta(options: argparse.Namespace) -> Row:
     """Everything but the ceilings."""
     idle = f"{PAUSE:g} times a call's duration after it"
     protocol = {"pause": "none: sustained load" if options.sustained else idle, **PROTOCOL}
-    names = ("device", "clocks", "versions", "commit", "date")
     peers = {"torch": "present"}
-    return machine(options, *names, ceilings={}, kernels={}, peers=peers, protocol=protocol)
+    return machine(options, *FACTS, ceilings={}, kernels={}, peers=peers, protocol=protocol)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,9 @@ OPTIONAL: Types = (int, float, type(None))
 RUN = ("device", "commit", "protocol")
 """What two runs must have in common to stand in one document."""
 
-META = ("device", "clocks", "versions", "commit", "date", "protocol", "ceilings")
+FACTS = ("device", "clocks", "versions", "commit", "date")
+"""Of the environment, where times are measured."""
+META = (*FACTS, "protocol", "ceilings")
 
 
 @dataclass(frozen=True)

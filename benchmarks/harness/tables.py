@@ -87,9 +87,17 @@ def absences(title: str, failures: Iterable[str], left: Sequence[str] = ()) -> s
     return f"## {title}\n\n{bullets(lines)}" if lines else ""
 
 
-def closing(meta: Mapping[str, Any]) -> str:
-    """The end of a page: the protocol, and what was not measured."""
-    failures = [f"{name}: {text}" for name, text in meta["failures"].items()]
+def failures_of(meta: Mapping[str, Any], name: str = "") -> list[str]:
+    """ "name: error" of each failure; `name` is a format of the columns that it blames, if any."""
+    found = meta["failures"]
+    if name:
+        return [f"{name.format(**each)}: {each['error']}" for each in found]
+    return [f"{name}: {text}" for name, text in found.items()]
+
+
+def closing(meta: Mapping[str, Any], name: str = "") -> str:
+    """The end of a page: the protocol, and what was not measured, named as in `failures_of`."""
+    failures = failures_of(meta, name)
     absent = absences("Not measured", failures, meta["left"])
     return paragraphs("## Protocol", bullets(meta["protocol"]), absent)
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from benchmarks.harness.document import NUMBER, OPTIONAL, Row, Schema, Section
+from benchmarks.harness.document import FACTS, NUMBER, OPTIONAL, Row, Schema, Section
 
 KEY_COLUMNS = ("impl", "format", "phase", "mode", "batch", "tokens")
 TEXTS = ("impl", "format", "phase", "mode")
 NUMBERS = ("ms", "ms_spread", "tokens_per_s", "logits_cosine")
 MAYBE = ("moe_ms", "moe_share", "layer_cosine")
 """The blocks of a compiled step cannot be timed apart; a dense layer has no cosine of its own."""
-FACTS = ("device", "clocks", "versions", "commit", "date")
 META = (*FACTS, "read_tbs", "model", "protocol", "failures")
 PHASES = {"decode": ("generate", "static", "graph"), "prefill": ("forward",)}
 SECTION = Section(

@@ -25,10 +25,10 @@ import transformers
 from transformers import GptOssConfig, GptOssForCausalLM
 
 import mxpert
-from benchmarks.harness.document import Document, Row
+from benchmarks.harness.document import FACTS, Document, Row
 from benchmarks.harness.script import Script, machine
 from benchmarks.models.peer import TransformersMXFP4
-from benchmarks.models.rows import FACTS, KEY_COLUMNS, SCHEMA, make_row
+from benchmarks.models.rows import KEY_COLUMNS, SCHEMA, make_row
 from benchmarks.models.timing import StepClock, graph_step, moe_milliseconds, steps, timed_forward
 from mxpert.integrations.models.convert import mx_experts
 from mxpert.integrations.models.expert_modules import MXExperts

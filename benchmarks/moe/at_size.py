@@ -12,7 +12,6 @@ that these tokens hit are dequantised. Writes at_size.json and at_size.md.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -23,8 +22,9 @@ from typing import Any
 import torch
 
 import mxpert
-from benchmarks.harness.document import Document, Row
-from benchmarks.harness.script import Script, Seconds, machine, parse_list, within
+from benchmarks.harness.document import Row
+from benchmarks.harness.run import Run
+from benchmarks.harness.script import Script, Seconds, machine, parse_list
 from benchmarks.harness.tables import absences, bullets, folded, page, row_table, where
 from benchmarks.moe import warm_up
 from benchmarks.moe.cells import NAMED, Cell
@@ -74,24 +74,18 @@ PROTOCOL = {
 
 
 @dataclass(kw_only=True)
-class Proof(Document):
+class Proof(Run):
     """What one invocation works with, and what it has found."""
 
-    device: torch.device
-    deadline: float
     seconds: Seconds = field(default_factory=Seconds)
 
-    @property
-    def dry(self) -> bool:
-        return self.device.type == "cpu"
+    def take_over(self, old: Row) -> None:
+        super().take_over(old)
+        self.seconds.update(old["meta"]["seconds"])
 
     def as_json(self) -> Row:
         self.meta["seconds"] = dict(self.seconds)
         return super().as_json()
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
@@ -341,18 +335,7 @@ def prepare(options: argparse.Namespace) -> tuple[Proof, list[str], list[str]]:
     names = parse_list(options.models, list(SHAPES), "--models")
     formats = parse_list(options.formats, list(ACTIVATION_FORMATS), "--formats")
     meta = machine(options, "device", "versions", "date", "commit", protocol=PROTOCOL)
-    proof = Proof(
-        options.path,
-        meta,
-        ("model", "activation", "T"),
-        ("model", "activation"),
-        device=options.device,
-        deadline=options.deadline,
-    )
-    if options.resume and options.path.is_file():
-        old = json.loads(options.path.read_text("utf-8"))
-        proof.resume(old)
-        proof.seconds.update(old["meta"]["seconds"])
+    proof = Proof.of(options, meta, ("model", "activation", "T"), ("model", "activation"))
     done = {row["model"] for row in proof.rows.values()}
     return proof, [name for name in names if name not in done], formats
 
@@ -365,11 +348,8 @@ def prove(options: argparse.Namespace, prepared: tuple[Proof, list[str], list[st
         cells = [Cell(model, count) for model in NAMED.values() for count in tokens]
         with proof.seconds.clock("compilers"):
             warm_up.wait(warm_up.start(cells, formats))
-    for name in within(names, proof.deadline, proof.left):
+    for name in proof.each(names):
         prove_model(proof, name, formats, tokens)
-        if not proof.dry:
-            torch.cuda.empty_cache()
-        proof.save()
     proof.save()
     document = proof.as_json()
     SCRIPT.write_tables(proof.path, document)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -40,6 +41,11 @@ class Model:
     k: int
     H: int
     F: int
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """What a row says of it."""
+        return {"model": self.name, **{name: getattr(self, name) for name in "EkHF"}}
 
 
 def named(*names: str) -> dict[str, Model]:

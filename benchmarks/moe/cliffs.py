@@ -13,6 +13,7 @@ writes the tables of an earlier run again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -29,8 +30,9 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from benchmarks import ROOT
-from benchmarks.harness.document import Document, Row
+from benchmarks.harness.document import FACTS, Row
 from benchmarks.harness.faults import FatalError, check_alive
+from benchmarks.harness.run import Run
 from benchmarks.harness.script import Script, machine, parse_list, parse_tokens
 from benchmarks.harness.timing import measure_ceilings
 from benchmarks.moe import cells as named
@@ -131,16 +133,10 @@ def plan(
 
 
 @dataclass(kw_only=True)
-class Run(Document):
+class CliffRun(Run):
     """What one invocation works with, and what it has found."""
 
-    device: torch.device
-    deadline: float
     first_calls: Row = field(default_factory=dict)
-
-    @property
-    def dry(self) -> bool:
-        return self.device.type == "cpu"
 
     def miss(self, what: str, error: BaseException) -> None:
         """Note what has no time, and why."""
@@ -176,7 +172,7 @@ def count_binaries() -> dict[str, int]:
 
 
 def prepare_format(
-    run: Run, cell: Cell, ours: Ours, batches: Sequence[Any]
+    run: CliffRun, cell: Cell, ours: Ours, batches: Sequence[Any]
 ) -> dict[str, tuple[Sequence[Call], float, Row]]:
     """Stage → calls that passed their gate, relative L2, and the kernel that runs."""
     resolution = ours._chosen_weights(batches[0])[1]
@@ -190,7 +186,7 @@ def prepare_format(
     return {stage: (calls[stage], errors[stage], choice) for stage in STAGES}
 
 
-def measure_cell(run: Run, cell: Cell, full: Model, weights: RunWeights) -> None:
+def measure_cell(run: CliffRun, cell: Cell, full: Model, weights: RunWeights) -> None:
     """Gate every format, then time what passed; a failure leaves the others.
 
     Args:
@@ -210,7 +206,7 @@ def measure_cell(run: Run, cell: Cell, full: Model, weights: RunWeights) -> None
             continue
         ready |= {f"{activation}/{stage}": each for stage, each in found.items()}
     if not run.dry:
-        torch.cuda.synchronize()
+        run.synchronize()
         time.sleep(IDLE_SECONDS)
     failed: dict[str, Exception] = {}
     timings = time_graph(
@@ -231,22 +227,13 @@ def measure_cell(run: Run, cell: Cell, full: Model, weights: RunWeights) -> None
         run.add({**row, **choice, "efficiency": efficiency, "neighbour": neighbour})
 
 
-def measure(run: Run, cells: dict[Model, list[Cell]]) -> None:
+def measure(run: CliffRun, cells: dict[Model, list[Cell]]) -> None:
     """All models until the time limit, which a cell as long as the one before must still fit."""
-    previous, left = 0.0, run.left
-    for model, wanted in cells.items():
-        began = time.monotonic()
-        if began + previous > run.deadline:
-            left += map(str, wanted)
-            continue
+    named = {cell: model for model, wanted in cells.items() for cell in wanted}
+    for model, wanted in itertools.groupby(run.each(named), named.__getitem__):
         small = tiny(model) if run.dry else model
         weights = random_weights(small, run.device)
-        built = time.monotonic() - began
         for cell in wanted:
-            start = time.monotonic()
-            if start + previous > run.deadline:
-                left.append(str(cell))
-                continue
             try:
                 measure_cell(run, Cell(small, cell.tokens, cell.routing), model, weights)
             except FatalError:
@@ -254,12 +241,7 @@ def measure(run: Run, cells: dict[Model, list[Cell]]) -> None:
             except Exception as error:
                 run.miss(str(cell), error)
                 check_alive(run.device)
-            previous = time.monotonic() - start
         del weights
-        if not run.dry:
-            torch.cuda.empty_cache()
-        run.save()
-        print(f"{model.name}: {time.monotonic() - began:.1f} s, weights {built:.1f} s", flush=True)
 
 
 # --- first calls --------------------------------------------------------------------------------
@@ -307,7 +289,7 @@ def start_first_calls(dry: bool) -> Row:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def compare_first_calls(run: Run) -> None:
+def compare_first_calls(run: CliffRun) -> None:
     """Twice the same calls, each in a process of its own, before this one uses the GPU."""
     for state in ("empty_cache", "kept_cache"):
         try:
@@ -328,17 +310,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first-calls", action="store_true", help=text)
 
 
-def prepare(options: argparse.Namespace) -> tuple[Run, dict[Model, list[Cell]]]:
+def prepare(options: argparse.Namespace) -> tuple[CliffRun, dict[Model, list[Cell]]]:
     """Checked options, and the cells."""
     shapes = [SHAPES[name] for name in parse_list(options.shapes, list(SHAPES), "--shapes")]
     routings = parse_list(options.routings, ROUTINGS, "--routings")
-    run = Run(
-        options.path, {}, KEY_COLUMNS, ("cell",), device=options.device, deadline=options.deadline
-    )
+    run = CliffRun.of(options, {}, KEY_COLUMNS, ("cell",))
     return run, plan(shapes, parse_tokens(options.tokens), routings)
 
 
-def execute(options: argparse.Namespace, run: Run, cells: dict[Model, list[Cell]]) -> None:
+def execute(options: argparse.Namespace, run: CliffRun, cells: dict[Model, list[Cell]]) -> None:
     """First calls in other processes, then the cells in this one, which finds their binaries in
     the same folder."""
     with (
@@ -346,8 +326,7 @@ def execute(options: argparse.Namespace, run: Run, cells: dict[Model, list[Cell]
         mock.patch.dict(os.environ, {"TRITON_CACHE_DIR": folder}),
     ):
         compare_first_calls(run)
-        names = ("device", "clocks", "versions", "commit", "date")
-        run.meta = machine(options, *names, protocol=PROTOCOL)
+        run.meta = machine(options, *FACTS, protocol=PROTOCOL)
         run.meta["ceilings"] = measure_ceilings(run.device)
         print(f"{run.meta['device']}: {run.meta['ceilings']}", flush=True)
         try:
@@ -356,7 +335,7 @@ def execute(options: argparse.Namespace, run: Run, cells: dict[Model, list[Cell]
             run.miss("the CUDA context is lost", error)
 
 
-def search(options: argparse.Namespace, prepared: tuple[Run, dict[Model, list[Cell]]]) -> int:
+def search(options: argparse.Namespace, prepared: tuple[CliffRun, dict[Model, list[Cell]]]) -> int:
     """Run it; 0 if every cell that was started passed its gate and has a time."""
     if options.first_calls:
         print(json.dumps(time_first_calls(options.device, options.dry_run)))

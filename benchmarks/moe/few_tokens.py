@@ -14,14 +14,15 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 import mxpert
-from benchmarks.harness.document import Document, Row
-from benchmarks.harness.script import Script, machine, parse_list, parse_tokens, within
+from benchmarks.harness.document import FACTS, Row
+from benchmarks.harness.run import Run
+from benchmarks.harness.script import Script, machine, parse_list, parse_tokens
 from benchmarks.harness.tables import closing, conditions, page, row_table
 from benchmarks.harness.timing import measure_ceilings
 from benchmarks.moe import warm_up
@@ -84,18 +85,6 @@ def call_of(
     return call
 
 
-@dataclass(kw_only=True)
-class Run(Document):
-    """What one invocation works with, and what it has found."""
-
-    device: torch.device
-    deadline: float
-
-    @property
-    def dry(self) -> bool:
-        return self.device.type == "cpu"
-
-
 def right_calls(
     run: Run,
     cell: Cell,
@@ -109,13 +98,11 @@ def right_calls(
     sizes = intermediate_sizes(truth.tokens.numel(), cell.model.k, weights.plain.intermediate_size)
     found = {}
     for name, each in calls.items():
-        try:
+        with run.blaming(str(cell), activation, name):
             result: Any = each[0]()
             error = truth.layer_error(result)
             check_gate(f"{cell} {activation} {name}", error, "layer", activation, sizes)
             found[name] = each
-        except Exception as error:
-            run.fail((str(cell), activation, name), error)
     return found
 
 
@@ -131,8 +118,8 @@ def measure_cell(run: Run, cell: Cell, weights: RunWeights, activation: str) -> 
         name: [call_of(config, each, weights.prepared, model.k, activation) for each in batches]
         for name, config in configs.items()
     }
-    row: Row = dict(model=model.name, E=model.E, k=model.k, H=model.H, F=model.F, T=cell.tokens)
-    row |= dict(activation=activation, refused=refused, us={}, us_spread={}, hit=None)
+    row: Row = model.columns | dict(T=cell.tokens, activation=activation, refused=refused)
+    row |= dict(us={}, us_spread={}, hit=None)
     if run.dry:
         for each in calls.values():
             each[0]()
@@ -154,20 +141,13 @@ def measure(
     run: Run, models: Sequence[Model], tokens: Sequence[int], formats: Sequence[str]
 ) -> None:
     """All cells until the time limit."""
-    left: list[Model] = []
-    for model in within(models, run.deadline, left):
-        began = time.monotonic()
+    for name in run.each([model.name for model in models]):
+        model = NAMED[name]
         weights = _unwritten(model) if run.dry else random_weights(model, run.device)
-        for count in tokens:
+        for cell in (Cell(model, count) for count in tokens):
             for activation in formats:
-                cell = Cell(model, count)
-                try:
+                with run.blaming(str(cell), activation, "*"):
                     measure_cell(run, cell, weights, activation)
-                except Exception as error:
-                    print(f"{cell} {activation}: {run.fail((str(cell), activation, '*'), error)}")
-        run.save()
-        print(f"{model.name}: {time.monotonic() - began:.1f} s", flush=True)
-    run.left += [model.name for model in left]
 
 
 def _unwritten(model: Model) -> RunWeights:
@@ -208,12 +188,11 @@ COLUMNS: dict[str, Any] = {
 def markdown(document: Row) -> str:
     """One line a cell, the protocol, what is missing."""
     meta = document["meta"]
-    named = {"{cell} {activation} {config}".format(**each): each for each in meta["failures"]}
     return page(
         "# One to four tokens",
         conditions(meta),
         row_table(document["rows"], COLUMNS),
-        closing(meta | {"failures": {name: each["error"] for name, each in named.items()}}),
+        closing(meta, "{cell} {activation} {config}"),
     )
 
 
@@ -229,15 +208,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def prepare(options: argparse.Namespace) -> tuple[Run, list[Model], list[int], list[str]]:
     """The document, models, token counts and formats."""
-    names = ("device", "clocks", "versions", "commit", "date")
-    meta = machine(options, *names, protocol=PROTOCOL, ceilings={})
-    run = Run(
-        options.path,
-        meta,
+    run = Run.of(
+        options,
+        machine(options, *FACTS, protocol=PROTOCOL, ceilings={}),
         ("model", "T", "activation"),
         ("cell", "activation", "config"),
-        device=options.device,
-        deadline=options.deadline,
     )
     models = [NAMED[name] for name in parse_list(options.models, list(NAMED), "--models")]
     formats = parse_list(options.formats, FORMATS, "--formats")
@@ -255,13 +230,9 @@ def execute(
     else:
         run.meta["ceilings"] = measure_ceilings(run.device)
         measure(run, *what)
-    run.save()
     if not run.dry:
-        SCRIPT.write_tables(run.path, run.as_json())
         print(row_table(list(run.rows.values()), COLUMNS))
-    seconds = time.monotonic() - options.began
-    print(f"wrote {run.path}: {len(run.rows)} rows, {len(run.failures)} failures, {seconds:.0f} s")
-    return 1 if run.failures else 0
+    return run.end(SCRIPT, options, "models")
 
 
 SCRIPT = Script(

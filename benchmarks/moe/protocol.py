@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.harness.document import Row
+from benchmarks.harness.document import FACTS, Row
 from benchmarks.harness.script import machine
 from benchmarks.moe.cells import DECODE_TOKENS
 
@@ -54,5 +54,4 @@ def num_repeats(us: float) -> int:
 def make_meta(options: argparse.Namespace) -> Row:
     """Everything but the ceilings."""
     protocol = {"power": SUSTAINED if options.sustained else IDLE, **PROTOCOL}
-    names = ("device", "clocks", "versions", "commit", "date")
-    return machine(options, *names, ceilings={}, peers={}, protocol=protocol)
+    return machine(options, *FACTS, ceilings={}, peers={}, protocol=protocol)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ from typing import Any
 import torch
 
 import mxpert
-from benchmarks.harness.document import Document, Row
+from benchmarks.harness.document import FACTS, Row
+from benchmarks.harness.run import Run, times_of
 from benchmarks.harness.script import Script, machine, parse_list, parse_tokens
 from benchmarks.harness.tables import closing, conditions, page, paragraphs, pivot
 from benchmarks.harness.timing import measure_ceilings
@@ -168,26 +170,14 @@ def check_same(layer: Layer, calls: dict[str, list[Call]]) -> None:
             raise ValueError(message("row_encoding", name, "the bits of fused_moe", "others"))
 
 
-@dataclass(kw_only=True)
-class Run(Document):
-    """What one invocation works with, and what it has found."""
-
-    device: torch.device
-    deadline: float
-
-    @property
-    def dry(self) -> bool:
-        return self.device.type == "cpu"
-
-
 def measure_format(run: Run, cell: Cell, weights: MoEWeights, activation: str) -> None:
     """One row: times of the variants, in turns."""
     batches = random_inputs(cell, run.device)
     layers = [Layer.of(weights, inputs, cell.model.k, activation) for inputs in batches]
     calls = variants_of(layers)
     row: Row = {
-        **dict(model=cell.model.name, E=cell.model.E, k=cell.model.k, H=cell.model.H),
-        **dict(F=cell.model.F, T=cell.tokens, activation=activation, op=Op.FUSED_MOE.value),
+        **cell.model.columns,
+        **dict(T=cell.tokens, activation=activation, op=Op.FUSED_MOE.value),
         "hit": None if run.dry else mean_hit(batches, cell.model.k),
         "config": str(layers[0].config),
         "times": {},
@@ -201,38 +191,19 @@ def measure_format(run: Run, cell: Cell, weights: MoEWeights, activation: str) -
         time.sleep(idle_seconds(cell.tokens))
         repeats = LEAST_REPEATS if cell.tokens >= FEW_REPEATS_FROM else REPEATS
         timings = time_graph(calls, device=run.device, repeats=repeats, warmup=WARMUP)
-        row["times"] = {
-            name: {"us": each.us, "us_spread": each.high_us - each.low_us}
-            for name, each in timings.items()
-        }
+        row["times"] = {name: times_of(timing) for name, timing in timings.items()}
     run.add(row)
 
 
 def measure(run: Run, cells: Sequence[Cell], formats: Sequence[str]) -> None:
     """All cells until the time limit; a format that fails leaves the others."""
-    models: dict[Model, list[Cell]] = {}
-    for cell in cells:
-        models.setdefault(cell.model, []).append(cell)
-    longest = 0.0
-    for model, wanted in models.items():
-        began = time.monotonic()
-        make = warm_up.unwritten_weights if run.dry else _prepared
-        weights = make(model) if began + longest <= run.deadline else None
+    for model, wanted in itertools.groupby(run.each(cells), lambda cell: cell.model):
+        weights = warm_up.unwritten_weights(model) if run.dry else _prepared(model)
         for cell in wanted:
-            start = time.monotonic()
-            if weights is None or start + longest > run.deadline:
-                run.left.append(str(cell))
-                continue
             for activation in formats:
-                try:
+                with run.blaming(str(cell), activation):
                     measure_format(run, cell, weights, activation)
-                except Exception as error:
-                    print(f"{cell} {activation}: {run.fail((str(cell), activation), error)}")
-                if not run.dry:
-                    torch.cuda.empty_cache()
-            longest = max(longest, time.monotonic() - start)
-        run.save()
-        print(f"{model.name}: {time.monotonic() - began:.1f} s", flush=True)
+        del weights
 
 
 def _prepared(model: Model) -> MoEWeights:
@@ -294,14 +265,7 @@ def markdown(document: Row) -> str:
         conditions(meta),
         paragraphs(*(gain_table(rows, each) for each in formats)),
         paragraphs(*(kernel_table(rows, each) for each in formats)),
-        closing(
-            meta
-            | {
-                "failures": {
-                    "{cell} {activation}".format(**e): e["error"] for e in meta["failures"]
-                }
-            }
-        ),
+        closing(meta, "{cell} {activation}"),
     )
 
 
@@ -319,15 +283,11 @@ def prepare(options: argparse.Namespace) -> tuple[Run, list[Cell], list[str]]:
     """The document, the cells and the formats."""
     models = [NAMED[name] for name in parse_list(options.models, list(NAMED), "--models")]
     cells = [Cell(model, count) for model in models for count in parse_tokens(options.tokens)]
-    names = ("device", "clocks", "versions", "commit", "date")
-    meta = machine(options, *names, protocol=PROTOCOL, ceilings={})
-    run = Run(
-        options.path,
-        meta,
+    run = Run.of(
+        options,
+        machine(options, *FACTS, protocol=PROTOCOL, ceilings={}),
         ("model", "T", "activation"),
         ("cell", "activation"),
-        device=options.device,
-        deadline=options.deadline,
     )
     return run, cells, parse_list(options.formats, FORMATS, "--formats")
 
@@ -351,12 +311,7 @@ def execute(options: argparse.Namespace, prepared: tuple[Run, list[Cell], list[s
         run.meta["ceilings"] = measure_ceilings(run.device)
         warm_up.wait(processes, min(warm_up.SECONDS, (options.deadline - options.began) / 2))
         measure(run, cells, formats)
-    run.save()
-    if not run.dry:
-        SCRIPT.write_tables(run.path, run.as_json())
-    seconds = time.monotonic() - options.began
-    print(f"wrote {run.path}: {len(run.rows)} rows, {len(run.left)} cells left, {seconds:.0f} s")
-    return 1 if run.failures else 0
+    return run.end(SCRIPT, options)
 
 
 SCRIPT = Script(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.harness.document import META, NUMBER, OPTIONAL, Row, Schema, Section
+from benchmarks.harness.run import times_of
 from benchmarks.moe.cells import ROUTINGS, STAGES, WIDTHS, Cell, Model
 from mxpert.testing.timing import Timing, Work
 
@@ -58,16 +59,14 @@ def make_row(
     floor = work.floor_us(ceilings["read_tbs"] * 1e12, rate * 1e12)
     finite = rel_l2 is not None and math.isfinite(rel_l2)
     return {
-        "model": cell.model.name,
-        **{name: getattr(cell.model, name) for name in "EkHF"},
+        **cell.model.columns,
         "T": cell.tokens,
         "hit": hit,
         "routing": cell.routing,
         "impl": impl,
         "activation": activation,
         "stage": stage,
-        "us": timing.us,
-        "us_spread": timing.high_us - timing.low_us,
+        **times_of(timing),
         "rel_l2": rel_l2 if finite else None,
         "tbs": work.weight_bytes / timing.us / 1e6,
         "tflops": work.flops / timing.us / 1e6,

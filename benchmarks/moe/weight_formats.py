@@ -12,7 +12,6 @@ first cell: ours by a process for each format and activation, Humming's in the b
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -24,9 +23,10 @@ from typing import Any
 import torch
 
 from benchmarks import ROOT
-from benchmarks.harness.document import Document, Row
+from benchmarks.harness.document import FACTS, Row
 from benchmarks.harness.faults import describe
-from benchmarks.harness.script import Script, machine, parse_list, parse_tokens, within
+from benchmarks.harness.run import Run, times_of
+from benchmarks.harness.script import Script, machine, parse_list, parse_tokens
 from benchmarks.harness.timing import measure_ceilings
 from benchmarks.moe import warm_up
 from benchmarks.moe.cells import Cell, Inputs, Model, mean_hit, named, random_inputs, tiny
@@ -66,25 +66,19 @@ def bytes_of_expert(weights: MoEWeights) -> float:
 
 
 @dataclass(kw_only=True)
-class Run(Document):
+class FormatRun(Run):
     """What one invocation works with, and what it has found.
 
     Args:
         folder: of the peers. activations: ours. compiler: Humming's, or why there is none.
     """
 
-    device: torch.device
-    deadline: float
     folder: Path | None
     activations: list[str]
     compiler: Any = "no --peers"
 
-    @property
-    def dry(self) -> bool:
-        return self.device.type == "cpu"
 
-
-def make_peers(run: Run, model: Model, weights: RunWeights) -> list[Peer]:
+def make_peers(run: FormatRun, model: Model, weights: RunWeights) -> list[Peer]:
     """Those that can hold the weights; `meta` has why others are absent."""
     if run.folder is None:
         return []
@@ -121,7 +115,7 @@ class Built:
     peers: list[Peer]
 
     @classmethod
-    def of(cls, run: Run, model: Model, weight_format: str) -> Built:
+    def of(cls, run: FormatRun, model: Model, weight_format: str) -> Built:
         weights = random_weights(model, run.device, weight_format)
         ours = [Ours(model, weights, name) for name in run.activations]
         return cls(weights, ours, make_peers(run, model, weights))
@@ -132,28 +126,24 @@ Calls = dict[tuple[str, str, str], list[Call]]
 
 
 def calls_of(
-    run: Run, cell: Cell, built: Built, batches: Sequence[Inputs]
+    run: FormatRun, cell: Cell, built: Built, batches: Sequence[Inputs]
 ) -> tuple[Calls, dict[tuple[str, str], float]]:
     """Calls of all that are right, and their errors; the others are noted as failures."""
     calls: Calls = {}
     errors: dict[tuple[str, str], float] = {}
     form = built.weights.plain.weight_format
     for ours in built.ours:
-        try:
+        with run.blaming(str(cell), form, ours.impl, ours.activation):
             made, found = ours.prepare(cell, batches, ("layer",))
             calls[ours.impl, ours.activation, ""] = made["layer"]
             errors[ours.impl, ours.activation] = found["layer"]
-        except Exception as error:
-            run.fail((str(cell), form, ours.impl, ours.activation), error)
     for peer in built.peers:
-        try:
+        with run.blaming(str(cell), form, peer.impl, peer.activation):
             variants = peer.prepare(cell, batches)
             if peer.same_weights:
                 errors[peer.impl, peer.activation] = gate(cell, peer, built, batches, variants)
             for name, stages in variants.items():
                 calls[peer.impl, peer.activation, name] = stages["layer"]
-        except Exception as error:
-            run.fail((str(cell), form, peer.impl, peer.activation), error)
     return calls, errors
 
 
@@ -173,7 +163,7 @@ def gate(
     return error
 
 
-def measure_cell(run: Run, cell: Cell, built: Built) -> None:
+def measure_cell(run: FormatRun, cell: Cell, built: Built) -> None:
     """One row for each implementation: whole layers, all in turns."""
     batches, plain = random_inputs(cell, run.device), built.weights.plain
     calls, errors = calls_of(run, cell, built, batches)
@@ -200,14 +190,12 @@ def measure_cell(run: Run, cell: Cell, built: Built) -> None:
             fastest[key] = timing
     for (impl, activation), timing in fastest.items():
         model, weight_bytes = cell.model, hit * bytes_of_expert(plain)
-        row: Row = dict(model=model.name, E=model.E, k=model.k, H=model.H, F=model.F)
-        row |= dict(T=cell.tokens, hit=hit, weights=plain.weight_format)
+        row: Row = model.columns | dict(T=cell.tokens, hit=hit, weights=plain.weight_format)
         row |= dict(impl=impl, activation=activation, rel_l2=errors.get((impl, activation)))
-        row |= dict(us=timing.us, us_spread=timing.high_us - timing.low_us)
-        run.add(row | dict(tbs=weight_bytes / timing.us / 1e6))
+        run.add(row | times_of(timing) | dict(tbs=weight_bytes / timing.us / 1e6))
 
 
-def has_rows(run: Run, model: Model, weight_format: str, tokens: Sequence[int]) -> bool:
+def has_rows(run: FormatRun, model: Model, weight_format: str, tokens: Sequence[int]) -> bool:
     """Whether an earlier run measured all of ours."""
     return all(
         run.is_done((model.name, count, weight_format, "mxpert", activation))
@@ -216,23 +204,16 @@ def has_rows(run: Run, model: Model, weight_format: str, tokens: Sequence[int]) 
     )
 
 
-def measure(run: Run, groups: Sequence[tuple[Model, str]], tokens: Sequence[int]) -> None:
+def measure(run: FormatRun, groups: Sequence[tuple[Model, str]], tokens: Sequence[int]) -> None:
     """A model and a format after the other, until the time limit."""
-    left: list[tuple[Model, str]] = []
-    for model, weight_format in within(groups, run.deadline, left):
-        began = time.monotonic()
+    named = {f"{model.name} {each}": (model, each) for model, each in groups}
+    for name in run.each(named):
+        model, weight_format = named[name]
         built = Built.of(run, model, weight_format)
         for count in tokens:
-            try:
+            with run.blaming(f"{model.name} T={count}", weight_format, "", ""):
                 measure_cell(run, Cell(model, count), built)
-            except Exception as error:
-                run.fail((f"{model.name} T={count}", weight_format, "", ""), error)
         del built
-        if not run.dry:
-            torch.cuda.empty_cache()
-        run.save()
-        print(f"{model.name} {weight_format}: {time.monotonic() - began:.1f} s", flush=True)
-    run.left += [f"{model.name} {weight_format}" for model, weight_format in left]
 
 
 # --- kernels ------------------------------------------------------------------------------------
@@ -250,7 +231,7 @@ def compile_ours(groups: Sequence[tuple[Model, str]], tokens: Sequence[int], nam
 
 
 def start_compilers(
-    run: Run, groups: Sequence[tuple[Model, str]], tokens: Sequence[int]
+    run: FormatRun, groups: Sequence[tuple[Model, str]], tokens: Sequence[int]
 ) -> list[subprocess.Popen[str]]:
     """A process for each format and activation."""
     models = ",".join(dict.fromkeys(model.name for model, _ in groups))
@@ -270,7 +251,7 @@ def start_compilers(
 
 
 def start_peer_compiler(
-    run: Run, groups: Sequence[tuple[Model, str]], tokens: Sequence[int]
+    run: FormatRun, groups: Sequence[tuple[Model, str]], tokens: Sequence[int]
 ) -> None:
     """Begin to compile Humming's kernels."""
     try:
@@ -297,7 +278,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--only-compile", action="store_true", help=argparse.SUPPRESS)
 
 
-def prepare(options: argparse.Namespace) -> tuple[Run, list[tuple[Model, str]], list[int]]:
+def prepare(options: argparse.Namespace) -> tuple[FormatRun, list[tuple[Model, str]], list[int]]:
     """The document, models with formats, and token counts."""
     models = [MODELS[name] for name in parse_list(options.models, list(MODELS), "--models")]
     formats = parse_list(options.formats, FORMATS, "--formats")
@@ -306,27 +287,22 @@ def prepare(options: argparse.Namespace) -> tuple[Run, list[tuple[Model, str]], 
         models, tokens = [replace(tiny(each), H=256, F=128) for each in models], tokens[:2]
     if options.peers is not None:
         add_to_path(options.peers)
-    names = ("device", "clocks", "versions", "commit", "date")
-    run = Run(
-        options.path,
-        machine(options, *names, protocol=PROTOCOL, ceilings={}, peers={}),
+    run = FormatRun.of(
+        options,
+        machine(options, *FACTS, protocol=PROTOCOL, ceilings={}, peers={}),
         ("model", "T", "weights", "impl", "activation"),
         ("cell", "weights", "impl", "activation"),
-        device=options.device,
-        deadline=options.deadline,
         folder=options.peers,
         activations=parse_list(
             options.activations, ("bf16", "mxfp8", "fp8_token"), "--activations"
         ),
     )
-    if options.resume and run.path.is_file():
-        run.resume(json.loads(run.path.read_text("utf-8")))
     groups = [(model, each) for model in models for each in formats]
     return run, [each for each in groups if not has_rows(run, *each, tokens)], tokens
 
 
 def execute(
-    options: argparse.Namespace, prepared: tuple[Run, list[tuple[Model, str]], list[int]]
+    options: argparse.Namespace, prepared: tuple[FormatRun, list[tuple[Model, str]], list[int]]
 ) -> int:
     """Measure; 0 if every implementation that is present gave the right layers."""
     run, groups, tokens = prepared
@@ -341,10 +317,7 @@ def execute(
     measure(run, groups, tokens)
     if hasattr(run.compiler, "stop"):
         run.compiler.stop()
-    run.save()
-    seconds = time.monotonic() - options.began
-    print(f"wrote {run.path}: {len(run.rows)} rows, {len(run.left)} groups left, {seconds:.0f} s")
-    return 1 if run.failures else 0
+    return run.end(SCRIPT, options, "groups")
 
 
 SCRIPT = Script("weight_formats", __doc__, execute, prepare, add_options, limit=240.0, resumes=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from benchmarks.harness.document import NUMBER, Schema, Section
+from benchmarks.harness.document import FACTS, NUMBER, Schema, Section
 
 TEXT, WHOLE = (str,), (int,)
-FACTS = ("device", "clocks", "versions", "commit", "date")
 CELL = ("model", "routing", "wire", "T")
 KEY_COLUMNS = (*CELL, "impl", "stage")
 STAGES = ("dispatch", "combine", "exchange", "local", "layer", "host")

@@ -19,9 +19,9 @@ import time
 
 import torch
 
+from benchmarks.harness.document import FACTS
 from benchmarks.harness.script import Script, machine, parse_list
 from benchmarks.ranks.cells import DRY_MODEL, DRY_TOKENS, MODELS, TOKENS, WIRES, cells_of
-from benchmarks.ranks.rows import FACTS
 from benchmarks.ranks.work import Order, work
 from mxpert.errors import require
 from mxpert.testing.ranks import RankFailedError, start_ranks

@@ -25,6 +25,7 @@ import torch
 
 import mxpert
 from benchmarks.harness.document import Row
+from benchmarks.harness.run import times_of
 from benchmarks.harness.script import Script, machine, parse_tokens
 from benchmarks.harness.tables import paragraphs, pivot, row_table
 from mxpert.cli.report import write_json
@@ -84,10 +85,7 @@ def device_rows(
     for name, error in failures.items():
         print(f"E={experts} k={top_k} T={tokens} {name}: {error}", file=sys.stderr)
     place = {"E": experts, "k": top_k, "T": tokens}
-    return [
-        {"op": name, **place, "us": timing.us, "us_spread": timing.high_us - timing.low_us}
-        for name, timing in timings.items()
-    ]
+    return [{"op": name, **place, **times_of(timing)} for name, timing in timings.items()]
 
 
 def host_us(call: Callable[[], object], device: torch.device, calls: int) -> float:

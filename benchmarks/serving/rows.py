@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from benchmarks.harness.document import NUMBER, Schema, Section
+from benchmarks.harness.document import FACTS, NUMBER, Schema, Section
 from benchmarks.serving.backends import BACKENDS
 
 TEXT = (str,)
 WHOLE = (int,)
 KEY_COLUMNS = ("model", "backend", "phase", "concurrency", "round")
 ENGINE_KEY = ("model", "backend")
-FACTS = ("device", "clocks", "versions", "commit", "date")
 _OF_ENGINE = {"model": TEXT, "backend": TEXT}
 _CHOICES = {"backend": tuple(BACKENDS)}
 ROWS = Section(

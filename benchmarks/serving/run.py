@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.document import Document, Row
+from benchmarks.harness.document import FACTS, Document, Row
 from benchmarks.harness.script import Script, machine, parse_list
 from benchmarks.serving.backends import BACKENDS, DEFAULT, OURS
 from benchmarks.serving.gate import REFERENCES, judge
 from benchmarks.serving.models import GATE_LAYERS, SIZES
 from benchmarks.serving.process import EngineError, EngineProcess
-from benchmarks.serving.rows import ENGINE_KEY, FACTS, KEY_COLUMNS, SCHEMA
+from benchmarks.serving.rows import ENGINE_KEY, KEY_COLUMNS, SCHEMA
 from mxpert.cli.report import package_version
 from mxpert.errors import message
 

@@ -97,76 +97,6 @@ def load_tile(row_ptrs, row_mask, k, last, stride_k, BLOCK_K: tl.constexpr):
     )
 
 
-class Operand(NamedTuple):
-    """A matrix [rows, K] of one group: values and E8M0 scales, None for bf16; strides in elements.
-
-    `rows`: the rows to multiply. Masked ones are not read and count as zeros.
-    """
-
-    ptr: tl.tensor
-    scale_ptr: tl.tensor | None
-    rows: tl.tensor
-    mask: tl.tensor
-    stride_row: tl.tensor | tl.constexpr
-    stride_k: tl.tensor | tl.constexpr
-    scale_stride_row: tl.tensor | tl.constexpr
-    scale_stride_k: tl.tensor | tl.constexpr
-
-
-@triton.jit
-def multiply_rows(
-    a,
-    b,
-    first,
-    last,
-    A_FORMAT: tl.constexpr,
-    B_FORMAT: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PREFETCH_SCALES: tl.constexpr,
-):
-    """``a[rows, first:last] @ b[rows, first:last].T``, float32 [a rows, b rows].
-
-    Args:
-        a, b: Operand. first, last: range of K, multiples of 32 with MX formats.
-        PREFETCH_SCALES: load scales one step before their use. On NVIDIA scales are too narrow for
-            asynchronous copies, so the pipeliner would load them in the step that uses them.
-    """
-    acc = tl.zeros((a.rows.shape[0], b.rows.shape[0]), tl.float32)
-    a_ptrs = a.ptr + a.rows.to(tl.int64) * a.stride_row
-    b_ptrs = b.ptr + b.rows.to(tl.int64) * b.stride_row
-    if A_FORMAT == "bf16":
-        tl.static_assert(B_FORMAT == "bf16", "operands are both bf16 or both MX")
-        for k in range(first, last, BLOCK_K):
-            # [a rows, BLOCK_K] and [b rows, BLOCK_K] bf16
-            a_tile = load_tile(a_ptrs, a.mask, k, last, a.stride_k, BLOCK_K)
-            b_tile = load_tile(b_ptrs, b.mask, k, last, b.stride_k, BLOCK_K)
-            acc = tl.dot(a_tile, b_tile.T, acc)
-    else:
-        STEP: tl.constexpr = BLOCK_K // 32
-        AHEAD: tl.constexpr = STEP if PREFETCH_SCALES else 0
-        a_scale_ptrs = a.scale_ptr + a.rows.to(tl.int64) * a.scale_stride_row
-        b_scale_ptrs = b.scale_ptr + b.rows.to(tl.int64) * b.scale_stride_row
-        end = last // 32
-        a_scale = load_tile(a_scale_ptrs, a.mask, first // 32, end, a.scale_stride_k, STEP)
-        b_scale = load_tile(b_scale_ptrs, b.mask, first // 32, end, b.scale_stride_k, STEP)
-        for block in range(first // 32, end, STEP):
-            # [a rows, BLOCK_K] and [b rows, BLOCK_K] uint8 codes
-            a_tile = load_tile(a_ptrs, a.mask, block * 32, last, a.stride_k, BLOCK_K)
-            b_tile = load_tile(b_ptrs, b.mask, block * 32, last, b.stride_k, BLOCK_K)
-            # [a rows, STEP] and [b rows, STEP] uint8 E8M0
-            next_a = load_tile(a_scale_ptrs, a.mask, block + AHEAD, end, a.scale_stride_k, STEP)
-            next_b = load_tile(b_scale_ptrs, b.mask, block + AHEAD, end, b.scale_stride_k, STEP)
-            a_scale = a_scale if PREFETCH_SCALES else next_a
-            b_scale = b_scale if PREFETCH_SCALES else next_b
-            if has_fp8_instructions():
-                acc = tl.dot_scaled(a_tile, a_scale, A_FORMAT, b_tile.T, b_scale, B_FORMAT, acc)
-            else:
-                a_tile, b_tile = decode_fp8(a_tile, A_FORMAT), decode_fp8(b_tile, B_FORMAT)
-                acc = tl.dot_scaled(a_tile, a_scale, "bf16", b_tile.T, b_scale, "bf16", acc)
-            a_scale, b_scale = next_a, next_b
-    return acc
-
-
 class Rows(NamedTuple):
     """Values of rows and their E8M0 scales, None for bf16; strides in elements."""
 
@@ -178,53 +108,101 @@ class Rows(NamedTuple):
     scale_stride_k: tl.tensor | tl.constexpr
 
 
+class Operand(NamedTuple):
+    """Those rows of a matrix to multiply; masked ones are not read and count as zeros."""
+
+    data: Rows
+    rows: tl.tensor
+    mask: tl.tensor
+
+
+class Tiling(NamedTuple):
+    """Element formats of both operands, "bf16" twice or MX, and the tile of a program.
+
+    PREFETCH_SCALES: load scales one step before their use. On NVIDIA scales are too narrow for
+    asynchronous copies, so the pipeliner would load them in the step that uses them.
+    """
+
+    A_FORMAT: tl.constexpr
+    B_FORMAT: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    GROUP_M: tl.constexpr
+    PREFETCH_SCALES: tl.constexpr
+
+
 @triton.jit
-def _multiply_tile(
-    c_ptr,
-    tile,
-    a,
-    b,
-    b_stride_g,
-    b_scale_stride_g,
-    sizes,
-    A_FORMAT: tl.constexpr,
-    B_FORMAT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PREFETCH_SCALES: tl.constexpr,
-):
-    """Multiply and store a `GroupTile` that exists; a, b: `Rows`, those of b of the first group."""
-    m = tile.first_row + tl.arange(0, BLOCK_M)
-    n = tile.tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+def multiply_rows(a, b, first, last, tiling):
+    """``a[rows, first:last] @ b[rows, first:last].T``, float32 [a rows, b rows].
+
+    Args:
+        a, b: Operand. first, last: range of K, multiples of 32 with MX formats.
+    """
+    BLOCK_K: tl.constexpr = tiling.BLOCK_K
+    x, y = a.data, b.data
+    acc = tl.zeros((a.rows.shape[0], b.rows.shape[0]), tl.float32)
+    a_ptrs = x.ptr + a.rows.to(tl.int64) * x.stride_row
+    b_ptrs = y.ptr + b.rows.to(tl.int64) * y.stride_row
+    if tiling.A_FORMAT == "bf16":
+        tl.static_assert(tiling.B_FORMAT == "bf16", "operands are both bf16 or both MX")
+        for k in range(first, last, BLOCK_K):
+            # [a rows, BLOCK_K] and [b rows, BLOCK_K] bf16
+            a_tile = load_tile(a_ptrs, a.mask, k, last, x.stride_k, BLOCK_K)
+            b_tile = load_tile(b_ptrs, b.mask, k, last, y.stride_k, BLOCK_K)
+            acc = tl.dot(a_tile, b_tile.T, acc)
+    else:
+        A_FORMAT: tl.constexpr = tiling.A_FORMAT
+        B_FORMAT: tl.constexpr = tiling.B_FORMAT
+        STEP: tl.constexpr = BLOCK_K // 32
+        AHEAD: tl.constexpr = STEP if tiling.PREFETCH_SCALES else 0
+        a_scale_ptrs = x.scale_ptr + a.rows.to(tl.int64) * x.scale_stride_row
+        b_scale_ptrs = y.scale_ptr + b.rows.to(tl.int64) * y.scale_stride_row
+        end = last // 32
+        a_scale = load_tile(a_scale_ptrs, a.mask, first // 32, end, x.scale_stride_k, STEP)
+        b_scale = load_tile(b_scale_ptrs, b.mask, first // 32, end, y.scale_stride_k, STEP)
+        for block in range(first // 32, end, STEP):
+            # [a rows, BLOCK_K] and [b rows, BLOCK_K] uint8 codes
+            a_tile = load_tile(a_ptrs, a.mask, block * 32, last, x.stride_k, BLOCK_K)
+            b_tile = load_tile(b_ptrs, b.mask, block * 32, last, y.stride_k, BLOCK_K)
+            # [a rows, STEP] and [b rows, STEP] uint8 E8M0
+            next_a = load_tile(a_scale_ptrs, a.mask, block + AHEAD, end, x.scale_stride_k, STEP)
+            next_b = load_tile(b_scale_ptrs, b.mask, block + AHEAD, end, y.scale_stride_k, STEP)
+            a_scale = a_scale if tiling.PREFETCH_SCALES else next_a
+            b_scale = b_scale if tiling.PREFETCH_SCALES else next_b
+            if has_fp8_instructions():
+                acc = tl.dot_scaled(a_tile, a_scale, A_FORMAT, b_tile.T, b_scale, B_FORMAT, acc)
+            else:
+                a_tile, b_tile = decode_fp8(a_tile, A_FORMAT), decode_fp8(b_tile, B_FORMAT)
+                acc = tl.dot_scaled(a_tile, a_scale, "bf16", b_tile.T, b_scale, "bf16", acc)
+            a_scale, b_scale = next_a, next_b
+    return acc
+
+
+class Batch(NamedTuple):
+    """Rows of the first group; elements between the values of two groups, and between scales."""
+
+    first: Rows
+    stride: tl.tensor | tl.constexpr
+    scale_stride: tl.tensor | tl.constexpr
+
+
+@triton.jit
+def _multiply_tile(c_ptr, tile, a, batch, sizes, tiling):
+    """Multiply and store a `GroupTile` that exists; a: `Rows`, batch: `Batch`."""
+    m = tile.first_row + tl.arange(0, tiling.BLOCK_M)
+    n = tile.tile_n * tiling.BLOCK_N + tl.arange(0, tiling.BLOCK_N)
     m_mask, n_mask = m < tile.stop, n < sizes.num_n
     # Rows without a group get zeros: their reduction is empty.
     last = tl.where(tile.group == sizes.num_groups, 0, sizes.num_k)
     group = tile.group.to(tl.int64)
-    b_scale_ptr = b.scale_ptr
-    if b_scale_ptr is not None:
-        b_scale_ptr += group * b_scale_stride_g
-    a_rows = Operand(
-        a.ptr,
-        a.scale_ptr,
-        m,
-        m_mask,
-        a.stride_row,
-        a.stride_k,
-        a.scale_stride_row,
-        a.scale_stride_k,
-    )
-    b_rows = Operand(
-        b.ptr + group * b_stride_g,
-        b_scale_ptr,
-        n,
-        n_mask,
-        b.stride_row,
-        b.stride_k,
-        b.scale_stride_row,
-        b.scale_stride_k,
-    )
-    acc = multiply_rows(a_rows, b_rows, 0, last, A_FORMAT, B_FORMAT, BLOCK_K, PREFETCH_SCALES)
+    b = batch.first
+    scale_ptr = b.scale_ptr
+    if scale_ptr is not None:
+        scale_ptr += group * batch.scale_stride
+    ptr = b.ptr + group * batch.stride
+    b = Rows(ptr, scale_ptr, b.stride_row, b.stride_k, b.scale_stride_row, b.scale_stride_k)
+    acc = multiply_rows(Operand(a, m, m_mask), Operand(b, n, n_mask), 0, last, tiling)
     m = tl.where(m < tile.gap, m - tile.shift, m)
     offsets = m.to(tl.int64)[:, None] * sizes.num_n + n[None, :]
     tl.store(
@@ -282,6 +260,7 @@ def _grouped_gemm_kernel(
     """
     a = Rows(a_ptr, a_scale_ptr, a_stride_m, a_stride_k, a_scale_stride_m, a_scale_stride_k)
     b = Rows(b_ptr, b_scale_ptr, b_stride_n, b_stride_k, b_scale_stride_n, b_scale_stride_k)
+    batch = Batch(b, b_stride_g, b_scale_stride_g)
     sizes = Sizes(num_groups, num_rows, num_n, num_k)
     if num_tiles is None:
         tile = schedule_groups(
@@ -290,19 +269,12 @@ def _grouped_gemm_kernel(
         if tile.stop == 0:
             return
         _multiply_tile(
-            c_ptr=c_ptr,
-            tile=tile,
-            a=a,
-            b=b,
-            b_stride_g=b_stride_g,
-            b_scale_stride_g=b_scale_stride_g,
-            sizes=sizes,
-            A_FORMAT=A_FORMAT,
-            B_FORMAT=B_FORMAT,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            BLOCK_K=BLOCK_K,
-            PREFETCH_SCALES=PREFETCH_SCALES,
+            c_ptr,
+            tile,
+            a,
+            batch,
+            sizes,
+            Tiling(A_FORMAT, B_FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PREFETCH_SCALES),
         )
     else:
         for number in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
@@ -311,19 +283,12 @@ def _grouped_gemm_kernel(
             )
             if tile.stop > 0:
                 _multiply_tile(
-                    c_ptr=c_ptr,
-                    tile=tile,
-                    a=a,
-                    b=b,
-                    b_stride_g=b_stride_g,
-                    b_scale_stride_g=b_scale_stride_g,
-                    sizes=sizes,
-                    A_FORMAT=A_FORMAT,
-                    B_FORMAT=B_FORMAT,
-                    BLOCK_M=BLOCK_M,
-                    BLOCK_N=BLOCK_N,
-                    BLOCK_K=BLOCK_K,
-                    PREFETCH_SCALES=PREFETCH_SCALES,
+                    c_ptr,
+                    tile,
+                    a,
+                    batch,
+                    sizes,
+                    Tiling(A_FORMAT, B_FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PREFETCH_SCALES),
                 )
 
 
@@ -336,60 +301,33 @@ class Matrices(NamedTuple):
     stride_column: tl.tensor | tl.constexpr
 
 
+class WeightSizes(NamedTuple):
+    """Positions of the reduction, rows and columns of each group's matrix."""
+
+    reduction: tl.tensor | tl.constexpr
+    num_n: tl.tensor | tl.constexpr
+    num_k: tl.tensor | tl.constexpr
+
+
 @triton.jit
-def _multiply_weight_tile(
-    tile,
-    out,
-    grad,
-    a,
-    offsets_ptr,
-    reduction,
-    num_n,
-    num_k,
-    A_FORMAT: tl.constexpr,
-    B_FORMAT: tl.constexpr,
-    ACCUMULATE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    PREFETCH_SCALES: tl.constexpr,
-):
+def _multiply_weight_tile(tile, out, grad, a, offsets_ptr, sizes, tiling, ACCUMULATE: tl.constexpr):
     """Multiply and store tile number `tile` of all groups' `Matrices`; grad, a: `Rows`."""
+    BLOCK_M: tl.constexpr = tiling.BLOCK_M
+    BLOCK_N: tl.constexpr = tiling.BLOCK_N
+    GROUP_M: tl.constexpr = tiling.GROUP_M
+    num_n, num_k = sizes.num_n, sizes.num_k
     tiles_m, tiles_n = tl.cdiv(num_n, BLOCK_M), tl.cdiv(num_k, BLOCK_N)
     group, tile = tile // (tiles_m * tiles_n), tile % (tiles_m * tiles_n)
     band, place = tile // (GROUP_M * tiles_n), tile % (GROUP_M * tiles_n)
     height = tl.minimum(tiles_m - band * GROUP_M, GROUP_M)
-    first = clamp_rows(tl.load(offsets_ptr + group), reduction)
-    last = clamp_rows(tl.load(offsets_ptr + group + 1), reduction)
-    if A_FORMAT != "bf16":  # tell the compiler that the loaded offsets are multiples of 32
+    first = clamp_rows(tl.load(offsets_ptr + group), sizes.reduction)
+    last = clamp_rows(tl.load(offsets_ptr + group + 1), sizes.reduction)
+    if tiling.A_FORMAT != "bf16":  # tell the compiler that the loaded offsets are multiples of 32
         first, last = first // 32 * 32, last // 32 * 32
     n = (band * GROUP_M + place % height) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = place // height * BLOCK_N + tl.arange(0, BLOCK_N)
     n_mask, k_mask = n < num_n, k < num_k
-    grad_rows = Operand(
-        grad.ptr,
-        grad.scale_ptr,
-        n,
-        n_mask,
-        grad.stride_row,
-        grad.stride_k,
-        grad.scale_stride_row,
-        grad.scale_stride_k,
-    )
-    a_rows = Operand(
-        a.ptr,
-        a.scale_ptr,
-        k,
-        k_mask,
-        a.stride_row,
-        a.stride_k,
-        a.scale_stride_row,
-        a.scale_stride_k,
-    )
-    acc = multiply_rows(
-        grad_rows, a_rows, first, last, A_FORMAT, B_FORMAT, BLOCK_K, PREFETCH_SCALES
-    )
+    acc = multiply_rows(Operand(grad, n, n_mask), Operand(a, k, k_mask), first, last, tiling)
     out_ptrs = (
         out.ptr
         + group.to(tl.int64) * out.stride_g
@@ -400,6 +338,19 @@ def _multiply_weight_tile(
     if ACCUMULATE:
         acc += tl.load(out_ptrs, mask=mask, other=0.0)
     tl.store(out_ptrs, acc.to(out.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _multiply_weight_tiles(
+    out, grad, a, offsets_ptr, num_tiles, sizes, tiling, ACCUMULATE: tl.constexpr
+):
+    """The tiles of a program: its own one, or every one of `num_tiles` that falls to it."""
+    if num_tiles is None:
+        tile = tl.program_id(0)
+        _multiply_weight_tile(tile, out, grad, a, offsets_ptr, sizes, tiling, ACCUMULATE)
+    else:
+        for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+            _multiply_weight_tile(tile, out, grad, a, offsets_ptr, sizes, tiling, ACCUMULATE)
 
 
 @triton.jit(
@@ -454,42 +405,13 @@ def _grouped_wgrad_kernel(
     )
     a = Rows(a_ptr, a_scale_ptr, a_stride_k, a_stride_r, a_scale_stride_k, a_scale_stride_r)
     out = Matrices(out_ptr, out_stride_g, out_stride_n, out_stride_k)
-    if num_tiles is None:
-        _multiply_weight_tile(
-            tile=tl.program_id(0),
-            out=out,
-            grad=grad,
-            a=a,
-            offsets_ptr=offsets_ptr,
-            reduction=reduction,
-            num_n=num_n,
-            num_k=num_k,
-            A_FORMAT=A_FORMAT,
-            B_FORMAT=B_FORMAT,
-            ACCUMULATE=ACCUMULATE,
-            BLOCK_M=BLOCK_M,
-            BLOCK_N=BLOCK_N,
-            BLOCK_K=BLOCK_K,
-            GROUP_M=GROUP_M,
-            PREFETCH_SCALES=PREFETCH_SCALES,
-        )
-    else:
-        for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-            _multiply_weight_tile(
-                tile=tile,
-                out=out,
-                grad=grad,
-                a=a,
-                offsets_ptr=offsets_ptr,
-                reduction=reduction,
-                num_n=num_n,
-                num_k=num_k,
-                A_FORMAT=A_FORMAT,
-                B_FORMAT=B_FORMAT,
-                ACCUMULATE=ACCUMULATE,
-                BLOCK_M=BLOCK_M,
-                BLOCK_N=BLOCK_N,
-                BLOCK_K=BLOCK_K,
-                GROUP_M=GROUP_M,
-                PREFETCH_SCALES=PREFETCH_SCALES,
-            )
+    _multiply_weight_tiles(
+        out,
+        grad,
+        a,
+        offsets_ptr,
+        num_tiles,
+        WeightSizes(reduction, num_n, num_k),
+        Tiling(A_FORMAT, B_FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PREFETCH_SCALES),
+        ACCUMULATE=ACCUMULATE,
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -90,15 +92,29 @@ def _largest(scale, BLOCKS_OF_SPAN: tl.constexpr):
     return tl.reshape(tl.broadcast_to(top, spans.shape), (ROWS, BLOCKS))
 
 
+class Scales(NamedTuple):
+    """Scales uint8 [num_rows, pitch] of a copy, and the count of its wide blocks [1], or None.
+
+    Segment s of a row is its blocks starts[s] / 32 … starts[s + 1] / 32; without starts it is all.
+    """
+
+    ptr: tl.tensor
+    wide_ptr: tl.tensor | None
+    starts_ptr: tl.tensor | None
+    num_rows: tl.tensor | tl.constexpr
+    pitch: tl.tensor | tl.constexpr
+    num_segments: tl.tensor | tl.constexpr
+
+
 @triton.jit
-def _segment(program, starts_ptr, pitch, num_segments, ROWS: tl.constexpr):
+def _segment(program, scales, ROWS: tl.constexpr):
     """Rows of a program, and first and end block of its segment in each row."""
-    segment = program % num_segments
-    rows = program // num_segments * ROWS + tl.arange(0, ROWS)
-    first, end = 0, pitch
-    if starts_ptr is not None:
-        first = tl.load(starts_ptr + segment) // 32
-        end = tl.load(starts_ptr + segment + 1) // 32
+    segment = program % scales.num_segments
+    rows = program // scales.num_segments * ROWS + tl.arange(0, ROWS)
+    first, end = 0, scales.pitch
+    if scales.starts_ptr is not None:
+        first = tl.load(scales.starts_ptr + segment) // 32
+        end = tl.load(scales.starts_ptr + segment + 1) // 32
     return rows, first, end
 
 
@@ -121,25 +137,15 @@ def _largest_of_segment(row_ptrs, rows, first, end, num_rows, BLOCKS: tl.constex
 
 
 @triton.jit
-def _count_segment(
-    program,
-    scale_ptr,
-    wide_ptr,
-    starts_ptr,
-    num_rows,
-    pitch,
-    num_segments,
-    FREE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
-    """Add the number of wide blocks to wide [1].
+def _count_segment(program, scales, FREE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
+    """Add the number of a segment's wide blocks to the count.
 
     A block is wide if its scale is more than FREE binades below the largest of its segment. Rows
-    with a NaN (scale 255) are not counted. Arguments as `_spread_segment`.
+    with a NaN (scale 255) are not counted.
     """
-    rows, first, end = _segment(program, starts_ptr, pitch, num_segments, ROWS)
-    row_ptrs = scale_ptr + rows.to(tl.int64) * pitch
+    rows, first, end = _segment(program, scales, ROWS)
+    row_ptrs = scales.ptr + rows.to(tl.int64) * scales.pitch
+    num_rows = scales.num_rows
     top = _largest_of_segment(row_ptrs, rows, first, end, num_rows, BLOCKS)
     count = 0
     for block in range(first, end, BLOCKS):
@@ -147,38 +153,26 @@ def _count_segment(
         wide = (scale > 0) & (top[:, None] - scale > FREE) & (top < 255)[:, None]
         count += tl.sum(tl.sum(wide.to(tl.int32), axis=1), axis=0)
     if count > 0:
-        tl.atomic_add(wide_ptr, count)
+        tl.atomic_add(scales.wide_ptr, count)
 
 
 @triton.jit
-def _spread_segment(
-    program,
-    scale_ptr,
-    wide_ptr,
-    starts_ptr,
-    num_rows,
-    pitch,
-    num_segments,
-    WHOLE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):
+def _spread_segment(program, scales, WHOLE: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr):
     """Give all blocks of a span the largest of their scales, in place; byte 0 marks zero blocks.
 
-    scale [num_rows, pitch] uint8. A program handles one segment of ROWS rows. Segment s is blocks
-    starts[s] / 32 … starts[s + 1] / 32 of each row; without starts it is the whole row. WHOLE: a
-    span is a segment; otherwise four blocks, counted from the segment's start. If wide [1] is above
-    0, blocks keep their own scales.
+    A program handles one segment of ROWS rows. WHOLE: a span is a segment; otherwise four blocks,
+    counted from the segment's start. If the count is above 0, blocks keep their own scales.
     """
-    rows, first, end = _segment(program, starts_ptr, pitch, num_segments, ROWS)
-    row_ptrs = scale_ptr + rows.to(tl.int64) * pitch
+    rows, first, end = _segment(program, scales, ROWS)
+    row_ptrs = scales.ptr + rows.to(tl.int64) * scales.pitch
+    num_rows = scales.num_rows
     top = tl.zeros((ROWS,), tl.int32)
     if WHOLE:
         top = _largest_of_segment(row_ptrs, rows, first, end, num_rows, BLOCKS)
         top = tl.where(top == 0, 127, top)
     own = False
-    if wide_ptr is not None:
-        own = tl.load(wide_ptr) > 0
+    if scales.wide_ptr is not None:
+        own = tl.load(scales.wide_ptr) > 0
     for block in range(first, end, BLOCKS):
         scale, ptrs, mask = _load_scales(row_ptrs, rows, block, end, num_rows, BLOCKS)
         if WHOLE:
@@ -213,31 +207,13 @@ def _count_wide_blocks_kernel(
     """
     program = tl.program_id(0)
     if row_scale_ptr is not None and program < row_programs:
-        _count_segment(
-            program=program,
-            scale_ptr=row_scale_ptr,
-            wide_ptr=row_wide_ptr,
-            starts_ptr=None,
-            num_rows=row_rows,
-            pitch=row_pitch,
-            num_segments=1,
-            FREE=FREE,
-            ROWS=ROWS,
-            BLOCKS=BLOCKS,
-        )
+        row = Scales(row_scale_ptr, row_wide_ptr, None, row_rows, row_pitch, 1)
+        _count_segment(program, row, FREE, ROWS, BLOCKS)
     if column_scale_ptr is not None and program >= row_programs:
-        _count_segment(
-            program=program - row_programs,
-            scale_ptr=column_scale_ptr,
-            wide_ptr=column_wide_ptr,
-            starts_ptr=starts_ptr,
-            num_rows=column_rows,
-            pitch=column_pitch,
-            num_segments=num_segments,
-            FREE=FREE,
-            ROWS=ROWS,
-            BLOCKS=BLOCKS,
+        column = Scales(
+            column_scale_ptr, column_wide_ptr, starts_ptr, column_rows, column_pitch, num_segments
         )
+        _count_segment(program - row_programs, column, FREE, ROWS, BLOCKS)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_POINTERS)
@@ -264,28 +240,10 @@ def _spread_scales_kernel(
     """
     program = tl.program_id(0)
     if row_scale_ptr is not None and program < row_programs:
-        _spread_segment(
-            program=program,
-            scale_ptr=row_scale_ptr,
-            wide_ptr=row_wide_ptr,
-            starts_ptr=None,
-            num_rows=row_rows,
-            pitch=row_pitch,
-            num_segments=1,
-            WHOLE=ROW_WHOLE,
-            ROWS=ROWS,
-            BLOCKS=BLOCKS,
-        )
+        row = Scales(row_scale_ptr, row_wide_ptr, None, row_rows, row_pitch, 1)
+        _spread_segment(program, row, ROW_WHOLE, ROWS, BLOCKS)
     if column_scale_ptr is not None and program >= row_programs:
-        _spread_segment(
-            program=program - row_programs,
-            scale_ptr=column_scale_ptr,
-            wide_ptr=column_wide_ptr,
-            starts_ptr=starts_ptr,
-            num_rows=column_rows,
-            pitch=column_pitch,
-            num_segments=num_segments,
-            WHOLE=COLUMN_WHOLE,
-            ROWS=ROWS,
-            BLOCKS=BLOCKS,
+        column = Scales(
+            column_scale_ptr, column_wide_ptr, starts_ptr, column_rows, column_pitch, num_segments
         )
+        _spread_segment(program - row_programs, column, COLUMN_WHOLE, ROWS, BLOCKS)

@@ -17,43 +17,17 @@ from tests.conformance.cases import grouped as cases
 from tests.conformance.cases.grouped import GroupedCase
 
 
-@pytest.mark.cases(cases.EXACT_GEMMS)
-def test_gemm_is_exact(case: GroupedCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.ROUNDED_GEMMS)
-def test_gemm_rounds_once(case: GroupedCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.SHAPES)
-def test_gemm_of_other_shapes(case: GroupedCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.OUTSIDE_GEMMS)
-def test_rows_of_no_group_are_zero(case: GroupedCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.EXACT_WGRADS)
-def test_wgrad_is_exact(case: GroupedCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.ROUNDED_WGRADS)
-def test_wgrad_rounds_once(case: GroupedCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.OTHER_WGRADS)
-def test_other_wgrads(case: GroupedCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.POISONED)
-def test_padding_reaches_no_result(case: GroupedCase, executor: Executor) -> None:
+@pytest.mark.cases(
+    exact=cases.EXACT_GEMMS,
+    rounded=cases.ROUNDED_GEMMS,
+    other_shapes=cases.SHAPES,
+    rows_of_no_group=cases.OUTSIDE_GEMMS,
+    exact_wgrad=cases.EXACT_WGRADS,
+    rounded_wgrad=cases.ROUNDED_WGRADS,
+    other_wgrads=cases.OTHER_WGRADS,
+    poisoned_padding=cases.POISONED,
+)
+def test_product(case: GroupedCase, executor: Executor) -> None:
     case.check(executor)
 
 

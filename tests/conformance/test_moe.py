@@ -25,69 +25,25 @@ pytestmark = [
 ]
 
 
-@pytest.mark.cases(cases.EXACT)
-def test_layer_is_exact(case: MoECase, executor: Executor) -> None:
+@pytest.mark.cases(
+    exact=cases.EXACT,
+    other_tiles=cases.OTHER_TILES,
+    high_tiles=cases.HIGH_TILES,
+    rounded=cases.ROUNDED,
+    routed=cases.ROUTED,
+    operands=cases.OPERANDS,
+    poisoned_padding=cases.POISONED,
+    no_gate=cases.NO_GATE,
+    weights=cases.WEIGHTS,
+    out=cases.OUT,
+)
+def test_layer(case: MoECase, executor: Executor) -> None:
     case.check(executor)
 
 
-@pytest.mark.cases(cases.OTHER_TILES)
-def test_other_tiles_and_depths(case: MoECase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.HIGH_TILES)
-def test_high_tiles(case: MoECase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.STAGES)
-def test_each_stage_rounds_once(case: MoECase, executor: Executor) -> None:
+@pytest.mark.cases(round_once=cases.STAGES, no_tokens=cases.NO_TOKENS, weights=cases.WEIGHT_STAGES)
+def test_stages(case: MoECase, executor: Executor) -> None:
     case.check_stages(executor)
-
-
-@pytest.mark.cases(cases.NO_TOKENS)
-def test_stages_without_tokens(case: MoECase, executor: Executor) -> None:
-    case.check_stages(executor)
-
-
-@pytest.mark.cases(cases.ROUNDED)
-def test_layer_rounds_as_its_formats(case: MoECase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.ROUTED)
-def test_routing_of_any_kind(case: MoECase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.OPERANDS)
-def test_operands_of_any_kind(case: MoECase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.POISONED)
-def test_padding_reaches_no_result(case: MoECase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.NO_GATE)
-def test_experts_without_a_gate(case: MoECase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.WEIGHTS)
-def test_weights_of_other_formats(case: MoECase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.WEIGHT_STAGES)
-def test_stages_with_weights_of_other_formats(case: MoECase, executor: Executor) -> None:
-    case.check_stages(executor)
-
-
-@pytest.mark.cases(cases.OUT)
-def test_out_is_written(case: MoECase, executor: Executor) -> None:
-    case.check(executor)
 
 
 @pytest.mark.parametrize("arch", [*CHIPS, "sm_100"])

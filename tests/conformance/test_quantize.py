@@ -23,63 +23,30 @@ from tests.conformance.cases import quantize as cases
 from tests.conformance.cases.quantize import DequantizeCase, DualCase, QuantizeCase
 
 
-@pytest.mark.cases(cases.QUANTIZE)
+@pytest.mark.cases(
+    every=cases.QUANTIZE,
+    bfloat16_amax=cases.QUANTIZE_AMAX,
+    views=cases.QUANTIZE_VIEWS,
+    squares=cases.QUANTIZE_SQUARES,
+    stochastic=cases.STOCHASTIC,
+    nothing=cases.QUANTIZE_NOTHING,
+)
 def test_quantize(case: QuantizeCase, executor: Executor) -> None:
     case.check(executor)
 
 
-@pytest.mark.cases(cases.QUANTIZE_AMAX)
-def test_quantize_bfloat16_amax(case: QuantizeCase, executor: Executor) -> None:
+@pytest.mark.cases(every_code_and_scale=cases.DEQUANTIZE, shapes=cases.DEQUANTIZE_SHAPES)
+def test_dequantize(case: DequantizeCase, executor: Executor) -> None:
     case.check(executor)
 
 
-@pytest.mark.cases(cases.QUANTIZE_VIEWS)
-def test_quantize_views(case: QuantizeCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.QUANTIZE_SQUARES)
-def test_quantize_squares(case: QuantizeCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.STOCHASTIC)
-def test_quantize_stochastically(case: QuantizeCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.DUAL_STOCHASTIC)
-def test_dual_stochastically(case: DualCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.QUANTIZE_NOTHING)
-def test_quantize_nothing(case: QuantizeCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.DEQUANTIZE)
-def test_dequantize_every_code_and_scale(case: DequantizeCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.DEQUANTIZE_SHAPES)
-def test_dequantize_shapes(case: DequantizeCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.DUAL)
+@pytest.mark.cases(
+    every=cases.DUAL,
+    any_strides=cases.DUAL_VIEWS,
+    groups=cases.DUAL_GROUPS,
+    stochastic=cases.DUAL_STOCHASTIC,
+)
 def test_dual(case: DualCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.DUAL_VIEWS)
-def test_dual_of_any_strides(case: DualCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.DUAL_GROUPS)
-def test_dual_of_groups(case: DualCase, executor: Executor) -> None:
     case.check(executor)
 
 

@@ -12,28 +12,13 @@ from tests.conformance.cases import routing as cases
 from tests.conformance.cases.routing import PlanCase, TopKCase
 
 
-@pytest.mark.cases(cases.PLANS)
+@pytest.mark.cases(every=cases.PLANS, foreign_ids=cases.PLANS_OF_FOREIGN_IDS)
 def test_plan(case: PlanCase, executor: Executor) -> None:
     case.check(executor)
 
 
-@pytest.mark.cases(cases.PLANS_OF_FOREIGN_IDS)
-def test_plan_of_foreign_ids(case: PlanCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.TOPK)
+@pytest.mark.cases(every=cases.TOPK, other_shapes=cases.TOPK_SHAPES, ties_and_nan=cases.TOPK_TIES)
 def test_topk(case: TopKCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.TOPK_SHAPES)
-def test_topk_of_other_shapes(case: TopKCase, executor: Executor) -> None:
-    case.check(executor)
-
-
-@pytest.mark.cases(cases.TOPK_TIES)
-def test_topk_of_ties_and_nan(case: TopKCase, executor: Executor) -> None:
     case.check(executor)
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from mxpert.core.target import detect_target
 from mxpert.errors import PerformanceWarning
 from mxpert.formats.tensor import Layout
 from support.devices import DEVICES, MMA_SYNC
+from support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -147,18 +146,9 @@ def test_each_refusal_names_its_remedy(name: str) -> None:
     assert any(remedy in slower for remedy in ("; pass one as out_dtype", "; make the plan with"))
 
 
-def pages_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("_gpus", ROOT / "docs" / "_gpus.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_pages_have_this_table() -> None:
     """Run `python docs/_gpus.py` after a change of the table."""
-    script = pages_script()
+    script = load_script("docs/_gpus.py")
     found = list(script.pages())
     assert ROOT / "docs" / "supported-gpus.md" in found
     for page in found:
@@ -168,7 +158,7 @@ def test_pages_have_this_table() -> None:
 
 
 def test_an_outdated_page_is_written_anew() -> None:
-    script = pages_script()
+    script = load_script("docs/_gpus.py")
     old = f"before\n{script.BEGIN}\n| H200 | nothing |\n{script.END}\nafter\n"
     assert script.with_table(old) == (
         f"before\n{script.BEGIN}\n\n{markdown_table()}\n{script.END}\nafter\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -14,19 +12,14 @@ from mxpert.core.problem import Op
 from mxpert.core.registry import explain_problem, kernel_of
 from mxpert.formats.tensor import Layout
 from support.executors import CHIPS
+from support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_ops", ROOT / "docs" / "_ops.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/_ops.py")
 
 
 def test_the_page_has_todays_table(script: ModuleType) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from special_case import exact_layer
 
 import mxpert
 from mxpert import Combine, GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan, Scoring
 from mxpert import formats as mx
 from mxpert.core.problem import FORMAT_OF, parse_activation_format
 from mxpert.training import MXFP8Recipe
-from mxpert.training.rows import op as rows
 
 MXFP8_NAMES = ("mxfp8", "mxfp8_e4m3", "mxfp8_e5m2")
 NAMES = ("mxfp4", *MXFP8_NAMES)
@@ -101,7 +100,7 @@ def whole_layer(rng: random.Random) -> Arguments:
 
 
 def layer_in_float64(a: Arguments) -> torch.Tensor | None:
-    """The definition, one (token, slot) at a time; only for bf16 activations in plain order."""
+    """The definition; only for bf16 activations in plain order, rounded between the stages."""
     if (
         parse_activation_format(a["activation_format"], "") != "bf16"
         or a["apply_router_weight_on_input"]
@@ -109,30 +108,12 @@ def layer_in_float64(a: Arguments) -> torch.Tensor | None:
         or "expert_map" in a
     ):
         return None
-    weights: MoEWeights = a["weights"]
-    gate_rows, up_rows = mxpert.moe.weights.gate_up_rows(
-        weights.gate_up_order, weights.intermediate_size
-    )
-    gate_up, down = (p.dequantize(torch.float64) for p in (weights.gate_up_proj, weights.down_proj))
-    x = a["x"].double()
-    y = torch.zeros(x.shape, dtype=torch.float64)
-    for token, (ids, factors) in enumerate(
-        zip(a["topk_ids"].tolist(), a["topk_weights"].double(), strict=True)
-    ):
-        for expert, factor in zip(ids, factors, strict=True):
-            h = gate_up[expert] @ x[token]
-            if weights.gate_up_bias is not None:
-                h = h + weights.gate_up_bias[expert].double()
-            h = rows.activate_rows(torch.cat((h[gate_rows], h[up_rows]))[None], a["activation"])[0]
-            out = down[expert] @ h.bfloat16().double()
-            if weights.down_bias is not None:
-                out = out + weights.down_bias[expert].double()
-            y[token] += factor * out
+    (y,) = exact_layer(a, stored=torch.Tensor.bfloat16)
     return y
 
 
-def planned(rng: random.Random) -> Arguments:
-    arguments = layer(rng)
+def planned(arguments: Arguments) -> Arguments:
+    """Arguments of a layer as those of its first stage."""
     plan = mxpert.make_routing_plan(
         arguments.pop("topk_weights"),
         arguments.pop("topk_ids"),
@@ -143,7 +124,7 @@ def planned(rng: random.Random) -> Arguments:
 
 
 def second_stage(rng: random.Random) -> Arguments:
-    first = planned(rng)
+    first = planned(layer(rng))
     h = mxpert.moe_gate_up(**first)
     for tensor in (h.qdata, h.scale) if isinstance(h, MXTensor) else (h,):
         used = int(first["plan"].num_valid[0])
@@ -158,16 +139,16 @@ def second_stage(rng: random.Random) -> Arguments:
     )
 
 
-def routed(rng: random.Random) -> Arguments:
+def routed(rng: random.Random, width: int = 8, tokens: Sequence[int] = (0, 1, 6)) -> Arguments:
     return dict(
-        logits=randn(rng, rng.choice((0, 1, 6)), 8, dtype=rng.choice(FLOATS)),
+        logits=randn(rng, rng.choice(tokens), width, dtype=rng.choice(FLOATS)),
         top_k=rng.randint(1, 4),
         normalize=rng.random() < 0.5,
         scoring=rng.choice(list(Scoring)),
         num_groups=(groups := rng.choice((1, 2, 4))),
         top_groups=groups,
         routed_scaling_factor=rng.choice((1.0, 2.5)),
-        correction_bias=randn(rng, 8) if rng.random() < 0.5 else None,
+        correction_bias=randn(rng, width) if rng.random() < 0.5 else None,
     )
 
 
@@ -205,20 +186,6 @@ def gemm(rng: random.Random) -> Arguments:
         trans_b=trans_b,
         out_dtype=rng.choice((*FLOATS, torch.float64)),
     )
-
-
-def values(operand: torch.Tensor | MXTensor) -> torch.Tensor:
-    return operand.dequantize(torch.float64) if isinstance(operand, MXTensor) else operand.double()
-
-
-def gemm_in_float64(a: Arguments) -> torch.Tensor:
-    left, right = values(a["a"]), values(a["b"])
-    right = right.mT if a["trans_b"] else right
-    out = torch.zeros(left.shape[0], right.shape[-1], dtype=torch.float64)
-    offsets = a["group_offsets"].tolist()
-    for group, (start, end) in enumerate(itertools.pairwise(offsets)):
-        out[start:end] = left[start:end] @ right[group]
-    return out
 
 
 def wgrad(rng: random.Random) -> Arguments:

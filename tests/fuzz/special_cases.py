@@ -6,13 +6,22 @@ import random
 from typing import Any
 
 import torch
-from fuzz_arguments import ACTIVATIONS, FLOATS, MXFP8_NAMES, NAMES, groups, moe_weights, randn
-from special_case import WIDE, Arguments, Case, Results, act, wide
+from fuzz_arguments import (
+    ACTIVATIONS,
+    FLOATS,
+    MXFP8_NAMES,
+    NAMES,
+    groups,
+    moe_weights,
+    planned,
+    randn,
+    routed,
+)
+from special_case import WIDE, Arguments, Case, Experts, Results, exact_layer, wide
 from special_grouped import GROUPED
 
 import mxpert
 from mxpert import Combine, MoEWeights, MXTensor, ScaleRule, ScaleSpan, Scoring, formats
-from mxpert.core.problem import Activation
 from mxpert.formats.spec import LINE_SPANS
 from mxpert.grouped.reference import pad_groups
 from mxpert.routing.plan import TOKEN_MASK
@@ -101,54 +110,6 @@ def _run_layer(a: Arguments) -> Results:
     return [mxpert.fused_moe(**(a | dict(weights=_on_device(a["weights"]))))]
 
 
-class _Experts:
-    """The two stages in float64."""
-
-    def __init__(self, a: Arguments) -> None:
-        weights: MoEWeights = a["weights"]
-        order = weights.gate_up_order
-        assert order is not None
-        self.gate, self.up = mxpert.moe.weights.gate_up_rows(order, weights.intermediate_size)
-        self.gate_up, self.down = wide(weights.gate_up_proj), wide(weights.down_proj)
-        self.biases = weights.gate_up_bias, weights.down_bias
-
-    def hidden(
-        self, expert: int, x: torch.Tensor, factor: torch.Tensor | float, activation: Activation
-    ) -> torch.Tensor:
-        h = factor * (self.gate_up[expert] @ x)
-        if self.biases[0] is not None:
-            h = h + self.biases[0][expert].double()
-        return act(activation, h[self.gate], h[self.up])
-
-    def out(self, expert: int, h: torch.Tensor) -> torch.Tensor:
-        y = self.down[expert] @ h
-        return y if self.biases[1] is None else y + self.biases[1][expert].double()
-
-
-def _exact_layer(a: Arguments) -> Results:
-    experts, x = _Experts(a), wide(a["x"])
-    y = torch.zeros(x.shape, dtype=WIDE)
-    on_input = a["apply_router_weight_on_input"]
-    for token, (ids, factors) in enumerate(
-        zip(a["topk_ids"].tolist(), a["topk_weights"].double(), strict=True)
-    ):
-        for expert, factor in zip(ids, factors, strict=True):
-            h = experts.hidden(expert, x[token], factor if on_input else 1.0, a["activation"])
-            y[token] += experts.out(expert, h) * (1.0 if on_input else factor)
-    return [y]
-
-
-def _stages(rng: random.Random, size: int) -> Arguments:
-    a = _layer(rng, size)
-    plan = mxpert.make_routing_plan(
-        a.pop("topk_weights"),
-        a.pop("topk_ids"),
-        num_experts=a["weights"].num_experts,
-        routing_block_m=16,
-    )
-    return a | dict(plan=plan)
-
-
 def _valid(plan: mxpert.RoutingPlan) -> list[tuple[int, int, int]]:
     """(row, token, expert) of the rows in use."""
     found = []
@@ -172,7 +133,7 @@ def _run_gate_up(a: Arguments) -> Results:
 
 
 def _exact_gate_up(a: Arguments) -> Results:
-    experts, x, factors = _Experts(a), wide(a["x"]), a["plan"].sorted_weights.double()
+    experts, x, factors = Experts(a), wide(a["x"]), a["plan"].sorted_weights.double()
     on_input = a["apply_router_weight_on_input"]
     found = [
         experts.hidden(expert, x[token], factors[row] if on_input else 1.0, a["activation"])
@@ -182,7 +143,7 @@ def _exact_gate_up(a: Arguments) -> Results:
 
 
 def _second(rng: random.Random, size: int) -> Arguments:
-    a = _stages(rng, size)
+    a = planned(_layer(rng, size))
     h: Any = randn(rng, a["plan"].capacity, a["weights"].intermediate_size, dtype=torch.bfloat16)
     if a["activation_format"].startswith("mx"):
         h = mxpert.quantize(h, a["activation_format"])
@@ -196,7 +157,7 @@ def _run_down(a: Arguments) -> Results:
 
 
 def _exact_down(a: Arguments) -> Results:
-    experts, h, factors = _Experts(a), wide(a["h"]), a["plan"].sorted_weights.double()
+    experts, h, factors = Experts(a), wide(a["h"]), a["plan"].sorted_weights.double()
     y = torch.zeros(a["plan"].num_tokens, a["weights"].hidden_size, dtype=WIDE)
     for row, token, expert in _valid(a["plan"]):
         y[token] += factors[row] * experts.out(expert, h[row])
@@ -204,20 +165,6 @@ def _exact_down(a: Arguments) -> Results:
 
 
 # --- routing and modules ------------------------------------------------------------------------
-
-
-def _routed(rng: random.Random, size: int) -> Arguments:
-    count = rng.choice((1, 2, 4))
-    return dict(
-        logits=randn(rng, rng.choice((1, 6)), 8 * size, dtype=rng.choice(FLOATS)),
-        top_k=rng.randint(1, 4),
-        normalize=rng.random() < 0.5,
-        scoring=rng.choice(list(Scoring)),
-        num_groups=count,
-        top_groups=count,
-        routed_scaling_factor=rng.choice((1.0, 2.5)),
-        correction_bias=randn(rng, 8 * size) if rng.random() < 0.5 else None,
-    )
 
 
 def _run_routed(a: Arguments) -> Results:
@@ -299,11 +246,24 @@ CASES = (
         "x",
         on_gpu=False,
     ),
-    Case("fused_moe", _layer, _run_layer, _exact_layer, ("x", "weights", "topk_weights"), "x"),
-    Case("moe_gate_up", _stages, _run_gate_up, _exact_gate_up, ("x", "weights")),
+    Case("fused_moe", _layer, _run_layer, exact_layer, ("x", "weights", "topk_weights"), "x"),
+    Case(
+        "moe_gate_up",
+        lambda rng, size: planned(_layer(rng, size)),
+        _run_gate_up,
+        _exact_gate_up,
+        ("x", "weights"),
+    ),
     Case("moe_down", _second, _run_down, _exact_down, ("h", "weights")),
     *GROUPED,
-    Case("route_topk", _routed, _run_routed, lambda a: [], ("logits", "correction_bias"), "logits"),
+    Case(
+        "route_topk",
+        lambda rng, size: routed(rng, 8 * size, (1, 6)),
+        _run_routed,
+        lambda a: [],
+        ("logits", "correction_bias"),
+        "logits",
+    ),
     Case("MoE", _moe, _run_moe, _exact_moe, ("x", "router_weight")),
 )
 EXACT_OF_ROUTED = _exact_routed

@@ -7,19 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from fuzz_arguments import ACTIVATIONS, FLOATS, MXFP8_NAMES, groups, randn
-from special_case import WIDE, Arguments, Case, Results, act, wide
+from fuzz_arguments import ACTIVATIONS, FLOATS, MXFP8_NAMES, groups, randn, recipes
+from special_case import WIDE, Arguments, Case, Results, act, bounds, exact_gemm
 
 import mxpert
 from mxpert import ScaleSpan
 from mxpert.training import MXFP8Recipe, grouped_linear, grouped_mm
 from mxpert.training.activation import gated_activation
 from mxpert.training.rows import op as rows
-
-
-def _bounds(offsets: torch.Tensor) -> list[tuple[int, slice]]:
-    ends = offsets.tolist()
-    return [(g, slice(ends[g], ends[g + 1])) for g in range(len(ends) - 1)]
 
 
 def _gemm(rng: random.Random, size: int) -> Arguments:
@@ -47,14 +42,6 @@ def _spoil_floats(rng: random.Random, x: torch.Tensor) -> None:
         x.view(-1)[rng.randrange(x.numel())] = rng.choice((torch.nan, torch.inf, -torch.inf, 3e38))
 
 
-def _exact_gemm(a: Arguments) -> Results:
-    left, right = wide(a["a"]), wide(a["b"])
-    out = torch.zeros(left.shape[0], right.shape[1], dtype=WIDE)
-    for g, part in _bounds(a["group_offsets"]):
-        out[part] = left[part] @ right[g].T
-    return [out]
-
-
 def _linear(rng: random.Random, size: int) -> Arguments:
     total, offsets = groups(rng)
     count, width = len(offsets) - 1, 64 * size
@@ -64,15 +51,7 @@ def _linear(rng: random.Random, size: int) -> Arguments:
         grad=randn(rng, total, width, dtype=dtype),
         group_offsets=offsets,
         bias=randn(rng, count, width) if rng.random() < 0.5 else None,
-        recipe=rng.choice(
-            (
-                MXFP8Recipe(),
-                MXFP8Recipe.hybrid(),
-                MXFP8Recipe(enabled=False),
-                MXFP8Recipe(scale_span=ScaleSpan.ROW),
-                MXFP8Recipe(high_precision_wgrad=True),
-            )
-        ),
+        recipe=recipes(rng),
     )
 
 
@@ -91,7 +70,7 @@ def _exact_linear(a: Arguments) -> Results:
     y, dx = (torch.zeros_like(each) for each in (grad, x))
     dweight = torch.zeros_like(weight)
     dbias = torch.zeros(weight.shape[:2], dtype=WIDE)
-    for g, part in _bounds(a["group_offsets"]):
+    for g, part in bounds(a["group_offsets"]):
         y[part] = x[part] @ weight[g].T + (0 if bias is None else bias[g].double())
         dx[part], dweight[g] = grad[part] @ weight[g], grad[part].T @ x[part]
         dbias[g] = grad[part].sum(0)
@@ -113,7 +92,7 @@ def _outer(rng: random.Random, size: int) -> Arguments:
 def _exact_outer(a: Arguments) -> Results:
     left, right, grad = (a[name].double() for name in ("a", "b", "grad"))
     out, da, db = (torch.zeros_like(each) for each in (grad, left, right))
-    for g, part in _bounds(torch.nn.functional.pad(a["offs"], (1, 0))):
+    for g, part in bounds(torch.nn.functional.pad(a["offs"], (1, 0))):
         out[g] = left[:, part] @ right[part]
         da[:, part], db[part] = grad[g] @ right[part].T, left[:, part].T @ grad[g]
     return [out, da, db]
@@ -151,7 +130,7 @@ def _exact_combined(a: Arguments) -> Results:
 
 
 GROUPED = (
-    Case("grouped_gemm", _gemm, lambda a: [mxpert.grouped_gemm(**a)], _exact_gemm, ("a", "b"), "a"),
+    Case("grouped_gemm", _gemm, lambda a: [mxpert.grouped_gemm(**a)], exact_gemm, ("a", "b"), "a"),
     Case(
         "grouped_linear",
         _linear,

@@ -6,7 +6,6 @@ is repeated with ``python tests/fuzz/run.py --only TARGET --one SEED``.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import os
@@ -21,6 +20,7 @@ import pytest
 import mxpert
 import mxpert.formats
 import mxpert.training
+from support.scripts import load_script
 
 pytest.importorskip("hypothesis")
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -86,13 +86,7 @@ def test_every_call_answers_or_is_refused(tmp_path: Path, request: pytest.Fixtur
 @pytest.fixture(scope="module")
 def runner() -> Any:
     """The runner as a module, for what needs no process of its own."""
-    spec = importlib.util.spec_from_file_location("mxpert_fuzz", RUNNER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script(RUNNER)
 
 
 @pytest.mark.parametrize(

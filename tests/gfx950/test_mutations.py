@@ -16,9 +16,7 @@ long a fixed sample of each kind (`judged_of_each_kind`).
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
-import sys
 import warnings
 from pathlib import Path
 
@@ -27,14 +25,10 @@ import triton
 
 from gfx950_support import caches, orders
 from support.gfx950_mutants import OF_CACHES, SOME_SURVIVE, Trial, digest, sample, tally
+from support.scripts import load_script
 
 _PATH = Path(__file__).with_name("mutation_cases.py")
-_spec = importlib.util.spec_from_file_location("mutation_cases", _PATH)
-assert _spec is not None
-assert _spec.loader is not None
-cases = importlib.util.module_from_spec(_spec)
-sys.modules["mutation_cases"] = cases
-_spec.loader.exec_module(cases)
+cases = load_script(_PATH)
 
 RECORD = json.loads(cases.RECORD.read_text("utf-8"))
 EACH_KIND = 1

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import MXTensor
 from mxpert.configs import GemmConfig, MoEConfig
 from mxpert.core import registry
 from mxpert.core.describe import describe
@@ -30,22 +29,6 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 # --- quantize_dual ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"]
-)
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(
-    "shape", [(64, 96), (0, 64), (3, 64, 96)], ids=["matrix", "no-rows", "weights"]
-)
-def test_without_groups_equals_quantize_of_both_axes(shape, name, dtype):
-    x = normal(*shape).to(dtype)
-    row, col = mxpert.quantize_dual(x, name)
-    assert_exact(row, mxpert.quantize(x, name), "row")
-    other = mxpert.quantize(x, name, axis=-2)
-    assert_exact(col, MXTensor(other.qdata.mT, other.scale.mT, other.format), "col")
-    assert col.qdata.is_contiguous()
 
 
 def test_special_values_stay_in_their_blocks():
@@ -133,15 +116,6 @@ def test_counts_are_refused_with_the_remedy(call):
     made = eval(remedy, {"torch": torch, "counts": COUNTS})
     assert made.tolist() == [0, 4, 6, 10]
     mxpert.grouped_gemm(A, B, made)
-
-
-def test_rows_of_no_group_are_zero():
-    a = A.clone()
-    a[:2], a[8:] = torch.nan, torch.nan
-    out = mxpert.grouped_gemm(a, B, torch.tensor([2, 2, 5, 8]), out_dtype=torch.float32)
-    assert not out[:2].any()
-    assert not out[8:].any()
-    torch.testing.assert_close(out[2:5], a[2:5].float() @ B[1].float().T)
 
 
 # --- checks -------------------------------------------------------------------------------------

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from mxpert.core.problem import Op, QuantizeProblem
 from mxpert.core.target import detect_target
-from mxpert.formats import FORMATS, MXFP4, MXFP8_E4M3, MXFormat, MXTensor, ScaleRule
+from mxpert.formats import FORMATS, MXFormat, MXTensor, ScaleRule
 from mxpert.quantize.inputs import DequantizeInputs, QuantizeInputs
 from mxpert.quantize.triton import DEQUANTIZE, QUANTIZE
 from support.quantize_cases import (
@@ -18,7 +17,6 @@ from support.quantize_cases import (
     assert_quantizes_exactly,
     block_cases,
     every_bfloat16_amax,
-    every_code_and_scale,
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,36 +77,6 @@ def test_quantize_every_bfloat16_amax(fmt: MXFormat, device: torch.device) -> No
     x = every_bfloat16_amax()
     for rule in ScaleRule:
         assert_quantizes_exactly(quantize(x.to(device), fmt, -1, rule), x, fmt, -1, rule)
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x[:, 32:2912],
-        lambda x: x[::3, :64],
-        lambda x: x[:, 1:2881],
-        lambda x: x[:, ::2],
-        lambda x: x.T,
-        lambda x: x[:1].expand(960, 4096),
-    ],
-    ids=["columns", "rows", "misaligned", "every_other", "transposed", "expanded"],
-)
-@pytest.mark.parametrize("fmt", [MXFP4, MXFP8_E4M3], ids=lambda f: f.name)
-def test_quantize_strided(
-    fmt: MXFormat, view: Callable[[torch.Tensor], torch.Tensor], device: torch.device
-) -> None:
-    x = view(cases((960, 4096), -1).to(device, torch.bfloat16))
-    assert_quantizes_exactly(quantize(x, fmt, -1, ScaleRule.RCEIL), x, fmt, -1, ScaleRule.RCEIL)
-
-
-@dtypes
-@pytest.mark.parametrize("axis", [-1, -2])
-@formats
-def test_dequantize_every_code_and_scale(
-    fmt: MXFormat, axis: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    tensor = every_code_and_scale(fmt, axis)
-    assert_dequantizes_exactly(dequantize(tensor.to(device), dtype), tensor)
 
 
 @formats

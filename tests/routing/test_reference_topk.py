@@ -202,17 +202,6 @@ def test_clamped_rows_have_weight_zero(scoring, normalize):
     assert torch.equal(weights[others], clean[0][others])
 
 
-def test_correction_bias_changes_the_choice_but_not_the_weights():
-    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
-    bias = torch.tensor([-5.0, 0.0, 0.0, 5.0])
-    weights, ids = mxpert.route_topk(logits, 2, scoring=Scoring.SIGMOID, correction_bias=bias)
-    assert ids.tolist() == [[3, 1]]
-    scores = logits.double().sigmoid()[0, [3, 1]]
-    torch.testing.assert_close(
-        weights[0].double(), scores / scores.sum(), atol=0, rtol=topk_weight_tolerance(2.0, 2)
-    )
-
-
 def test_decision_gap_sees_groups_and_experts():
     """The helper that lets float32 implementations be compared by ids."""
     sigmoid = TopKOptions(scoring=Scoring.SIGMOID)

@@ -1,8 +1,9 @@
 """Executors of the conformance suite: a backend, and how this process runs its kernels.
 
 ``@pytest.mark.cases(CASES)`` runs a test with each `case` of a dict on each `executor` that serves
-it. A process has one kind of executor besides the reference: the interpreter with
-TRITON_INTERPRET=1, the emulator with ``--gfx950``, or the GPU.
+it; ``cases(name=CASES, ...)`` those of several dicts, whose names begin the ids. A process has one
+kind of executor besides the reference: the interpreter with TRITON_INTERPRET=1, the emulator with
+``--gfx950``, or the GPU.
 """
 
 from __future__ import annotations
@@ -72,15 +73,17 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("cases")
     if marker is None:
         return
+    groups = {"": marker.args[0]} if marker.args else marker.kwargs
     pairs = [
         pytest.param(
             case,
             executor,
-            id=f"{executor}-{name}",
-            marks=[pytest.mark.gpu] if executor.way == "gpu" else [],
+            id=f"{executor}-{group}-{name}" if group else f"{executor}-{name}",
+            marks=[pytest.mark.group(group), *([pytest.mark.gpu] if executor.way == "gpu" else [])],
         )
         for executor in executors(emulated=metafunc.config.getoption("--gfx950"))
-        for name, case in marker.args[0].items()
+        for group, cases in groups.items()
+        for name, case in cases.items()
         if case.served_by(executor.backend)
     ]
     metafunc.parametrize("case, executor", pairs)

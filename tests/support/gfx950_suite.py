@@ -8,7 +8,8 @@ The tests of tests/conformance are taken as they are. Each case gets a schedule 
   schedule falls together with a parameter,
 * of more than `MOST_CASES` cases that many are taken, evenly spaced.
 
-Each executor of a test (a backend on gfx950) counts as a function of its own.
+Each executor of a test (a backend on gfx950), and each group of its cases, counts as a function of
+its own.
 
 ``--gfx950-all`` runs every case in both schedules. At the end the plugin prints what was executed,
 and fails the session if a kernel of the package ran in one schedule only.
@@ -81,9 +82,9 @@ def select(items: Iterable[pytest.Function]) -> tuple[list[pytest.Item], list[py
     for item in items:
         params = {**item.callspec.params}
         del params["schedule"]
-        cases = functions.setdefault(
-            (item.path, item.cls, item.originalname, params.get("executor")), {}
-        )
+        group = item.get_closest_marker("group")
+        name = item.originalname if group is None else (item.originalname, *group.args)
+        cases = functions.setdefault((item.path, item.cls, name, params.get("executor")), {})
         # Both schedules of a case have the same objects; pytest's indices count them apart.
         cases.setdefault(tuple(map(id, params.values())), []).append(item)
     kept: list[pytest.Item] = []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 import mxpert.training.autograd
 from mxpert.testing.numerics import cosine
 from mxpert.training import MXFP8Recipe
+from support.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = Path(__file__).with_name("text.txt")
@@ -25,11 +24,7 @@ TOLERANCE = 0.02
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_moe_lm", ROOT / "examples/train_moe_lm.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("examples/train_moe_lm.py")
 
 
 def train(example: ModuleType, name: str, steps: int = STEPS) -> tuple[Any, dict[str, Any]]:

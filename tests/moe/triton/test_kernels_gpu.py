@@ -1,4 +1,4 @@
-"""The MoE kernels on a GPU: model shapes, every combination of options, graphs, repeats.
+"""The MoE kernels on a GPU: model shapes, tiles, graphs, repeats.
 
 The float64 oracle runs on the GPU, too, on a sample of tokens and on the experts of these tokens. A
 token's result does not depend on other tokens in its blocks.
@@ -123,9 +123,7 @@ def join(parts: list[torch.Tensor | MXTensor]) -> torch.Tensor | MXTensor:
     return torch.cat(parts)
 
 
-def down_oracle(
-    inputs: MoEInputs, h: torch.Tensor | MXTensor, a_format: str, *, on_input: bool = False
-) -> torch.Tensor:
+def down_oracle(inputs: MoEInputs, h: torch.Tensor | MXTensor, a_format: str) -> torch.Tensor:
     """Stage 2's weighted rows by (token, slot) from `h` [T · k, F], float64 [T · k, H]."""
     with mxpert.override(backend="reference", config=FLOAT64):
         plan = make_plan(inputs, 1)
@@ -136,7 +134,6 @@ def down_oracle(
             plan,
             activation_format=a_format,
             combine=Combine.FLAT,
-            apply_router_weight_on_input=on_input,
             out_dtype=torch.float64,
         )[places]
 
@@ -147,15 +144,9 @@ def run(
     *,
     config: MoEConfig | None = None,
     combine: Combine = Combine.REDUCE,
-    on_input: bool = False,
 ) -> torch.Tensor:
     with mxpert.override(backend="triton", config=config):
-        return run_layer(
-            inputs,
-            combine=combine,
-            activation_format=a_format,
-            apply_router_weight_on_input=on_input,
-        )
+        return run_layer(inputs, combine=combine, activation_format=a_format)
 
 
 def chosen_config(inputs: MoEInputs, a_format: str) -> MoEConfig:
@@ -164,26 +155,16 @@ def chosen_config(inputs: MoEInputs, a_format: str) -> MoEConfig:
 
 
 def run_stages(
-    inputs: MoEInputs, a_format: str, config: MoEConfig, *, on_input: bool = False
+    inputs: MoEInputs, a_format: str, config: MoEConfig
 ) -> tuple[torch.Tensor | MXTensor, torch.Tensor, RoutingPlan]:
     """Run both stages as the layer does; return stage 1's and stage 2's FLAT rows, sorted."""
     with mxpert.override(backend="triton", config=config):
         plan = make_plan(inputs, config.routing_block_m)
         h = mxpert.moe_gate_up(
-            inputs.x,
-            inputs.weights,
-            plan,
-            activation=inputs.activation,
-            activation_format=a_format,
-            apply_router_weight_on_input=on_input,
+            inputs.x, inputs.weights, plan, activation=inputs.activation, activation_format=a_format
         )
         flat = mxpert.moe_down(
-            h,
-            inputs.weights,
-            plan,
-            activation_format=a_format,
-            combine=Combine.FLAT,
-            apply_router_weight_on_input=on_input,
+            h, inputs.weights, plan, activation_format=a_format, combine=Combine.FLAT
         )
     return h, flat, plan
 
@@ -233,13 +214,7 @@ def check_stage_two(
 
 
 def check_end_to_end(
-    y: torch.Tensor,
-    rows: torch.Tensor,
-    a_format: str,
-    weights: MoEWeights,
-    what: str,
-    *,
-    combine: Combine = Combine.REDUCE,
+    y: torch.Tensor, rows: torch.Tensor, a_format: str, weights: MoEWeights, what: str
 ) -> None:
     """Check a layer's output against the oracle's weighted rows [T · k, H]."""
     top_k = len(rows) // len(y)
@@ -248,7 +223,7 @@ def check_end_to_end(
         y.dtype,
         weights.hidden_size,
         weights.intermediate_size,
-        top_k=top_k if combine is Combine.REDUCE else 1,
+        top_k=top_k,
         numel=y.numel(),
         cancellation=cancellation(rows, top_k),
     )
@@ -292,42 +267,6 @@ def test_model_shape(name: str, a_format: str, device: torch.device) -> None:
         check_stage_two(flat, expected, a_format, weights.intermediate_size, what)
         if len(y) >= ENOUGH:
             check_end_to_end(y, exact[: len(flat)], a_format, weights, what)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@formats
-def test_every_option(a_format: str, activation: str, device: torch.device) -> None:
-    """Every gate/up order and combine, routing weight on either stage, with and without bias."""
-    second_pair = list(ACTIVATIONS).index(activation) % 2 == 1
-    for on_input in (False, True):
-        for order in GateUpOrder:
-            shape = replace(
-                SMALL,
-                activation=ACTIVATIONS[activation](),
-                gate_up_order=order,
-                has_bias=on_input != second_pair,
-            )
-            inputs = random_moe_problem(shape, 77, device=device)
-            check_options(inputs, a_format, on_input, f"{order.value}, on_input={on_input}")
-
-
-def check_options(inputs: MoEInputs, a_format: str, on_input: bool, what: str) -> None:
-    """Check both stages and every combine of one layer."""
-    config, weights = chosen_config(inputs, a_format), inputs.weights
-    h, flat, plan = run_stages(inputs, a_format, config, on_input=on_input)
-    rows = plan.slot_rows.flatten().long()
-    oracle = gate_up_oracle(inputs, a_format, apply_router_weight_on_input=on_input)
-    check_stage_one(take(h, rows), oracle, a_format, weights.hidden_size, what, gate=True)
-    own, exact = (
-        down_oracle(inputs, values, a_format, on_input=on_input)
-        for values in (take(h, rows), oracle.round(a_format))
-    )
-    check_stage_two(flat[rows], own, a_format, weights.intermediate_size, what)
-    for combine in (Combine.REDUCE, Combine.ATOMIC):
-        y = run(inputs, a_format, config=config, combine=combine, on_input=on_input)
-        check_end_to_end(y, exact, a_format, weights, f"{what}, {combine.value}", combine=combine)
-        if combine is Combine.REDUCE:
-            assert_exact(y, summed(flat, plan), f"{what}, layer from its stages")
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32], ids=str)
