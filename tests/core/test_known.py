@@ -135,8 +135,19 @@ def test_modes_that_change_a_tensors_keys_are_left_to_describe() -> None:
     assert found[0] == "result"
 
 
-def test_a_torch_without_guards_recognises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "_GUARDS", None)
-    assert learnt().recall(OPTIONS, VALUES) is None
-    out = [mxpert.quantize(ROWS, "mxfp8").qdata for _ in range(4)]
-    assert all(torch.equal(each, out[0]) for each in out)
+@pytest.mark.parametrize("guards", [None, lambda tensor: None], ids=["none", "of-another-form"])
+def test_a_torch_without_such_guards_recognises_nothing(
+    guards: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "_GUARDS", guards)
+    known._has_guards.cache_clear()
+    try:
+        assert learnt().recall(OPTIONS, VALUES) is None
+        codes = [mxpert.quantize(ROWS[:3], "mxfp8").qdata for _ in range(4)]
+    finally:
+        known._has_guards.cache_clear()
+    assert all(torch.equal(each, codes[0]) for each in codes)
+
+
+def test_this_torch_has_them() -> None:
+    assert known._has_guards()
