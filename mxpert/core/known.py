@@ -136,3 +136,7 @@ class KnownArguments(Generic[_OptionsT, _T]):
         kept = known.setdefault(_first_key(values[0]), [])
         if len(kept) < _MAX_ALIKE and _has_guards():
             kept.append(_Known(options, values, result))
+
+    def forget(self) -> None:
+        """Drop all results on this device."""
+        current_device().calls[self._known].clear()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 
 import mxpert
-from mxpert.core import known
+from mxpert.core import calls, known
 from mxpert.core.geometry import describe
 from mxpert.core.known import KnownArguments
 from mxpert.core.target import on_device
@@ -120,6 +121,16 @@ def test_another_device_has_its_own() -> None:
     with on_device():
         assert arguments.recall(OPTIONS, VALUES) is None
     assert arguments.recall(OPTIONS, VALUES) is not None
+
+
+def test_a_full_cache_of_calls_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_MAX_CACHED", 1)
+    cache, problem = calls.CallCache[Any](by_identity=False), mock.Mock()
+    for values in (VALUES, with_(0, ROWS[:3])):
+        call = cache.add(OPTIONS, describe(values), problem)
+        cache.learn(OPTIONS, values, call)
+    assert cache.recall(OPTIONS, VALUES) is None
+    assert cache.recall(OPTIONS, with_(0, ROWS[:3])) is not None
 
 
 def test_modes_that_change_a_tensors_keys_are_left_to_describe() -> None:
