@@ -84,6 +84,7 @@ class CallCache(KnownArguments[_OptionsT, CachedCall]):
             calls = device.calls[self]
             if len(calls) >= _MAX_CACHED:
                 calls.clear()
+                self.forget()  # it holds calls, too
             calls[self._key(options, geometry)] = cached
         return cached
 

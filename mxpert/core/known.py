@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -35,6 +36,25 @@ def _first_key(value: Any) -> object:  # of the type of the first argument
     return None if parts is None else parts[1]
 
 
+def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Torch's guard of these tensors: whether others are like them."""
+    sizes = [list(tensor.shape) for tensor in tensors]
+    strides = [list(tensor.stride()) for tensor in tensors]
+    guards = _GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    fit: Callable[..., bool] = guards.check
+    return fit
+
+
+@functools.cache
+def _has_guards() -> bool:
+    """Whether torch has guards that are made as those of torch 2.11; they are not public."""
+    sample = torch.empty(1, device="cpu")
+    try:
+        return _guard_of((sample,))(sample)
+    except (AttributeError, TypeError, ValueError, RuntimeError, SystemError):
+        return False
+
+
 class _Known(Generic[_T]):
     """Options and arguments that were seen before, recognised without describing them.
 
@@ -55,11 +75,7 @@ class _Known(Generic[_T]):
         plain = [place for place, value in enumerate(values) if type(value) in PLAIN_TENSORS]
         only = slice(plain[0], plain[0] + 1) if len(plain) == 1 else None
         self._plain = taker(plain) if only is None else operator.itemgetter(only)
-        tensors = self._plain(values)
-        sizes = [list(tensor.shape) for tensor in tensors]
-        strides = [list(tensor.stride()) for tensor in tensors]
-        guards = _GUARDS(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        self._fit: Callable[..., bool] = guards.check
+        self._fit = _guard_of(self._plain(values))
         self._expected = []
         for place, value in enumerate(values):
             parts = own_parts(value)
@@ -118,5 +134,9 @@ class KnownArguments(Generic[_OptionsT, _T]):
         if len(known) >= _MAX_KNOWN:
             known.clear()
         kept = known.setdefault(_first_key(values[0]), [])
-        if _GUARDS is not None and len(kept) < _MAX_ALIKE:
+        if len(kept) < _MAX_ALIKE and _has_guards():
             kept.append(_Known(options, values, result))
+
+    def forget(self) -> None:
+        """Drop all results on this device."""
+        current_device().calls[self._known].clear()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 
 import mxpert
-from mxpert.core import known
+from mxpert.core import calls, known
 from mxpert.core.geometry import describe
 from mxpert.core.known import KnownArguments
 from mxpert.core.target import on_device
@@ -122,6 +123,16 @@ def test_another_device_has_its_own() -> None:
     assert arguments.recall(OPTIONS, VALUES) is not None
 
 
+def test_a_full_cache_of_calls_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_MAX_CACHED", 1)
+    cache, problem = calls.CallCache[Any](by_identity=False), mock.Mock()
+    for values in (VALUES, with_(0, ROWS[:3])):
+        call = cache.add(OPTIONS, describe(values), problem)
+        cache.learn(OPTIONS, values, call)
+    assert cache.recall(OPTIONS, VALUES) is None
+    assert cache.recall(OPTIONS, with_(0, ROWS[:3])) is not None
+
+
 def test_modes_that_change_a_tensors_keys_are_left_to_describe() -> None:
     arguments = learnt()
     with torch.autocast("cpu"):
@@ -135,8 +146,19 @@ def test_modes_that_change_a_tensors_keys_are_left_to_describe() -> None:
     assert found[0] == "result"
 
 
-def test_a_torch_without_guards_recognises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "_GUARDS", None)
-    assert learnt().recall(OPTIONS, VALUES) is None
-    out = [mxpert.quantize(ROWS, "mxfp8").qdata for _ in range(4)]
-    assert all(torch.equal(each, out[0]) for each in out)
+@pytest.mark.parametrize("guards", [None, lambda tensor: None], ids=["none", "of-another-form"])
+def test_a_torch_without_such_guards_recognises_nothing(
+    guards: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(known, "_GUARDS", guards)
+    known._has_guards.cache_clear()
+    try:
+        assert learnt().recall(OPTIONS, VALUES) is None
+        codes = [mxpert.quantize(ROWS[:3], "mxfp8").qdata for _ in range(4)]
+    finally:
+        known._has_guards.cache_clear()
+    assert all(torch.equal(each, codes[0]) for each in codes)
+
+
+def test_this_torch_has_them() -> None:
+    assert known._has_guards()
