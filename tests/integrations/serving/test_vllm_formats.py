@@ -19,6 +19,7 @@ from vllm.v1.worker import workspace
 import mxpert
 from mxpert import UnsupportedError
 from mxpert.integrations.serving import layer_weights
+from mxpert.integrations.serving.requantize import requantize_layer_
 from mxpert.integrations.vllm import _method as vllm_method
 from mxpert.integrations.vllm._configs import SERVED
 from mxpert.integrations.vllm._method import ServedMethod
@@ -307,6 +308,31 @@ def recreate(layer: Any) -> None:
     for name in dict(layer.named_parameters()):
         delattr(layer, name)
     create(layer, layer.quant_method, INTERMEDIATE)
+
+
+TRAINED = ("ModelOpt NVFP4", "compressed-tensors MXFP8", "compressed-tensors INT4 g32")
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_trainers_weights_are_quantised_in_place(case: str) -> None:
+    layer, generator = created(case), torch.Generator().manual_seed(3)
+    fill(layer, case, experts_of(case))
+    process(layer)
+    weights, addresses = weights_of(layer), addresses_of(layer)
+    shapes = (EXPERTS, 2 * INTERMEDIATE, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)
+    dense = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    with mock.patch.object(type(layer), "expert_map", None, create=True):
+        requantize_layer_(layer, *dense)
+    wanted: Any = mxpert.quantize_weights(
+        *dense, gate_up_order="concatenated", weight_format=format_of(case)
+    )
+    assert addresses_of(layer) == addresses
+    for held, found in (
+        (weights.gate_up_proj, wanted.gate_up_proj),
+        (weights.down_proj, wanted.down_proj),
+    ):
+        assert torch.equal(held.qdata, found.qdata)
+        assert torch.equal(held.scale, found.scale)
 
 
 @pytest.mark.parametrize("case", ["ModelOpt cast", "compressed-tensors INT4 g32"])
