@@ -98,13 +98,8 @@ def created(
         pytest.skip("SGLang's config of it is none of the plugin's")
     choose(backend)
     share = INTERMEDIATE // ranks
-    sizes = dict(
-        num_experts=EXPERTS,
-        num_local_experts=EXPERTS,
-        hidden_size=HIDDEN,
-        intermediate_size_per_partition=share,
-        top_k=TOP_K,
-    )
+    sizes = dict(num_experts=EXPERTS, num_local_experts=EXPERTS, hidden_size=HIDDEN, top_k=TOP_K)
+    sizes["intermediate_size_per_partition"] = share
     config = config_of(**(sizes | changes))
     layer = moe_layer.FusedMoE.__new__(moe_layer.FusedMoE)
     torch.nn.Module.__init__(layer)
