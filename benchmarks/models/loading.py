@@ -42,7 +42,8 @@ PROTOCOL = {
     "read": "the files' bytes, one after the other",
     "load": "load_expert_weights on the device, each layer freed before the next",
     "prepare": "the same, and weights.prepare(device=...)",
-    "peak": "most bytes of PyTorch's CPU allocator, over those of the largest layer",
+    "peak": "most bytes of PyTorch's CPU allocator, over those of the largest layer, with one "
+    "thread that reads",
     "figures": f"MB/s of the files, the best of {REPEATS} passes; {THREADS} threads",
 }
 

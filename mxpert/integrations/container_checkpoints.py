@@ -30,7 +30,7 @@ from .checkpoint_names import fitting, module_of
 from .checkpoints.container_kinds import Container
 from .checkpoints.containers import container_of
 from .checkpoints.expert_sources import SOURCE_DTYPES
-from .checkpoints.per_expert import ExpertModule
+from .checkpoints.per_expert import ExpertModule, other_weights
 from .checkpoints.rounded import check_rounding, rounded
 from .checkpoints.safetensors_files import CheckpointReader
 from .models.convert import check_ranks, forbid_saving, mx_experts
@@ -53,9 +53,6 @@ _NO_VALUES = {"attn_implementation", "dtype", "experts_implementation", "quantiz
 
 _FP8_ENTRIES = ("activation_scheme", "weight_block_size", "scale_fmt")
 """Entries of a config that say how layers in FP8 are stored."""
-
-_WEIGHTS = ("weight", "weight_packed", "qweight")
-"""Names of the tensors that hold a linear layer's weight, dense or quantised."""
 
 
 @dataclass(frozen=True)
@@ -264,16 +261,11 @@ def _refuse_quantized_rest(
     reader: CheckpointReader, paths: Sequence[str], container: Container, dtypes: Sequence[str]
 ) -> None:
     """Refuse a checkpoint with other layers of other dtypes: nothing here would read them."""
-    below = tuple(f"{path}." for path in paths)
-    for name in reader.names:
-        if name.startswith(below) or name.rpartition(".")[2] not in _WEIGHTS:
-            continue
-        info = reader.info(name)
-        if info.dtype not in dtypes:
-            need = f"dense layers in {' or '.join(dtypes)} beside the experts"
-            got = f"{info.dtype} in a checkpoint of {container.name}"
-            remedy = "mxpert.load_expert_weights reads its experts, vLLM serves it whole"
-            raise UnsupportedError(message(_OP, name, need, got, remedy))
+    for info in other_weights(reader, paths, dtypes):
+        need = f"dense layers in {' or '.join(dtypes)} beside the experts"
+        got = f"{info.dtype} in a checkpoint of {container.name}"
+        remedy = "mxpert.load_expert_weights reads its experts, vLLM serves it whole"
+        raise UnsupportedError(message(_OP, info.name, need, got, remedy))
 
 
 def _matched(

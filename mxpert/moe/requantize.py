@@ -102,11 +102,11 @@ def _require_own_kind(held: WeightLike, name: str, dense: torch.Tensor, need: Ch
     """Raise a ValueError for INT4 weights that no quantiser makes of `dense`."""
     if not (isinstance(held, WeightTensor) and held.format.is_integer):
         return
-    zeros = held.zero_point is not None or held.scale.dtype is torch.int32  # see HOPPER_GROUPS
+    zeros = held.zero_point is not None or held.scale.dtype is torch.int32  # both in a word
     remedy = "weights of mxpert.quantize_weights have none"
     need(not zeros, f"weights.{name}", "INT4 without zero points", "zero points", remedy)
-    dtype = held.scale.dtype
-    need(dense.dtype == dtype, f"{name}.dtype", f"{dtype}, as the scales have", dense.dtype)
+    dtype, remedy = held.scale.dtype, "convert the dense weights to it"
+    need(dense.dtype == dtype, f"{name}.dtype", f"{dtype}, as the scales", dense.dtype, remedy)
 
 
 def _quantized(weight: torch.Tensor, format: AnyWeightFormat, rule: ScaleRule) -> WeightLike:

@@ -15,16 +15,13 @@ from .containers import container_of
 from .expert_matrices import Exact, MatrixFormat
 from .expert_sources import SOURCE_DTYPES
 from .nvfp4_casts import NotACast
-from .per_expert import ExpertModule, check_matrix, read_matrix
+from .per_expert import ExpertModule, check_matrix, other_weights, read_matrix
 from .plan import MAX_COPY_BYTES
 from .safetensors_files import CheckpointReader
 from .stated_quantization import Statement
 from .written_containers import LOSSLESS, TARGETS, Target
 
 OP = "convert_checkpoint"
-
-_WEIGHTS = ("weight", "weight_packed", "qweight")
-"""Names of the tensors that hold a linear layer's weight, dense or quantised."""
 
 _WHY = {
     ("MXFP4", "INT4"): "e2m1 codes are no evenly spaced integers",
@@ -218,20 +215,14 @@ def _other_matrices(
     reader: CheckpointReader, container: Container, statement: Statement, modules: Collection[str]
 ) -> dict[str, MatrixFormat]:
     """Quantised layers beside the experts, in the same container; others are refused."""
-    below = tuple(f"{path}." for path in modules)
     others = {}
-    for name in reader.names:
-        base, _, suffix = name.rpartition(".")
-        if name.startswith(below) or suffix not in _WEIGHTS:
-            continue
-        info = reader.info(name)
-        if info.dtype in SOURCE_DTYPES:
-            continue
+    for info in other_weights(reader, modules, SOURCE_DTYPES):
+        base, _, suffix = info.name.rpartition(".")
         stored = _stored_alike(reader, container, statement, base)
         if stored is None or suffix != stored.parts[0].suffix:
             need = f"dense layers, or layers in {container.name}, beside the experts"
             remedy = "they have no place in another container"
-            raise UnsupportedError(message(OP, name, need, info.dtype, remedy))
+            raise UnsupportedError(message(OP, info.name, need, info.dtype, remedy))
         check_matrix(reader, base, stored)
         others[base] = stored
     return others

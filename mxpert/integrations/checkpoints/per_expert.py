@@ -8,7 +8,7 @@ Below a module ``….experts`` each matrix has several tensors, ``0.gate_proj.we
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,8 @@ _TAIL = re.compile(
     r"^(?P<expert>\d{1,9})\.(?P<matrix>w[123]|(?:gate|up|down)_proj)\.(?P<suffix>[^.]+)$"
 )
 _DENSE = re.compile(r"(?:^|\.)(?:weight|bias|(?:gate_up|gate|up|down)_proj(?:_bias)?)$")
+_WEIGHTS = ("weight", "weight_packed", "qweight")
+"""Names of the tensors that hold a linear layer's weight, dense or quantised."""
 _INCOMPLETE = "the checkpoint is incomplete: download it again"
 
 
@@ -107,6 +109,18 @@ def dense_tensor(reader: CheckpointReader, path: str, tails: Collection[str]) ->
         return None
     first = reader.info(f"{path}.{next(iter(tails))}")
     return first if first.dtype in SOURCE_DTYPES else None
+
+
+def other_weights(
+    reader: CheckpointReader, paths: Collection[str], dtypes: Collection[str]
+) -> Iterator[TensorInfo]:
+    """Weights of layers beside the experts of modules at `paths` that have none of the dtypes."""
+    below = tuple(f"{path}." for path in paths)
+    for name in reader.names:
+        if name.rpartition(".")[2] in _WEIGHTS and not name.startswith(below):
+            info = reader.info(name)
+            if info.dtype not in dtypes:
+                yield info
 
 
 def check_module(

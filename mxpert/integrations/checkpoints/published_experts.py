@@ -18,7 +18,7 @@ from ...formats.tensor import MXTensor
 from ...moe.published_tensors import BLOCK_BYTES, expert_weights_from, published_projections
 from ...moe.weights import GateUpOrder, MoEWeights
 from ..module_paths import module_order
-from .safetensors_files import CheckpointReader, quantization_method
+from .safetensors_files import TORCH_DTYPES, CheckpointReader, quantization_method
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 REMEDY = "download the file again, or convert the checkpoint with `mxpert quantize`"
@@ -126,9 +126,12 @@ def read_tensor(
     reader: CheckpointReader, name: str, device: torch.device | str, mmap: bool
 ) -> torch.Tensor:
     """One tensor on `device`; on a CPU in memory of its own unless `mmap`."""
-    pages = reader.read(name)
-    tensor = pages.to(device)
-    return tensor.clone() if tensor is pages and not mmap else tensor
+    if mmap or torch.device(device).type != "cpu":
+        return reader.read(name).to(device)
+    info = reader.info(name)
+    tensor = torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device=device)
+    reader.read_into(name, tensor)
+    return tensor
 
 
 def read_experts(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import wait
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -211,7 +212,7 @@ def _fill(
     matrix = decode_matrix(reader.op, wanted.name, stored, tensors, codes)
     if isinstance(matrix, NotACast):
         return False
-    with torch.cuda.stream(stream):
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
         wanted.stacked.add(matrix, wanted.at)
     return True
 
@@ -227,7 +228,7 @@ def _read(
         memory = wanted.stacked.place(part, info, wanted.at)
         if memory is None:
             if part.suffix not in spare or spare[part.suffix].numel() < info.nbytes:
-                spare[part.suffix] = torch.empty(info.nbytes, dtype=torch.uint8)
+                spare[part.suffix] = torch.empty(info.nbytes, dtype=torch.uint8, device="cpu")
             own = spare[part.suffix][: info.nbytes]
             memory = own.view(TORCH_DTYPES[info.dtype]).view(info.shape)
         reader.read_into(name, memory)

@@ -120,9 +120,11 @@ def test_only_moe_tensors_are_read(
     directory = copy_of(demo)
     index = json.loads((directory / "model.safetensors.index.json").read_text("utf-8"))
     (directory / index["weight_map"]["model.embed_tokens.weight"]).unlink()
-    read, names = CheckpointReader.read, []
+    read, names = CheckpointReader.read_into, []
     monkeypatch.setattr(
-        CheckpointReader, "read", lambda self, name: names.append(name) or read(self, name)
+        CheckpointReader,
+        "read_into",
+        lambda self, name, memory: names.append(name) or read(self, name, memory),
     )
     layers = load_gpt_oss_layers(directory)
     assert names == []  # nothing is read before the first layer is asked for

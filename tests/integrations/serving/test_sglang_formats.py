@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import pytest
@@ -19,6 +19,7 @@ from mxpert.integrations.sglang import _method as served
 from mxpert.testing.numerics import assert_exact
 from support.expert_containers import Experts
 from support.memory import peak_bytes
+from tests.integrations.serving.every_engine import StoredExperts
 from tests.integrations.serving.stored_experts import (
     CASES,
     EXPERTS,
@@ -26,16 +27,12 @@ from tests.integrations.serving.stored_experts import (
     INTERMEDIATE,
     NOT_IN_SGLANG,
     NVFP4,
-    PLANTED,
     PREFIX,
     TOP_K,
     calls_of_loaders,
     check_layer,
     check_rounded,
-    check_sum,
     experts_of,
-    format_of,
-    planted,
     share_of,
     stored_tensors,
     tokens,
@@ -55,7 +52,6 @@ NAMES = {
     "GPTQ": "gptq_marlin",
 }
 SERVED = [case for case in CASES if case not in NOT_IN_SGLANG]
-FAULTS = [(case, fault) for case, fault in PLANTED if case in SERVED]
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +86,7 @@ def quantization_of(case: str, **changes: Any) -> Any:
 def created(
     case: str,
     *,
+    backend: str = "mxpert",
     quantization: Any = None,
     rank: int = 0,
     ranks: int = 1,
@@ -97,14 +94,12 @@ def created(
     **changes: Any,
 ) -> Any:
     """A layer of SGLang's class with the method and the parameters that SGLang gives it."""
+    if case in NOT_IN_SGLANG:
+        pytest.skip("SGLang's config of it is none of the plugin's")
+    choose(backend)
     share = INTERMEDIATE // ranks
-    sizes = dict(
-        num_experts=EXPERTS,
-        num_local_experts=EXPERTS,
-        hidden_size=HIDDEN,
-        intermediate_size_per_partition=share,
-        top_k=TOP_K,
-    )
+    sizes = dict(num_experts=EXPERTS, num_local_experts=EXPERTS, hidden_size=HIDDEN, top_k=TOP_K)
+    sizes["intermediate_size_per_partition"] = share
     config = config_of(**(sizes | changes))
     layer = moe_layer.FusedMoE.__new__(moe_layer.FusedMoE)
     torch.nn.Module.__init__(layer)
@@ -176,21 +171,17 @@ def weights_of(layer: Any) -> mxpert.MoEWeights:
     return weights
 
 
-@pytest.mark.parametrize("case", SERVED)
-def test_a_layer_computes_with_the_stored_values(case: str) -> None:
-    layer, experts = created(case), experts_of(case)
-    fill(layer, case, experts)
-    y = process(layer)
-    assert weights_of(layer).weight_format == format_of(case)
-    check_layer(weights_of(layer), y, experts)
+class TestStoredExperts(StoredExperts):
+    created, fill = staticmethod(created), staticmethod(fill)
+    process, weights_of = staticmethod(process), staticmethod(weights_of)
+    rounded: ClassVar = {"backend": "mxpert_e4m3"}
 
 
 @pytest.mark.parametrize("case", NVFP4)
 def test_nvfp4_is_rounded_on_request(case: str) -> None:
     """And again by an update; the log says it."""
-    choose("mxpert_a8w4_e4m3")
     with mock.patch.object(served, "_log_once") as log:
-        layer = created(case)
+        layer = created(case, backend="mxpert_a8w4_e4m3")
     said, *arguments = log.call_args.args
     assert "NVFP4 (rounded to e4m3, but for casts of MXFP4) experts" in said % tuple(arguments)
     for seed in (0, 9):
@@ -198,49 +189,6 @@ def test_nvfp4_is_rounded_on_request(case: str) -> None:
         fill(layer, case, experts)
         y = process(layer)
         check_rounded(weights_of(layer), y, experts, "a8w4")
-
-
-def test_casts_are_not_rounded() -> None:
-    case = "ModelOpt cast"
-    choose("mxpert_e4m3")
-    layer, experts = created(case), experts_of(case)
-    fill(layer, case, experts)
-    y = process(layer)
-    check_layer(weights_of(layer), y, experts)
-
-
-@pytest.mark.parametrize("case", [case for case in SERVED if format_of(case) != "nvfp4"])
-def test_rounding_another_format_is_refused(case: str) -> None:
-    if case.endswith("cast"):
-        return  # NVFP4, until it is read
-    choose("mxpert_e4m3")
-    said = rf"weight_rounding — need None, since .*, got (MX|INT).* \({PREFIX}\)"
-    with pytest.raises(ValueError, match=said) as error:
-        created(case)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("case", SERVED)
-def test_tensor_parallel_ranks_have_their_shares(case: str) -> None:
-    """Two ranks through SGLang's loader: each its rows and columns, and their sum is the layer."""
-    experts, outputs = experts_of(case), []
-    for rank in range(2):
-        layer = created(case, rank=rank, ranks=2)
-        fill(layer, case, experts)
-        outputs.append(process(layer))
-        check_layer(weights_of(layer), outputs[-1], experts, rank, 2)
-    check_sum(outputs, experts)
-
-
-@pytest.mark.parametrize("case, fault", FAULTS, ids=lambda value: value)
-def test_faults_of_a_reader_are_found(case: str, fault: str) -> None:
-    experts = experts_of(case)
-    with planted(fault):
-        layer = created(case)
-        fill(layer, case, experts)
-        y = process(layer)
-    with pytest.raises(AssertionError):
-        check_layer(weights_of(layer), y, experts)
 
 
 @pytest.mark.parametrize("case", SERVED)

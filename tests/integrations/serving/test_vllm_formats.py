@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import pytest
@@ -19,27 +19,26 @@ from vllm.v1.worker import workspace
 import mxpert
 from mxpert import UnsupportedError
 from mxpert.integrations.serving import layer_weights
+from mxpert.integrations.serving.requantize import requantize_layer_
 from mxpert.integrations.vllm import _method as vllm_method
 from mxpert.integrations.vllm._configs import SERVED
 from mxpert.integrations.vllm._method import ServedMethod
 from support.expert_containers import Experts
 from support.memory import peak_bytes
+from tests.integrations.serving.every_engine import StoredExperts
 from tests.integrations.serving.stored_experts import (
     CASES,
     EXPERTS,
     HIDDEN,
     INTERMEDIATE,
     NVFP4,
-    PLANTED,
     PREFIX,
     TOP_K,
     calls_of_loaders,
     check_layer,
     check_rounded,
-    check_sum,
     experts_of,
     format_of,
-    planted,
     stored_tensors,
     tokens,
 )
@@ -190,13 +189,10 @@ def weights_of(layer: Any) -> mxpert.MoEWeights:
     return weights
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_layer_computes_with_the_stored_values(case: str) -> None:
-    layer, experts = created(case), experts_of(case)
-    fill(layer, case, experts)
-    y = process(layer)
-    assert weights_of(layer).weight_format == format_of(case)
-    check_layer(weights_of(layer), y, experts)
+class TestStoredExperts(StoredExperts):
+    created, fill = staticmethod(created), staticmethod(fill)
+    process, weights_of = staticmethod(process), staticmethod(weights_of)
+    rounded: ClassVar = {"option": {"activation_format": "a16w4", "weight_rounding": "e4m3"}}
 
 
 @pytest.mark.parametrize("activation_format", ["a8w4", "a4w4", "fp8_token"])
@@ -228,50 +224,6 @@ def test_nvfp4_is_rounded_on_request(case: str, caplog: pytest.LogCaptureFixture
         if seed == 0:
             said, *arguments = log.call_args.args
             assert "NVFP4 (rounded to e4m3) experts" in said % tuple(arguments)
-
-
-def test_casts_are_not_rounded() -> None:
-    case = "ModelOpt cast"
-    layer, experts = (
-        created(case, option=ROUNDED | {"activation_format": "a16w4"}),
-        experts_of(case),
-    )
-    fill(layer, case, experts)
-    y = process(layer)
-    check_layer(weights_of(layer), y, experts)
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if format_of(case) != "nvfp4"])
-def test_rounding_another_format_is_refused(case: str) -> None:
-    if case.endswith("cast"):
-        return  # NVFP4, until it is read
-    said = rf"weight_rounding — need None, since .*, got (MX|INT).* \({PREFIX}\)"
-    with pytest.raises(ValueError, match=said) as error:
-        created(case, option=ROUNDED)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_tensor_parallel_ranks_have_their_shares(case: str) -> None:
-    """Two ranks through vLLM's loader: each its rows and columns, and their sum is the layer."""
-    experts, outputs = experts_of(case), []
-    for rank in range(2):
-        layer = created(case, rank=rank, ranks=2)
-        fill(layer, case, experts)
-        outputs.append(process(layer))
-        check_layer(weights_of(layer), outputs[-1], experts, rank, 2)
-    check_sum(outputs, experts)
-
-
-@pytest.mark.parametrize("case, fault", PLANTED, ids=lambda value: value)
-def test_faults_of_a_reader_are_found(case: str, fault: str) -> None:
-    experts = experts_of(case)
-    with planted(fault):
-        layer = created(case)
-        fill(layer, case, experts)
-        y = process(layer)
-    with pytest.raises(AssertionError):
-        check_layer(weights_of(layer), y, experts)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -307,6 +259,31 @@ def recreate(layer: Any) -> None:
     for name in dict(layer.named_parameters()):
         delattr(layer, name)
     create(layer, layer.quant_method, INTERMEDIATE)
+
+
+TRAINED = ("ModelOpt NVFP4", "compressed-tensors MXFP8", "compressed-tensors INT4 g32")
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_a_trainers_weights_are_quantised_in_place(case: str) -> None:
+    layer, generator = created(case), torch.Generator().manual_seed(3)
+    fill(layer, case, experts_of(case))
+    process(layer)
+    weights, addresses = weights_of(layer), addresses_of(layer)
+    shapes = (EXPERTS, 2 * INTERMEDIATE, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)
+    dense = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    with mock.patch.object(type(layer), "expert_map", None, create=True):
+        requantize_layer_(layer, *dense)
+    wanted: Any = mxpert.quantize_weights(
+        *dense, gate_up_order="concatenated", weight_format=format_of(case)
+    )
+    assert addresses_of(layer) == addresses
+    for held, found in (
+        (weights.gate_up_proj, wanted.gate_up_proj),
+        (weights.down_proj, wanted.down_proj),
+    ):
+        assert torch.equal(held.qdata, found.qdata)
+        assert torch.equal(held.scale, found.scale)
 
 
 @pytest.mark.parametrize("case", ["ModelOpt cast", "compressed-tensors INT4 g32"])
