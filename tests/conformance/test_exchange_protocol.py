@@ -11,7 +11,7 @@ import os
 
 import pytest
 
-from support.ranks import Outcomes, run_once
+from support.ranks import scenario_tests
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -71,21 +71,5 @@ if not INTERPRETED:
     FOUR = ("many_epochs_are_exact__random", "a_loss_reaches_every_rank__lowest")
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_once(tmp_path_factory, MODULE, TWO, 2, limit_s=400)
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_once(tmp_path_factory, MODULE, FOUR, 4, limit_s=400)
-
-
-@pytest.mark.parametrize("scenario", TWO)
-def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
-    two_ranks.check(scenario)
-
-
-@pytest.mark.parametrize("scenario", FOUR)
-def test_four_ranks(four_ranks: Outcomes, scenario: str) -> None:
-    four_ranks.check(scenario)
+test_two_ranks = scenario_tests(MODULE, TWO, 2, limit_s=400)
+test_four_ranks = scenario_tests(MODULE, FOUR, 4, limit_s=400)

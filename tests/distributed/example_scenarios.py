@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from mxpert.training import full_state_dict
+from support.scripts import load_script
 from tests.distributed.training_scenarios import PLAIN, worst
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,21 +22,10 @@ AFTER_STEPS = 1e-9
 """Adam divides gradients by their size: it enlarges the rounding of those that nearly cancel."""
 
 
-def example() -> Any:
-    path = ROOT / "examples/train_moe_lm.py"
-    spec = importlib.util.spec_from_file_location("train_moe_lm", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
 def the_example_learns_as_one_process() -> None:
     """The same losses in float64, whichever way the ranks share experts and batches."""
     world, steps = dist.get_world_size(), 4
-    lm = example()
+    lm = load_script("examples/train_moe_lm.py")
     size = lm.SIZES["tiny"]
     data = lm.split(TEXT.read_bytes(), size.length)
     mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ep", "dp"))

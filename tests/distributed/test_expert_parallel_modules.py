@@ -5,9 +5,7 @@ What the ranks do is in the scenarios beside this file.
 
 from __future__ import annotations
 
-import pytest
-
-from support.ranks import Outcomes, run_once
+from support.ranks import scenario_tests
 
 MODULE = "tests.distributed.moe_scenarios"
 
@@ -48,25 +46,5 @@ ON_FOUR = ANY_SIZE + of(
 )
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_once(tmp_path_factory, MODULE, ANY_SIZE, 2)
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_once(tmp_path_factory, MODULE, ON_FOUR, 4)
-
-
-def short(scenario: str) -> str:
-    return scenario.removeprefix("tests.distributed.").replace("_scenarios", "")
-
-
-@pytest.mark.parametrize("scenario", ANY_SIZE, ids=short)
-def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
-    two_ranks.check(scenario)
-
-
-@pytest.mark.parametrize("scenario", ON_FOUR, ids=short)
-def test_four_ranks(four_ranks: Outcomes, scenario: str) -> None:
-    four_ranks.check(scenario)
+test_two_ranks = scenario_tests(MODULE, ANY_SIZE, 2)
+test_four_ranks = scenario_tests(MODULE, ON_FOUR, 4)

@@ -5,9 +5,7 @@ What the ranks do is in exchange_scenarios.py, group_scenarios.py and calling_sc
 
 from __future__ import annotations
 
-import pytest
-
-from support.ranks import Outcomes, run_once
+from support.ranks import scenario_tests
 
 TWO = ["a_row_travels_once_to_a_rank", "fewer_slots_for_one_call", "two_objects_overlap"]
 GROUPS = [
@@ -39,21 +37,5 @@ ON_FOUR = [*of("exchange", FOUR), *of("group", ["one_dimension_of_a_mesh"]), *DI
 MODULE = "tests.distributed.exchange_scenarios"
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_once(tmp_path_factory, MODULE, ON_TWO, 2)
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_once(tmp_path_factory, MODULE, ON_FOUR, 4)
-
-
-@pytest.mark.parametrize("scenario", ON_TWO)
-def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
-    two_ranks.check(scenario)
-
-
-@pytest.mark.parametrize("scenario", ON_FOUR)
-def test_four_ranks(four_ranks: Outcomes, scenario: str) -> None:
-    four_ranks.check(scenario)
+test_two_ranks = scenario_tests(MODULE, ON_TWO, 2)
+test_four_ranks = scenario_tests(MODULE, ON_FOUR, 4)

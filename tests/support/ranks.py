@@ -6,6 +6,7 @@ something is wrong. The processes are forked from one server that has imported t
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import multiprocessing
@@ -13,11 +14,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 TIMEOUT_S = 60
 """Seconds that a collective waits for a rank that has failed."""
@@ -118,6 +122,32 @@ def run_once(
             folder.mkdir()
             run_scenarios(module, scenarios, size, folder, **options)
     return Outcomes(folder, size)
+
+
+def scenario_tests(
+    module: str,
+    scenarios: Sequence[str],
+    size: int,
+    *,
+    then: Sequence[str] = (),
+    environment: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    **options: Any,
+) -> Callable[..., None]:
+    """A test of each scenario, to be bound to a name of a test file; the ranks start once.
+
+    Args:
+        module, scenarios, size, options: as for `run_scenarios`.
+        then: what the ranks do last; other tests judge it.
+        environment: entered while the ranks are started.
+    """
+
+    @pytest.mark.parametrize("scenario", scenarios, ids=lambda name: ".".join(name.split(".")[-2:]))
+    def test(scenario: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+        with environment():
+            found = run_once(tmp_path_factory, module, (*scenarios, *then), size, **options)
+        found.check(scenario)
+
+    return test
 
 
 def _run(

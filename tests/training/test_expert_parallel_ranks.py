@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 
 from mxpert.testing.numerics import is_exact
 from mxpert.training import MXFP8Recipe, MXGroupedLinear
-from support.ranks import Outcomes, run_scenarios
-from tests.distributed.example_scenarios import ROOT, TEXT, example
+from support.ranks import run_once, scenario_tests
+from support.scripts import load_script
+from tests.distributed.example_scenarios import ROOT, TEXT
 from tests.distributed.training_scenarios import MANY, build, own_step, parallel, tokens_of
 
 MODULE = "tests.distributed.training_scenarios"
@@ -50,32 +51,12 @@ FOUR = (
 )
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_scenarios(MODULE, (*TWO, LAST), 2, tmp_path_factory.mktemp("two"))
+test_two_ranks = scenario_tests(MODULE, TWO, 2, then=(LAST,))
+test_four_ranks = scenario_tests(MODULE, FOUR, 4)
 
 
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_scenarios(MODULE, FOUR, 4, tmp_path_factory.mktemp("four"))
-
-
-def short(scenario: str) -> str:
-    return scenario.rpartition(".")[2]
-
-
-@pytest.mark.parametrize("scenario", TWO, ids=short)
-def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
-    two_ranks.check(scenario)
-
-
-def test_a_dead_rank_ends_training_with_an_error(two_ranks: Outcomes) -> None:
-    two_ranks.check(LAST, [0])
-
-
-@pytest.mark.parametrize("scenario", FOUR, ids=short)
-def test_four_ranks(four_ranks: Outcomes, scenario: str) -> None:
-    four_ranks.check(scenario)
+def test_a_dead_rank_ends_training_with_an_error(tmp_path_factory: pytest.TempPathFactory) -> None:
+    run_once(tmp_path_factory, MODULE, (*TWO, LAST), 2).check(LAST, [0])
 
 
 @pytest.mark.parametrize(
@@ -146,7 +127,7 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("mxfp8: final loss") == 1, "one rank prints"
     found = json.loads((tmp_path / "loss.json").read_text())
-    lm = example()
+    lm = load_script("examples/train_moe_lm.py")
     size = lm.SIZES["tiny"]
     data = lm.split(TEXT.read_bytes(), size.length)
     for name in ("bf16", "mxfp8"):
@@ -166,4 +147,6 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
 def test_the_example_says_how_to_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(SystemExit, match="torchrun --nproc-per-node 2"):
-        example().main(["--expert-parallel=2", "--device=cpu", f"--text={TEXT}"])
+        load_script("examples/train_moe_lm.py").main(
+            ["--expert-parallel=2", "--device=cpu", f"--text={TEXT}"]
+        )

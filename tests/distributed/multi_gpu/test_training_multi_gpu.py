@@ -9,13 +9,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from support.ranks import Outcomes, run_scenarios
-from tests.distributed.multi_gpu.environment import gpu_environment
+from support.ranks import scenario_tests
+from tests.distributed.multi_gpu.environment import ENVIRONMENT, gpu_environment
 
 pytestmark = [pytest.mark.multi_gpu, pytest.mark.timeout(900)]
 
@@ -35,28 +34,9 @@ SCENARIOS = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _environment() -> Iterator[None]:
-    with gpu_environment():
-        yield
-
-
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_scenarios(
-        "tests.distributed.multi_gpu.training_ranks",
-        SCENARIOS,
-        RANKS,
-        tmp_path_factory.mktemp("ranks"),
-        limit_s=800,
-        timeout_s=300,
-        method="spawn",
-    )
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_scenario(outcomes: Outcomes, scenario: str) -> None:
-    outcomes.check(scenario)
+MODULE = "tests.distributed.multi_gpu.training_ranks"
+ON_GPUS = dict(environment=gpu_environment, limit_s=800, timeout_s=300, method="spawn")
+test_scenario = scenario_tests(MODULE, SCENARIOS, RANKS, **ON_GPUS)
 
 
 def train(folder: Path, *command: str) -> dict[str, list[float]]:
@@ -69,7 +49,7 @@ def train(folder: Path, *command: str) -> dict[str, list[float]]:
         text=True,
         timeout=400,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr[-3000:]
     runs = json.loads((folder / "loss.json").read_text())["runs"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.ranks import Outcomes, run_scenarios
+from support.ranks import scenario_tests
 
 pytest.importorskip("transformers")
 
@@ -31,11 +31,4 @@ SCENARIOS = (
 )
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return run_scenarios(MODULE, SCENARIOS, 2, tmp_path_factory.mktemp("two"))
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_two_ranks(two_ranks: Outcomes, scenario: str) -> None:
-    two_ranks.check(scenario)
+test_two_ranks = scenario_tests(MODULE, SCENARIOS, 2)
