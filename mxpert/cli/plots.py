@@ -192,8 +192,8 @@ def log_scale(axes: Axes, *, x: int | None = None, y: int | None = None) -> None
             axis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
 
 
-def log_ticks(low: float, high: float, base: int = 10, most: int = MOST_TICKS) -> list[float]:
-    """At most `most` round numbers from `low` to `high`, spread over a logarithmic scale.
+def log_ticks(low: float, high: float, base: int = 10) -> list[float]:
+    """At most `MOST_TICKS` round numbers from `low` to `high`, spread over a logarithmic scale.
 
     >>> log_ticks(0.9, 9000), log_ticks(60, 140), log_ticks(1, 8192, base=2)
     ([1, 10, 100, 1000], [60.0, 80.0, 100.0, 120.0, 140.0], [1, 4, 16, 64, 256, 1024, 4096])
@@ -218,7 +218,7 @@ def log_ticks(low: float, high: float, base: int = 10, most: int = MOST_TICKS) -
         choices.append(kept)
     margin = 1 + 1e-9
     inside = [[v for v in values if low / margin <= v <= high * margin] for values in choices]
-    return max((values for values in inside if len(values) <= most), key=len, default=[])
+    return max((values for values in inside if len(values) <= MOST_TICKS), key=len, default=[])
 
 
 def tick_text(value: float) -> str:
@@ -233,14 +233,12 @@ def tick_text(value: float) -> str:
     return f"{mantissa}e{int(exponent)}" if exponent else mantissa
 
 
-def grouped_bars(
-    axes: Axes, groups: Sequence[str], bars: Mapping[str, Sequence[float]], *, first_color: int = 0
-) -> None:
+def grouped_bars(axes: Axes, groups: Sequence[str], bars: Mapping[str, Sequence[float]]) -> None:
     """Bars side by side in groups; each kind has a colour and a hatch. NaN leaves a gap."""
     width = 0.8 / max(1, len(bars))
     for index, (label, heights) in enumerate(bars.items()):
         places = [group - 0.4 + (index + 0.5) * width for group in range(len(groups))]
-        axes.bar(places, heights, width=0.9 * width, label=label, **bar_style(first_color + index))
+        axes.bar(places, heights, width=0.9 * width, label=label, **bar_style(index))
     axes.set_xticks(range(len(groups)), groups)
 
 

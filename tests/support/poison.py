@@ -29,35 +29,26 @@ from mxpert.testing.problems import MoEInputs
 E4M3_NAN = 0x7F
 POISON_CODES = 0x77
 """Two e2m1 codes of 6: with scale byte 254 about 1e39, beyond the range of float32."""
+POISONED_ROWS, POISONED_COLUMNS = 16, 128
+"""After the last row of each matrix, and after each row."""
 
 
-def poison_tensor(
-    tensor: WeightLike, *, extra_rows: int = 16, extra_columns: int = 128, scale: int = E8M0_NAN
-) -> WeightLike:
+def poison_tensor(tensor: WeightLike, *, scale: int = E8M0_NAN) -> WeightLike:
     """Copy a tensor into larger storage that is poisoned outside the logical shape.
 
     Args:
         tensor: quantised along its last axis, at least two dimensions.
-        extra_rows: poisoned rows after the last one of each matrix.
-        extra_columns: poisoned elements after each row; a multiple of 32.
         scale: byte of the poisoned blocks: 255 (NaN) or 254 (2^127).
     """
-    require(
-        extra_columns % MX_BLOCK_SIZE == 0,
-        "poison_tensor",
-        "extra_columns",
-        need=f"a multiple of {MX_BLOCK_SIZE}",
-        got=extra_columns,
-    )
     require(scale in (E8M0_NAN, E8M0_MAX), "poison_tensor", "scale", need="254 or 255", got=scale)
     is_mx = isinstance(tensor, MXTensor)
     group = tensor.shape[-1] // tensor.scale.shape[-1]
     poison = scale if is_mx else E4M3_NAN if tensor.scale.dtype == torch.uint8 else torch.nan
     codes = _poison_byte(tensor) if isinstance(tensor, MXTensor) else POISON_CODES
     parts = {
-        "qdata": (extra_columns // tensor.format.codes_per_byte, codes),
-        "scale": (extra_columns // group, poison),
-        "zero_point": (extra_columns // group, POISON_CODES),
+        "qdata": (POISONED_COLUMNS // tensor.format.codes_per_byte, codes),
+        "scale": (POISONED_COLUMNS // group, poison),
+        "zero_point": (POISONED_COLUMNS // group, POISON_CODES),
     }
     views = {}
     for name, (columns, value) in parts.items():
@@ -65,20 +56,15 @@ def poison_tensor(
         if data is None:
             continue
         *leading, rows, width = data.shape
-        storage = data.new_full((*leading, rows + extra_rows, width + columns), value)
+        storage = data.new_full((*leading, rows + POISONED_ROWS, width + columns), value)
         views[name] = storage[..., :rows, :width]
         views[name].copy_(data)
     return replace(tensor, **views)
 
 
-def poison_weights(
-    weights: MoEWeights, *, extra_rows: int = 16, extra_columns: int = 128, scale: int = E8M0_NAN
-) -> MoEWeights:
+def poison_weights(weights: MoEWeights) -> MoEWeights:
     """Both projections as views into poisoned storage (see `poison_tensor`)."""
-    gate_up, down = (
-        poison_tensor(part, extra_rows=extra_rows, extra_columns=extra_columns, scale=scale)
-        for part in (weights.gate_up_proj, weights.down_proj)
-    )
+    gate_up, down = map(poison_tensor, (weights.gate_up_proj, weights.down_proj))
     return replace(weights, gate_up_proj=gate_up, down_proj=down)
 
 
