@@ -85,6 +85,33 @@ def device() -> torch.device:
 
 
 @pytest.fixture
+def nan_scratch() -> Iterator[None]:
+    """New memory is NaN, so that no result depends on its contents."""
+    from support.poison import nan_filled_scratch  # imports the package
+
+    with nan_filled_scratch():
+        yield
+
+
+@pytest.fixture
+def hopper(device: torch.device) -> Iterator[None]:
+    """The test is skipped unless the device can run the Hopper kernels, and waits for them."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    yield
+    torch.cuda.synchronize(device)
+
+
+@pytest.fixture
+def only_hopper(hopper: None) -> Iterator[None]:
+    """Only the Hopper backend serves calls."""
+    import mxpert
+
+    with mxpert.override(backend="hopper"):
+        yield
+
+
+@pytest.fixture
 def replays() -> Iterator[list[object]]:
     """List of the kernel calls that were replayed."""
     from support.replays import watched_replays  # needs Triton

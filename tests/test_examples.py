@@ -72,15 +72,8 @@ def test_examples_have_help(script: Path, tmp_path: Path, run: Runner) -> None:
 
 
 def test_the_layer_example_reads_a_checkpoint(tmp_path: Path, run: Runner) -> None:
-    from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
+    from support.gpt_oss import tiny_gpt_oss
 
-    write_demo_checkpoint(
-        tmp_path / "tiny",
-        hidden_size=64,
-        intermediate_size=64,
-        num_experts=4,
-        top_k=2,
-        num_layers=1,
-    )
+    tiny_gpt_oss(tmp_path / "tiny", intermediate_size=64, num_layers=1)
     printed = run("gpt_oss_layer.py", str(tmp_path / "tiny"))
     assert printed.startswith("layer 0: (16, 64) -> (16, 64)")

@@ -26,12 +26,12 @@ from mxpert.integrations.checkpoints.gpt_oss import (
     collect_moe_inputs,
     demo_token_ids,
     load_transformers_oracle,
-    write_demo_checkpoint,
 )
 from mxpert.integrations.checkpoints.load import load_gpt_oss_layers
 from mxpert.modules import quantize_weights
 from mxpert.moe.published_tensors import expert_weights_from
 from mxpert.testing.numerics import assert_exact, cosine
+from support.gpt_oss import tiny_gpt_oss
 
 E, H, F, K = 4, 64, 32, 2
 
@@ -154,14 +154,7 @@ def test_it_is_the_formula_in_the_docstring() -> None:
 
 
 def test_a_gpt_oss_layer_is_transformers_layer(tmp_path: Path) -> None:
-    path = write_demo_checkpoint(
-        tmp_path / "demo",
-        hidden_size=64,
-        intermediate_size=32,
-        num_experts=4,
-        top_k=2,
-        num_layers=1,
-    )
+    path = tiny_gpt_oss(tmp_path / "demo", intermediate_size=32, num_layers=1)
     (loaded,) = load_gpt_oss_layers(path)
     moe = mxpert.MoE(
         loaded.weights,

@@ -75,17 +75,3 @@ def test_other_columns_of_a_card_that_lacks_a_benchmark(tmp_path: Path) -> None:
     copy_of("routing.json", tmp_path / "nvidia-h20", device="NVIDIA H20")
     text = cards.cards(cards.results(tmp_path), "x")
     assert "| [NVIDIA H20](x/nvidia-h20) | – | – | – |" in text
-
-
-def test_rates_are_means_of_the_default_recipe() -> None:
-    row = dict(impl="mxpert", mode="auto", balance="balanced", with_quant=False, op="forward")
-    rows = [
-        row | {"tflops": 1000.0},
-        row | {"tflops": 1440.0},
-        row | {"tflops": 900.0, "op": "wgrad"},
-        *(row | {"tflops": 1.0} | other for other in ({"mode": "row"}, {"impl": "torch"})),
-        *(row | {"tflops": 1.0} | other for other in ({"balance": "skewed"}, {"with_quant": True})),
-    ]
-    rates = cards.training_rates({"rows": rows})
-    assert rates == pytest.approx([1200.0, 900.0])
-    assert cards.span(rates, ".0f") == "900 to 1200"

@@ -12,7 +12,6 @@ import pytest
 
 from benchmarks.moe import cliffs
 from benchmarks.moe.cells import MODELS, Model
-from tests.benchmarks.comparison_rows import META
 from tests.benchmarks.scripts import dry_run
 
 SHAPE = "E128-k8-H2048-F384"
@@ -63,31 +62,6 @@ def test_neighbours_come_first_and_every_cell_once() -> None:
     assert len(cells) == len(set(cells)) == 13 * 9 + 3
     assert {cell.routing for cell in plan[MODELS["kimi-k2-tp4"]]} == {"uniform"}
     assert len(plan[MODELS["qwen3-235b"]]) == 9
-
-
-def row(model: str, efficiency: float, **columns: Any) -> dict[str, Any]:
-    kind = {"T": 17, "activation": "bf16", "stage": "layer", "routing": "uniform"}
-    place = {"model": model, "neighbour": "qwen3-235b", "efficiency": efficiency}
-    return kind | place | columns
-
-
-def test_a_cell_is_a_cliff_above_the_limit() -> None:
-    found = cliffs.with_neighbours(
-        [
-            row("qwen3-235b", 0.5),
-            row("qwen3-235b", 0.25, routing="hot"),
-            row("even", 0.41),
-            row("cliff", 0.39),
-            row("faster", 0.6),
-            row("alone", 0.6, T=131),
-        ]
-    )
-    assert [each["cliff"] for each in found] == [False, True, False, True, False, None]
-    assert found[1]["relative"] == 0.5
-    assert found[-1]["relative"] is None
-    text = cliffs.table(found)
-    assert "**25 (0.50)**" in text
-    assert "| 60 (–) |" in text
 
 
 def test_binaries_are_counted_once_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,20 +120,6 @@ def test_binaries_of_one_model_are_those_of_its_own_process(tmp_path: Path) -> N
     assert "One model: 2 after bf16, 3 after mxfp8." in page
     assert "| longest (at most 20) | 30.25 | 30.25 |" in page
     assert f"out of time: kimi-k2-tp4 T=5 uniform, {SHAPE} T=5 uniform" in page
-
-
-def test_cliffs_are_listed_the_worst_first_and_folded() -> None:
-    columns = {"config": "c", "config_source": "heuristic"}
-    rows = [
-        row("qwen3-235b", 0.5, **columns),
-        *(row(f"m{index}", 0.39 - index / 100, **columns) for index in range(15)),
-    ]
-    meta = META | {"failures": [], "left": []}
-    none = {"first_calls": {}, "binaries": {"total": 0, "by_kernel": {}}}
-    page = cliffs.markdown({"meta": meta, "rows": cliffs.with_neighbours(rows), **none})
-    assert "## Cliffs: 15 of 16" in page
-    first = page.index("| m14 T=17 uniform layer bf16 | 25 | qwen3-235b | 50 | 0.50 | c |")
-    assert first < page.index("| m3 T=17") < page.index("the others") < page.index("| m2 T=17")
 
 
 @pytest.mark.usefixtures("no_children")

@@ -278,30 +278,6 @@ def test_rates_count_real_work() -> None:
     assert found["us_spread"] == 1.0
 
 
-def test_claims_are_ratios_within_a_cell() -> None:
-    rows = [
-        row(us=800),
-        row(mode="block128", us=1000),
-        row(mode="exact", us=2000),
-        row("torch", "bf16", us=1800),
-        row("deepgemm", "fp8_1x128", us=1000),
-        row(us=1000, balance="skewed"),
-        row(op="wgrad", us=1500),
-        row(op="forward+backward", us=5000, with_quant=True),
-        row("torch", "bf16", "forward+backward", us=6000),
-    ]
-    found = {claim.name: claim for claim in grouped_render.claims(document(*rows))}
-    assert found["row / DeepGEMM fp8"].value == pytest.approx(1.25)
-    assert found["block128 / DeepGEMM fp8"].value == pytest.approx(1.0)
-    assert found["exact / torch bf16"].value == pytest.approx(0.9)
-    assert not found["exact / torch bf16"].is_met
-    assert found["row: skewed / balanced"].value == pytest.approx(0.8)
-    assert found["row wgrad / 1300 TFLOP/s"].is_met is False
-    whole = found["row forward + backward with quantisation / torch bf16"]
-    assert (whole.value, whole.is_met) == (pytest.approx(1.2), False)
-    assert found["quantize_dual / copy"].is_met
-
-
 @pytest.fixture
 def dry(tmp_path: Path) -> Path:
     path = tmp_path / "grouped.json"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,34 +37,6 @@ def test_a_stage_that_encodes_its_sums_has_no_such_kernel() -> None:
         inputs = random_inputs(Cell(model, 1), weights.device)[0]
         layer = row_encoding.Layer.of(weights, inputs, model.k, "mxfp8")
         assert row_encoding.variants_of([layer]) == {}
-
-
-def row(T: int, times: dict[str, float]) -> dict[str, Any]:
-    return {
-        "model": "m",
-        "T": T,
-        "activation": "mxfp8",
-        "times": {name: {"us": us, "us_spread": 0.1} for name, us in times.items()},
-    }
-
-
-def test_tables() -> None:
-    rows = [row(1, {}), row(64, {"layer": 200.0, "without": 190.0, "rows": 12.34})]
-    text = row_encoding.gain_table(rows, "mxfp8")
-    assert "| m | no such kernel | 200 (-5.0 %) |" in text
-    assert "| m | 12.3 |" in row_encoding.kernel_table(rows, "mxfp8")
-
-
-def test_shares_are_means_over_models() -> None:
-    """One model saves 5 %, one nothing; a layer without the kernel does not count."""
-    rows = [
-        row(1, {}),
-        row(64, {"layer": 200.0, "without": 190.0, "rows": 10.0}),
-        row(64, {"layer": 100.0, "without": 100.0, "rows": 10.0}) | {"model": "n"},
-    ]
-    text = row_encoding.share_table(rows)
-    assert text.splitlines()[0] == "| less time, %: mean over models (largest) | T = 64 |"
-    assert "| a8w4, MXFP8 | 2.5 (5.0) |" in text
 
 
 def test_a_dry_run_has_a_row_for_each_format(tmp_path: Path) -> None:

@@ -62,24 +62,6 @@ def test_humming_cannot_hold_a_factor_for_each_row() -> None:
         _stored(part)
 
 
-def row(impl: str, activation: str, us: float) -> dict[str, object]:
-    cell = dict(model="tiny", T=16, weights="nvfp4", rel_l2=None)
-    return cell | dict(impl=impl, activation=activation, us=us)
-
-
-def test_peers_are_compared_at_the_width_of_the_activations() -> None:
-    rows = [
-        row("mxpert", "bf16", 10.0),
-        row("mxpert", "mxfp8", 8.0),
-        row("marlin", "bf16", 20.0),
-        row("humming", "bf16", 15.0),
-        row("humming", "fp8_token", 4.0),
-    ]
-    table = weight_format_tables.means_table(rows)
-    assert "| nvfp4, a16 | 1.50 |" in table
-    assert "| nvfp4, a8 | 0.50 |" in table
-
-
 def test_a_reason_is_told_once() -> None:
     failures = [
         dict(cell=f"tiny T={count}", weights="nvfp4", impl="humming", activation="bf16", error="no")

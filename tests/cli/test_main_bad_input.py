@@ -26,7 +26,7 @@ from mxpert.cli.report import Column, print_table
 from support.outcomes import assert_one_line
 
 transformers = pytest.importorskip("transformers")
-from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint  # noqa: E402
+from support.gpt_oss import tiny_gpt_oss  # noqa: E402
 from support.mixtral import tiny_mixtral  # noqa: E402
 
 runner = CliRunner()
@@ -42,14 +42,7 @@ def run(*arguments: object) -> Any:
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A gpt-oss checkpoint in MXFP4, in three shards."""
-    return write_demo_checkpoint(
-        tmp_path_factory.mktemp("quantised") / "tiny",
-        hidden_size=64,
-        intermediate_size=64,
-        num_experts=4,
-        top_k=2,
-        num_layers=2,
-    )
+    return tiny_gpt_oss(tmp_path_factory.mktemp("quantised") / "tiny", intermediate_size=64)
 
 
 @pytest.fixture(scope="module")

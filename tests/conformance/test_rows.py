@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from mxpert.testing.numerics import assert_close_relative, rounding_rms
 from mxpert.training.rows.triton import COMBINE_BLOCK
 from support.inputs import INPUTS
 from support.kernels import kernels_of
-from support.poison import nan_filled_scratch
 from support.training import ACTIVATIONS
+
+pytestmark = pytest.mark.usefixtures("nan_scratch")
 
 REFERENCE = kernels_of("reference")
 TRITON = kernels_of("triton")
@@ -26,12 +26,6 @@ STEPS = 16
 
 activations = pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan() -> Iterator[None]:
-    with nan_filled_scratch():
-        yield
 
 
 def tolerance(value: torch.Tensor, terms: int = 1) -> float:

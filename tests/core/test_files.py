@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from mxpert.cli.main import app
 from mxpert.core.files import write_atomically
-from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
+from support.gpt_oss import tiny_gpt_oss
 
 FULL = Path("/dev/full")
 
@@ -87,8 +87,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small gpt-oss."""
-    sizes = dict(hidden_size=64, intermediate_size=96, num_experts=4, top_k=2, num_layers=1)
-    return write_demo_checkpoint(tmp_path_factory.mktemp("quantised") / "gpt-oss", **sizes)
+    return tiny_gpt_oss(tmp_path_factory.mktemp("quantised") / "gpt-oss", num_layers=1)
 
 
 CALLS = {

@@ -22,6 +22,7 @@ from mxpert.testing.problems import MODEL_SHAPES, MoEShape, random_moe_problem
 from mxpert.training import MXFP8Recipe, MXGroupedLinear, MXMoE, grouped_linear, grouped_mm
 from support.devices import DEVICES
 from support.launches import RecordedLaunch, recorded_launches
+from support.layers import plan_of
 from support.without_data import layer_of
 
 LAYOUTS = {"sm_90": Layout.HOPPER_FRAGMENT, "gfx950": Layout.CDNA4_FRAGMENT}
@@ -153,9 +154,7 @@ def fused_moe(num_sms: Any) -> None:
 
 def stage(which: str) -> Callable[[Any], None]:
     inputs = random_moe_problem(MoEShape(64, 32, 4, 2), 5)
-    plan = mxpert.make_routing_plan(
-        inputs.topk_weights, inputs.topk_ids, num_experts=4, routing_block_m=16
-    )
+    plan = plan_of(inputs, 16)
 
     def call(num_sms: Any) -> None:
         if which == "gate_up":

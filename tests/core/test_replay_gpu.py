@@ -20,8 +20,6 @@ from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from support.layers import run_layer
 from support.replays import tensors_of, without_replay
 
-pytestmark = pytest.mark.gpu
-
 SHAPE = MoEShape(
     hidden_size=768,
     intermediate_size=512,

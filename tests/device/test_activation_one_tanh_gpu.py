@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -11,22 +9,21 @@ import mxpert
 from mxpert.core.problem import SiTUv2
 from mxpert.testing.numerics import assert_exact
 from support.exact import exact_moe_problem
-from tests.moe.hopper.problems import CASES, FLOAT64, prepared, require_hopper, tiles_of
+from support.layers import plan_of, take
+from tests.moe.hopper.problems import CASES, FLOAT64, prepared, tiles_of
 
 SMALL = 2.0**-18
 """With gates of 2^-11 and ups of 2^-18, ``2 sigmoid(2 x) - 1`` loses bits that bfloat16 has."""
 NUM_TOKENS, UNIT = 333, 128
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("a_format", ["bf16", "mxfp8"])
 def test_tiles_and_splits_agree(a_format: str, device: torch.device) -> None:
     """Sums are exact in any order, so only the activation can differ."""
-    require_hopper(device)
     inputs = exact_moe_problem(CASES["situ"][0], NUM_TOKENS, device=device)
     x, weights, options = inputs.x * SMALL, inputs.weights, dict(activation=SiTUv2())
-    plan = mxpert.make_routing_plan(
-        inputs.topk_weights, inputs.topk_ids, num_experts=weights.num_experts, routing_block_m=UNIT
-    )
+    plan = plan_of(inputs, UNIT)
     places = plan.slot_rows.flatten().long()
     with mxpert.override(backend="reference", config=FLOAT64):
         expected = mxpert.moe_gate_up(x, weights, plan, **options)[places].double()
@@ -39,11 +36,7 @@ def test_tiles_and_splits_agree(a_format: str, device: torch.device) -> None:
             continue
         with mxpert.override(backend="hopper", config=config):
             h = mxpert.moe_gate_up(x, packed, plan, activation_format=a_format, **options)
-        rows = (
-            h[places]
-            if isinstance(h, torch.Tensor)
-            else replace(h, qdata=h.qdata[places], scale=h.scale[places])
-        )
+        rows = take(h, places)
         first = rows if first is None else first
         assert_exact(rows, first, name)
     if isinstance(first, torch.Tensor):  # both were rounded to bfloat16 once

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mxpert.testing.numerics import assert_exact
-from tests.moe.hopper.problems import require_hopper
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Gluon")
 
@@ -15,8 +14,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mxpert.device.hopper import make_tile_tags, next_slot, publish_tile, read_tile
-
-pytestmark = pytest.mark.gpu
 
 PROGRAMS = 264
 STEPS = 20_000
@@ -69,10 +66,10 @@ def _labels_kernel(num_wrong, steps, STAGES: gl.constexpr, num_warps: gl.constex
     )
 
 
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("stages", [1, 2, 5])
 def test_every_label_is_read_as_it_was_written(stages: int, device: torch.device) -> None:
     """Both warpgroups of every program read every tag as it was written."""
-    require_hopper(device)
     num_wrong = torch.full((PROGRAMS, 2), -1, dtype=torch.int32, device=device)
     _labels_kernel[(PROGRAMS,)](num_wrong, STEPS, stages, num_warps=4, enable_fp_fusion=True)
     assert_exact(num_wrong, torch.zeros_like(num_wrong), "numbers of another step")

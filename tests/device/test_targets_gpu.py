@@ -32,7 +32,6 @@ from support.devices import DEVICES
 from support.poison import nan_filled_scratch
 from support.quantize_cases import assert_quantizes_exactly, block_cases, every_code_and_scale
 
-pytestmark = pytest.mark.gpu
 FLOAT64 = ReferenceConfig(torch.float64)
 CHIPS = ("sm_80", "sm_86", "sm_120")
 """sm_89 has the tiles of sm_86."""

@@ -23,8 +23,14 @@ from support.exchange import (
     random_tokens,
     send,
 )
-from support.ranks import Outcomes
-from tests.distributed.multi_gpu.test_symmetric_multi_gpu import ANY_SIZE, KILL, started
+from support.ranks import scenario_tests
+from tests.distributed.multi_gpu.environment import gpu_environment
+from tests.distributed.multi_gpu.test_symmetric_multi_gpu import (
+    ANY_SIZE,
+    MODULE,
+    ON_GPUS,
+    check_a_killed_rank,
+)
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -36,21 +42,11 @@ SCENARIOS = (
 )
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    return started(SCENARIOS, 2, tmp_path_factory.mktemp("one"))
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_two_ranks(outcomes: Outcomes, scenario: str) -> None:
-    outcomes.check(scenario)
+test_two_ranks = scenario_tests(MODULE, SCENARIOS, 2, environment=gpu_environment, **ON_GPUS)
 
 
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
-    outcomes = started((KILL,), 2, tmp_path)
-    outcomes.check(KILL, ranks=[0])
-    with pytest.raises(AssertionError, match="did not finish"):
-        outcomes.check(KILL)
+    check_a_killed_rank(2, tmp_path)
 
 
 @pytest.mark.parametrize("wire_format", ["bf16", "mxfp8"])

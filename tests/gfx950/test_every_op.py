@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,8 +24,9 @@ from mxpert.testing.problems import MoEInputs, MoEShape
 from mxpert.training.rows import op as row_ops
 from support.exact import exact_moe_problem
 from support.gfx950_suite import SCHEDULES
-from support.layers import run_layer
+from support.layers import plan_of, run_layer
 from support.poison import nan_filled_scratch
+from support.replays import tensors_of
 
 ELSEWHERE = {"reference", "hopper"}
 """Backends that have no kernel for gfx950."""
@@ -62,9 +63,7 @@ def layer() -> MoEInputs:
 def stages() -> torch.Tensor:
     """Plan, stage 1 and stage 2 one by one."""
     inputs = layer()
-    plan = mxpert.make_routing_plan(
-        inputs.topk_weights, inputs.topk_ids, num_experts=5, routing_block_m=32
-    )
+    plan = plan_of(inputs, 32)
     h = mxpert.moe_gate_up(inputs.x, inputs.weights, plan, activation=inputs.activation)
     return mxpert.moe_down(h, inputs.weights, plan)
 
@@ -213,18 +212,6 @@ def pairs() -> list[Any]:
 def preferring(backend: str) -> contextlib.AbstractContextManager[None]:
     """Let a backend serve what it can; others serve ops that it lacks."""
     return mxpert.override(backend=backend) if backend == "triton" else contextlib.nullcontext()
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors of a result, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:
-            yield from tensors_of(part)
-    elif is_dataclass(value):
-        for field in fields(value):
-            yield from tensors_of(getattr(value, field.name))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

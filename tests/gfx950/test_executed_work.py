@@ -30,6 +30,7 @@ from mxpert.testing import gfx950
 from mxpert.testing.gfx950 import emulate
 from mxpert.testing.problems import MoEInputs, MoEShape
 from support.exact import exact_moe_problem
+from support.layers import plan_of
 from tests.gfx950.test_planted import copy_of
 
 DECODE = Cdna4GemmConfig("decode", block_m=16, block_n=256)
@@ -42,12 +43,7 @@ def down(
     inputs: MoEInputs, backend: str, config: Any, combine: Combine, unit: int = 0
 ) -> list[Report]:
     """Reports of the launches of stage 2 with MXFP8 rows of ones."""
-    plan = mxpert.make_routing_plan(
-        inputs.topk_weights,
-        inputs.topk_ids,
-        num_experts=inputs.weights.num_experts,
-        routing_block_m=unit or config.block_m,
-    )
+    plan = plan_of(inputs, unit or config.block_m)
     ones = torch.ones(plan.capacity, inputs.weights.intermediate_size, dtype=torch.bfloat16)
     h = mxpert.quantize(ones, "mxfp8")
     weights = inputs.weights

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,9 @@ from mxpert.grouped.inputs import GroupedGemmInputs, GroupedWgradInputs
 from mxpert.routing.plan import padded_group_offsets
 from mxpert.testing.gfx950 import MI355X, emulate
 from mxpert.testing.numerics import assert_close_relative, assert_exact, stage_tolerance
-from support.poison import nan_filled_scratch, poison_gaps
+from support.poison import poison_gaps
+
+pytestmark = pytest.mark.usefixtures("nan_scratch")
 
 OFFSETS = {
     "ragged": (0, 0, 37, 38, 38, 290, 310),
@@ -57,15 +59,8 @@ HIGH, LOW = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan() -> Iterator[None]:
-    """Fill new memory with NaN, so that results cannot depend on its contents."""
-    with nan_filled_scratch():
-        yield
-
-
-def offsets_of(case: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    return torch.tensor(OFFSETS[case], dtype=dtype)
+def offsets_of(case: str) -> torch.Tensor:
+    return torch.tensor(OFFSETS[case], dtype=torch.int32)
 
 
 def draw(seed: int) -> torch.Generator:
@@ -87,10 +82,8 @@ def reference(op: Any, *operands: Any, **options: Any) -> torch.Tensor:
         return op(*operands, **options, out_dtype=torch.float64)
 
 
-def gemm_operands(
-    case: str, pair: str, n: int, k: int, dtype: torch.dtype = torch.int32
-) -> tuple[MXTensor, MXTensor, torch.Tensor]:
-    offsets = offsets_of(case, dtype)
+def gemm_operands(case: str, pair: str, n: int, k: int) -> tuple[MXTensor, MXTensor, torch.Tensor]:
+    offsets = offsets_of(case)
     a = mxpert.quantize(scaled(NUM_ROWS, k), PAIRS[pair][0])
     b = mxpert.quantize(scaled(len(offsets) - 1, n, k, seed=1), PAIRS[pair][1])
     a.scale[OFFSETS[case][-1] :] = 255

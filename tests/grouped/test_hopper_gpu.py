@@ -6,7 +6,6 @@ q, the first p q cases contain all pairs, without the full product of all lists.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -43,18 +42,12 @@ from tests.grouped.hopper_problems import (
     run,
     values,
 )
-from tests.moe.hopper.problems import require_hopper
+
+pytestmark = pytest.mark.usefixtures("hopper")
 
 OUT_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 SHAPES = ((736, 1056), (2880, 160), (8, 2880), (96, 32), (264, 416), (1056, 736), (128, 256))
 """(N, K) with full and ragged tiles, down to one vector of columns and one block."""
-
-
-@pytest.fixture(autouse=True)
-def hopper_only(device: torch.device) -> Iterator[None]:
-    require_hopper(device)
-    yield
-    torch.cuda.synchronize(device)
 
 
 # --- grouped_gemm and grouped_wgrad -------------------------------------------------------------

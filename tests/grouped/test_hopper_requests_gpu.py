@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +13,11 @@ from mxpert.core.problem import GroupedProblem
 from mxpert.formats import MXTensor, ScaleSpan
 from mxpert.testing.numerics import assert_exact
 from tests.grouped.hopper_problems import GEMM, SIZES, WGRAD, Case, check, expect, make, poison, run
-from tests.moe.hopper.problems import require_hopper
+
+pytestmark = pytest.mark.usefixtures("hopper")
 
 SHAPES = ((736, 1056), (2880, 160), (8, 2880), (96, 32), (264, 416), (128, 256))
 """(N, K) of whole tiles and of ragged ones, down to one vector of columns and one block."""
-
-
-@pytest.fixture(autouse=True)
-def hopper_only(device: torch.device) -> Iterator[None]:
-    require_hopper(device)
-    yield
-    torch.cuda.synchronize(device)
 
 
 # --- b [G, K, N] --------------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from mxpert.integrations.models.expert_modules import StoredExperts
 from mxpert.testing.numerics import assert_exact
 from support.expert_containers import EXACT_NVFP4, KINDS, MX_KINDS, edit, store_experts
 from support.memory import peak_bytes
+from support.written_experts import state_of
 from tests.integrations.families import EXPERTS, build
-from tests.integrations.test_transformers_loading import dense_layer_bytes, load, logits, tensors_of
+from tests.integrations.test_transformers_loading import dense_layer_bytes, load, logits
 
 Tensors = dict[str, torch.Tensor]
 CT, QUARK, MODELOPT = ("compressed-tensors mxfp4-pack-quantized", "Quark OCP MX", "ModelOpt NVFP4")
@@ -250,7 +251,7 @@ def test_gpt_oss_with_a_matrix_and_a_bias_for_each_expert(tmp_path: Path) -> Non
     """As llm-compressor takes its experts apart; the model's own rows alternate gate and up."""
     model = build("gpt_oss", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "dense")
-    tensors = tensors_of(tmp_path / "dense")
+    tensors = state_of(tmp_path / "dense")
     for name in [name for name in tensors if name.endswith((".gate_up_proj", ".down_proj"))]:
         path, _, projection = name.rpartition(".")
         weights, biases = tensors.pop(name).transpose(1, 2), tensors.pop(f"{name}_bias")
@@ -288,7 +289,7 @@ def test_a_model_loads_within_its_own_size_and_one_layer(tmp_path: Path, monkeyp
     layer = dense_layer_bytes(model)
     model.save_pretrained(tmp_path / "dense")
     path = store_experts(tmp_path / "dense", tmp_path / "stored", CT)
-    stored = sum(tensor.nbytes for tensor in tensors_of(path).values())
+    stored = sum(tensor.nbytes for tensor in state_of(path).values())
     mapped = (path / "model.safetensors").stat().st_size
     peak = peak_bytes(lambda: None, lambda _: load(path), mapped=mapped)
     assert peak < stored + layer, f"{peak} bytes; {stored} on disk, a dense layer has {layer}"

@@ -17,7 +17,7 @@ import transformers
 
 from mxpert.errors import UnsupportedError
 from mxpert.integrations import transformers_versions
-from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
+from support.gpt_oss import tiny_gpt_oss
 from tests.integrations.families import build
 
 TIME_LIMIT = 240
@@ -87,8 +87,7 @@ print(json.dumps(found))
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("checkpoints")
     build("mixtral", dtype=torch.bfloat16).save_pretrained(root / "mixtral")
-    sizes = dict(hidden_size=64, intermediate_size=96, num_experts=4, top_k=2, num_layers=2)
-    return root / "mixtral", write_demo_checkpoint(root / "gpt-oss", **sizes)
+    return root / "mixtral", tiny_gpt_oss(root / "gpt-oss")
 
 
 def test_loads_that_do_not_ask_are_those_without_mxpert(checkpoints) -> None:

@@ -18,15 +18,16 @@ from safetensors.torch import load_file, save_file
 import mxpert
 import mxpert.integrations.transformers as integration
 from mxpert.formats.names import FORMAT_OF
-from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
 from mxpert.integrations.checkpoints.quantize import quantize_checkpoint
 from mxpert.integrations.models import convert as convert_module
 from mxpert.integrations.models.convert import convert, mx_experts, restore
 from mxpert.integrations.models.expert_modules import StoredExperts
 from mxpert.moe import stacked
 from mxpert.testing.numerics import assert_exact, cosine
+from support.gpt_oss import tiny_gpt_oss
 from support.incomplete import copy_without
 from support.memory import peak_bytes
+from support.written_experts import state_of
 from tests.integrations.families import FAMILIES, build, oracle_of
 
 EVERY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
@@ -42,14 +43,6 @@ def load(path: Path, implementation: str = "mxpert", **options: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(
         path, experts_implementation=implementation, attn_implementation="eager", **options
     )
-
-
-def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    return {
-        name: tensor
-        for file in directory.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +76,7 @@ def test_a_saved_model_holds_the_published_tensors_and_loads_again(family, saved
     model, _, out = saved[family]
     found = {
         name.rpartition(".")[2]: tensor
-        for name, tensor in tensors_of(out).items()
+        for name, tensor in state_of(out).items()
         if ".experts." in name
     }
     kinds = {"blocks", "scales"} | ({"bias"} if family == "gpt_oss" else set())
@@ -113,7 +106,7 @@ def test_a_checkpoint_of_mxpert_quantize_is_the_same_model(family, saved, tmp_pa
 def test_a_restored_model_is_an_ordinary_checkpoint(family, saved, tmp_path) -> None:
     model, dense, _ = saved[family]
     restore(copy.deepcopy(model)).save_pretrained(tmp_path)
-    before, after = tensors_of(dense), tensors_of(tmp_path)
+    before, after = state_of(dense), state_of(tmp_path)
     assert {name: tensor.shape for name, tensor in before.items()} == {
         name: tensor.shape for name, tensor in after.items()
     }
@@ -150,14 +143,7 @@ def test_transformers_reads_a_saved_gpt_oss_without_mxpert(saved, tmp_path) -> N
 
 
 def test_published_gpt_oss_blocks_are_taken_as_they_are(tmp_path, monkeypatch) -> None:
-    path = write_demo_checkpoint(
-        tmp_path / "demo",
-        hidden_size=64,
-        intermediate_size=96,
-        num_experts=4,
-        top_k=2,
-        num_layers=2,
-    )
+    path = tiny_gpt_oss(tmp_path / "demo")
 
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("dequantised or quantised on the way")
@@ -170,7 +156,7 @@ def test_published_gpt_oss_blocks_are_taken_as_they_are(tmp_path, monkeypatch) -
         monkeypatch.setattr(name, refuse)
     monkeypatch.setattr(convert_module, "quantize_stacked", refuse)
     model = load(path)
-    stored, held = tensors_of(path), model.state_dict()
+    stored, held = state_of(path), model.state_dict()
     for name in (name for name in stored if ".experts." in name):
         assert torch.equal(stored[name], held[name]), name
     assert not model.training
@@ -212,7 +198,7 @@ def test_mxfp4_loads_within_its_own_size_and_one_layer(tmp_path, monkeypatch) ->
     dense = build("gpt_oss", dtype=torch.bfloat16, **SIZES)
     layer = dense_layer_bytes(dense)
     convert(dense, progress=False).save_pretrained(tmp_path)
-    stored = sum(tensor.nbytes for tensor in tensors_of(tmp_path).values())
+    stored = sum(tensor.nbytes for tensor in state_of(tmp_path).values())
     peak = peak_bytes(lambda: None, lambda _: load(tmp_path))
     assert peak < stored + layer, f"{peak} bytes; {stored} on disk, a dense layer has {layer}"
     options = {"quantization_config": transformers.Mxfp4Config(dequantize=True)}
@@ -227,7 +213,7 @@ def test_other_families_load_within_their_own_size_and_one_layer(tmp_path, monke
     layer = dense_layer_bytes(dense)
     dense.save_pretrained(tmp_path / "dense")
     convert(dense, progress=False).save_pretrained(tmp_path / "mxfp4")
-    stored = sum(tensor.nbytes for tensor in tensors_of(tmp_path / "mxfp4").values())
+    stored = sum(tensor.nbytes for tensor in state_of(tmp_path / "mxfp4").values())
     peak = peak_bytes(lambda: None, lambda _: load(tmp_path / "mxfp4"))
     assert peak < stored + layer, f"{peak} bytes; {stored} on disk, a dense layer has {layer}"
     assert peak_bytes(lambda: None, lambda _: load(tmp_path / "dense")) > stored + layer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +13,8 @@ from mxpert.core.problem import ACTIVATION_FORMATS
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from support.layers import run_layer
-from support.poison import nan_filled_scratch
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("nan_scratch")
 
 SHAPE = MoEShape(
     hidden_size=768,
@@ -30,12 +28,6 @@ TOKENS = pytest.mark.parametrize("num_tokens", [1, 8, 64, 700])
 FORMATS = pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 LAYOUTS = pytest.mark.parametrize("is_prepared", [True, False], ids=["prepared", "row-major"])
 """On a Hopper GPU, prepared weights go to its own kernels and the others to the portable ones."""
-
-
-@pytest.fixture(autouse=True)
-def nan_in_new_memory() -> Iterator[None]:
-    with nan_filled_scratch():
-        yield
 
 
 def routed(num_tokens: int, device: torch.device, is_prepared: bool, seed: int = 0) -> MoEInputs:

@@ -20,7 +20,7 @@ from mxpert.testing.numerics import (
 )
 from mxpert.testing.problems import MoEShape, Routing, random_moe_problem
 from support.exact import exact_moe_problem
-from support.layers import run_layer
+from support.layers import plan_of, run_layer
 from tests.conformance.cases import moe as cases
 from tests.conformance.cases.moe_case import MoECase
 
@@ -72,9 +72,7 @@ def test_float64_stages_have_the_oracles_values(case: MoECase, unit: int) -> Non
 
 def test_blocks_without_an_expert_and_past_the_end_are_not_computed() -> None:
     inputs = random_moe_problem(replace(SHAPE, top_k=1), 6)
-    plan = mxpert.make_routing_plan(
-        inputs.topk_weights, inputs.topk_ids, num_experts=5, routing_block_m=2
-    )
+    plan = plan_of(inputs, 2)
     blocks = plan.block_expert_ids.clone()
     blocks[0] = -1
     used = plan.num_valid - torch.tensor([2, 0], dtype=torch.int32)

@@ -12,7 +12,6 @@ from mxpert.moe.hopper.group_layout import HOPPER_GROUPS
 from mxpert.moe.hopper.layout import HOPPER_FRAGMENT
 from mxpert.testing.numerics import is_exact
 
-pytestmark = pytest.mark.gpu
 E, H, F = 5, 416, 352
 """Neither is a multiple of a unit of 64 rows or 128 codes."""
 

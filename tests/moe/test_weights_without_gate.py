@@ -19,6 +19,7 @@ from mxpert.moe.local_weights import take_experts
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from support.devices import DEVICES
+from support.layers import plan_of
 
 E, H, F, K = 4, 64, 96, 2
 SHAPE = MoEShape(H, F, E, K, ReLU2(), has_bias=True)
@@ -100,9 +101,7 @@ def test_ranks_share_the_experts(layer: MoEInputs) -> None:
 
 def test_gate_and_activation_that_do_not_fit_are_refused(layer: MoEInputs) -> None:
     gated = random_moe_problem(replace(SHAPE, activation=mxpert.SiLU()), 7)
-    plan = mxpert.make_routing_plan(
-        layer.topk_weights, layer.topk_ids, num_experts=E, routing_block_m=16
-    )
+    plan = plan_of(layer, 16)
     with pytest.raises(ValueError, match=r"fused_moe: activation — need ReLU2\(\), .*got SiLU"):
         run(layer, activation="silu")
     with pytest.raises(ValueError, match=r"fused_moe: activation — need one that joins.*F, H\]"):

@@ -5,7 +5,7 @@ tests/conformance/test_quantize.py compares its bits with the codec's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -18,14 +18,8 @@ from mxpert.formats import MXTensor, ScaleRule
 from mxpert.formats.spec import ScaleSpan, get_format
 from mxpert.quantize.dual_cdna4 import QUANTIZE_DUAL
 from mxpert.testing.gfx950 import MI355X, emulate
-from support.poison import nan_filled_scratch
 
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan() -> Iterator[None]:
-    """Fill new memory with NaN, so that results cannot depend on its contents."""
-    with nan_filled_scratch():
-        yield
+pytestmark = pytest.mark.usefixtures("nan_scratch")
 
 
 def dual(x: torch.Tensor, *arguments: object, **options: object) -> tuple[MXTensor, MXTensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,19 +9,13 @@ import mxpert
 from mxpert import ScaleSpan
 from mxpert.testing.numerics import assert_exact
 from mxpert.training import MXFP8Recipe, grouped_linear
-from tests.moe.hopper.problems import require_hopper
+
+pytestmark = pytest.mark.usefixtures("hopper")
 
 SIZES = (200, 0, 63, 257)
 WIDTH, OUT = 416, 288
 NARROW, WIDE = 2.0**-9, 2.0**-10
 """Size of a block next to blocks of size 1: under one scale per row NARROW is exact, WIDE not."""
-
-
-@pytest.fixture(autouse=True)
-def hopper_only(device: torch.device) -> Iterator[None]:
-    require_hopper(device)
-    yield
-    torch.cuda.synchronize(device)
 
 
 def data(device: torch.device, small: float) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,7 @@ from mxpert.core.problem import ACTIVATION_FORMATS, ACTIVATIONS
 from mxpert.formats import MXTensor, quantize_blocks
 from mxpert.testing.numerics import is_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from support.layers import plan_of, take
 from support.poison import PLANTED_ERRORS
 from support.rounding import Rounded, assert_rounded, gate_up_oracle
 
@@ -30,12 +31,7 @@ def stage_one(
     rule: ScaleRule = ScaleRule.RCEIL,
 ) -> torch.Tensor | MXTensor:
     """Stage 1 of the reference backend by (token, slot)."""
-    plan = mxpert.make_routing_plan(
-        inputs.topk_weights,
-        inputs.topk_ids,
-        routing_block_m=16,
-        num_experts=inputs.weights.num_experts,
-    )
+    plan = plan_of(inputs, 16)
     rows = plan.slot_rows.flatten().long()
     with mxpert.override(backend="reference", config=ReferenceConfig(accumulate)):
         h = mxpert.moe_gate_up(
@@ -47,9 +43,7 @@ def stage_one(
             scale_rule=rule,
             apply_router_weight_on_input=on_input,
         )
-    if isinstance(h, MXTensor):
-        return replace(h, qdata=h.qdata[rows], scale=h.scale[rows])
-    return h[rows]
+    return take(h, rows)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -22,8 +22,6 @@ from support.routing import (
     validate_routing_plan,
 )
 
-pytestmark = pytest.mark.gpu
-
 MAX_TOKENS = 16384
 TOKENS = (0, 1, 2, 3, 16, 17, 64, 128, 255, 256, 777, 1024, 4096, MAX_TOKENS)
 FIELDS = ("sorted_token_ids", "sorted_weights", "block_expert_ids", "num_valid", "slot_rows")

@@ -6,16 +6,17 @@ from typing import Any
 
 import transformers
 
+SIZES: dict[str, Any] = dict(
+    vocab_size=32,
+    hidden_size=64,
+    intermediate_size=32,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    num_local_experts=4,
+)
+
 
 def tiny_mixtral(**changes: Any) -> Any:
     """The model; `changes` replace single values of its config."""
-    config: dict[str, Any] = dict(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**config | changes))
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES | changes))

@@ -19,9 +19,9 @@ from mxpert.core.problem import ActivationFormat, MoEConfig
 from mxpert.core.registry import override
 from mxpert.formats.tensor import MXTensor
 from mxpert.moe.op import moe_down, moe_gate_up
-from mxpert.routing.op import make_routing_plan
 from mxpert.routing.plan import RoutingPlan
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from support.layers import plan_of
 
 Run = Callable[[], tuple[torch.Tensor, ...]]
 """One repeat: results as integers, which hold the bits."""
@@ -191,12 +191,7 @@ class MoEHunt:
         inputs = random_moe_problem(shape, tokens_for(shape, config), device=device)
         inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
         with override():  # a pinned backend is that of the GEMMs
-            plan = make_routing_plan(
-                inputs.topk_weights,
-                inputs.topk_ids,
-                num_experts=shape.num_experts,
-                routing_block_m=config.routing_block_m,
-            )
+            plan = plan_of(inputs, config.routing_block_m)
         return cls(inputs, plan, a_format, torch.Generator(device).manual_seed(1))
 
     def renew(self) -> None:

@@ -48,7 +48,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """All tensors in a result or in arguments, in order."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, dict)):
+    elif isinstance(value, (tuple, list, dict)):
         for part in value.values() if isinstance(value, dict) else value:
             yield from tensors_of(part)
     elif is_dataclass(value):

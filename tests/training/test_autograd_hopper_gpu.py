@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,14 +19,8 @@ from mxpert.testing.numerics import (
 )
 from mxpert.training import MXFP8Recipe, grouped_linear
 from tests.grouped.hopper_problems import FLOAT64, adder_error, offsets_of
-from tests.moe.hopper.problems import require_hopper
 
-
-@pytest.fixture(autouse=True)
-def hopper_only(device: torch.device) -> Iterator[None]:
-    require_hopper(device)
-    yield
-    torch.cuda.synchronize(device)
+pytestmark = pytest.mark.usefixtures("hopper")
 
 
 RECIPES = {"e4m3": (MXFP8Recipe(), 28.0), "hybrid": (MXFP8Recipe.hybrid(), 20.0)}

@@ -38,6 +38,7 @@ from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_pro
 from support import hopper
 from support.exact import exact_moe_problem
 from support.executors import Executor
+from support.layers import plan_of, take
 from support.poison import poison_prepared, poison_weights
 from support.weight_formats import in_format
 from tests.conformance.cases.moe_tiles import TILES
@@ -337,11 +338,9 @@ class MoECase:
 
         Rows are by (token, slot); padding of stage 2's operand is NaN.
         """
-        weights, num_experts = given.weights, self.sizes.experts
+        weights = given.weights
         with mxpert.override(backend="reference"):
-            plan = mxpert.make_routing_plan(
-                given.topk_weights, given.topk_ids, num_experts=num_experts, routing_block_m=unit
-            )
+            plan = plan_of(given, unit)
         options: Mapping[str, Any] = {
             "activation_format": self.a_format,
             "apply_router_weight_on_input": self.on_input,
@@ -357,7 +356,7 @@ class MoECase:
         assert h.shape == (plan.capacity, self.sizes.inner)
         assert y.shape[0] == (plan.capacity if flat else self.sizes.tokens)
         rows = plan.slot_rows.flatten().long()
-        return _rows_of(h, rows), y[rows] if flat else y
+        return take(h, rows), y[rows] if flat else y
 
     def intermediate(self, expected: Rows) -> torch.Tensor | MXTensor:
         """Stage 1's rows by (token, slot) as it stores them."""
@@ -397,12 +396,6 @@ class MoECase:
                 self.a_format, self.out_dtype, self.sizes.inner, **self._sum(expected, y)
             )
         assert_close_relative(y, wanted, bound, "stage 2")
-
-
-def _rows_of(h: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor | MXTensor:
-    if isinstance(h, MXTensor):
-        return replace(h, qdata=h.qdata[rows], scale=h.scale[rows])
-    return h[rows]
 
 
 def _padded(rows: torch.Tensor | MXTensor, plan: RoutingPlan) -> torch.Tensor | MXTensor:

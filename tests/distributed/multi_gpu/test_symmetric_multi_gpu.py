@@ -27,8 +27,12 @@ test_four_ranks = scenario_tests(MODULE, ANY_SIZE, 4, environment=gpu_environmen
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_killed_rank_is_named(size: int, tmp_path: Path) -> None:
+    check_a_killed_rank(size, tmp_path)
+
+
+def check_a_killed_rank(size: int, folder: Path) -> None:
     with gpu_environment():
-        outcomes = run_scenarios(MODULE, (KILL,), size, tmp_path, **ON_GPUS)
+        outcomes = run_scenarios(MODULE, (KILL,), size, folder, **ON_GPUS)
     outcomes.check(KILL, ranks=range(size - 1))
     with pytest.raises(AssertionError, match="did not finish"):
         outcomes.check(KILL)

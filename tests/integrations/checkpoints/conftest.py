@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
+from support.gpt_oss import tiny_gpt_oss
+from support.written_experts import state_of
 
 HIDDEN, INTERMEDIATE, EXPERTS = 64, 32, 4
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
@@ -97,7 +98,7 @@ def expert_truth(sources: dict[str, Path]) -> Callable[[str], dict[str, torch.Te
     """gate, up [E, F, H] and down [E, H, F] of the last layer, as transformers holds them."""
 
     def read(family: str) -> dict[str, torch.Tensor]:
-        state = _stacked_state(sources[f"{family}_stacked"])
+        state = state_of(sources[f"{family}_stacked"])
         gate_up = state["model.layers.1.mlp.experts.gate_up_proj"].float()
         down = state["model.layers.1.mlp.experts.down_proj"].float()
         if family == "gpt_oss":
@@ -109,24 +110,10 @@ def expert_truth(sources: dict[str, Path]) -> Callable[[str], dict[str, torch.Te
     return read
 
 
-def _stacked_state(directory: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = {}
-    for file in directory.glob("*.safetensors"):
-        state |= load_file(file)
-    return state
-
-
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny gpt-oss checkpoint in the published MXFP4 layout, sharded."""
-    return write_demo_checkpoint(
-        tmp_path_factory.mktemp("demo") / "gpt-oss",
-        hidden_size=64,
-        intermediate_size=96,
-        num_experts=4,
-        top_k=2,
-        num_layers=2,
-    )
+    return tiny_gpt_oss(tmp_path_factory.mktemp("demo") / "gpt-oss")
 
 
 @pytest.fixture

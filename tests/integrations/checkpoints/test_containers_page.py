@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from mxpert.integrations.checkpoints.containers import CONTAINERS, UNSERVED
 from mxpert.integrations.checkpoints.written_containers import TARGETS
+from support.scripts import load_script
 from tests.integrations.serving import stored_experts
 from tests.integrations.test_container_checkpoints import BESIDE_DENSE
 from tests.integrations.test_container_checkpoints_fp8 import BESIDE_FP8
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 @pytest.fixture(scope="module")
 def writer() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("_containers", ROOT / "docs" / "_containers.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks there for its module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/_containers.py")
 
 
 def test_the_tables_are_those_of_the_registry(writer: ModuleType) -> None:

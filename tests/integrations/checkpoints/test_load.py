@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from mxpert import GateUpOrder, MoEWeights, SwiGLU
 from mxpert.formats import quantize_blocks
-from mxpert.integrations.checkpoints.gpt_oss import write_demo_checkpoint
 from mxpert.integrations.checkpoints.inspect import inspect_checkpoint
 from mxpert.integrations.checkpoints.load import (
     load_expert_weights,
@@ -21,17 +19,12 @@ from mxpert.integrations.checkpoints.load import (
     save_gpt_oss_layer_tensors,
 )
 from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
+from support.gpt_oss import tiny_gpt_oss
 from support.incomplete import copy_without
+from support.written_experts import state_of
 
 EXPERTS = "model.layers.1.mlp.experts"
 ROUTER = "model.layers.1.mlp.router"
-
-
-def state_of(directory: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = {}
-    for file in directory.glob("*.safetensors"):
-        state |= load_file(file)
-    return state
 
 
 def test_a_layer_holds_the_stored_bytes(demo: Path) -> None:
@@ -56,15 +49,7 @@ def test_a_layer_holds_the_stored_bytes(demo: Path) -> None:
 
 
 def test_all_layers_come_in_order_and_a_single_file_is_the_same(demo: Path, tmp_path: Path) -> None:
-    single = write_demo_checkpoint(
-        tmp_path / "single",
-        hidden_size=64,
-        intermediate_size=96,
-        num_experts=4,
-        top_k=2,
-        num_layers=2,
-        sharded=False,
-    )
+    single = tiny_gpt_oss(tmp_path / "single", sharded=False)
     assert (single / "model.safetensors").is_file()
     pairs = list(zip(load_gpt_oss_layers(demo), load_gpt_oss_layers(single), strict=True))
     assert [left.layer for left, _ in pairs] == [0, 1]
@@ -291,15 +276,7 @@ def test_a_missing_tensor_of_experts_is_named(kind: str, demo: Path, tmp_path: P
 @pytest.mark.parametrize("mmap", [False, True])
 def test_loaded_layers_do_not_follow_the_files(tmp_path: Path, mmap: bool) -> None:
     """A file that changes behind a loaded checkpoint reaches it only where mmap asks."""
-    folder = write_demo_checkpoint(
-        tmp_path / "demo",
-        hidden_size=64,
-        intermediate_size=96,
-        num_experts=4,
-        top_k=2,
-        num_layers=1,
-        sharded=False,
-    )
+    folder = tiny_gpt_oss(tmp_path / "demo", num_layers=1, sharded=False)
     options = dict(mmap=True) if mmap else {}
     ((_, weights),) = load_expert_weights(folder, **options)
     (layer,) = load_gpt_oss_layers(folder, **options)

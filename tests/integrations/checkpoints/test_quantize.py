@@ -27,6 +27,7 @@ from mxpert.integrations.checkpoints.quantize import MANIFEST_FILE, quantize_che
 from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader, sha256_of
 from mxpert.integrations.checkpoints.verify import verify_quantized
 from mxpert.integrations.module_paths import layer_number
+from support.written_experts import state_of
 
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")
 
@@ -46,13 +47,6 @@ def matches(weights: MoEWeights, truth: dict[str, torch.Tensor]) -> bool:
 
 def files_of(directory: Path) -> dict[str, str]:
     return {path.name: sha256_of(path) for path in directory.iterdir()}
-
-
-def state_of(directory: Path) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = {}
-    for file in directory.glob("*.safetensors"):
-        state |= load_file(file)
-    return state
 
 
 @pytest.mark.parametrize("naming", ["", "_stacked"], ids=["published", "stacked"])

@@ -11,6 +11,7 @@ import transformers
 import mxpert
 from mxpert.integrations.models.convert import mx_experts
 from mxpert.testing.numerics import assert_exact
+from support.mixtral import SIZES
 
 IDS = torch.arange(12)[None]
 KEY = "model.layers.0.mlp.experts.{}"
@@ -18,17 +19,7 @@ KEY = "model.layers.0.mlp.experts.{}"
 
 def converted(seed: int = 0, **changes: Any) -> Any:
     torch.manual_seed(seed)
-    config = dict(
-        vocab_size=32,
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        head_dim=32,
-    )
+    config = SIZES | dict(num_experts_per_tok=2, head_dim=32)
     model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**config | changes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -13,20 +13,11 @@ import mxpert
 import mxpert.integrations.transformers  # registers "mxpert"
 from mxpert.integrations.models.convert import mx_experts
 from mxpert.testing.numerics import assert_exact
+from support.mixtral import SIZES
 from tests.integrations.supported import skip_before_its_release
 
 IDS = torch.arange(12)[None]
-COMMON: dict[str, Any] = dict(
-    vocab_size=32,
-    hidden_size=64,
-    intermediate_size=32,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    tie_word_embeddings=False,
-)
+COMMON = SIZES | dict(num_experts_per_tok=2, tie_word_embeddings=False)
 MODELS = {
     "mixtral": ("Mixtral", {}),
     "minimax": ("MiniMax", {"layer_types": ["full_attention"], "head_dim": 32}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,23 +17,18 @@ from mxpert.moe.cdna4.config import prefill_config, require_valid
 from mxpert.routing.plan import TOKEN_MASK
 from mxpert.testing.gfx950 import MI355X, Emulation, emulate
 from mxpert.testing.numerics import assert_exact
-from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
+from mxpert.testing.problems import MoEShape, random_moe_problem
 from support.exact import exact_moe_problem
 from support.executors import Executor
 from support.kernels import kernels_of
-from support.layers import explain_layer
-from support.poison import nan_filled_scratch
+from support.layers import explain_layer, plan_of
 from tests.conformance.cases.moe_case import MoECase, Sizes
 from tests.conformance.cases.moe_tiles import decode
 
+pytestmark = pytest.mark.usefixtures("nan_scratch")
+
 SMALL = MoEShape(hidden_size=160, intermediate_size=96, num_experts=3, top_k=2)
 CDNA4 = Executor("cdna4", "emulated")
-
-
-@pytest.fixture(autouse=True)
-def _uninitialised_memory_is_nan() -> Iterator[None]:
-    with nan_filled_scratch():
-        yield
 
 
 FOUR_WAVES = decode()
@@ -42,13 +36,6 @@ FOUR_WAVES = decode()
 
 def prepared(weights: MoEWeights) -> MoEWeights:
     return weights.prepare(device="cpu", layout=Layout.CDNA4_FRAGMENT)
-
-
-def plan_of(inputs: MoEInputs, unit: int) -> RoutingPlan:
-    experts = inputs.weights.num_experts
-    return mxpert.make_routing_plan(
-        inputs.topk_weights, inputs.topk_ids, num_experts=experts, routing_block_m=unit
-    )
 
 
 def valid_rows(plan: RoutingPlan) -> torch.Tensor:

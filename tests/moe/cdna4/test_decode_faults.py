@@ -13,6 +13,7 @@ from mxpert.formats.tensor import Layout
 from mxpert.testing.problems import MoEShape
 from support.exact import exact_moe_problem
 from support.gfx950_mutants import Mutant, Trial, capture, changed, copied, sample
+from support.layers import plan_of
 
 SHAPE = MoEShape(2336, 96, 1, 1, has_bias=True)
 """One expert; the depth takes two copies of activations."""
@@ -23,9 +24,7 @@ def trial() -> Trial:
     """The gate/up GEMM of an exact problem with MXFP4 activations."""
     inputs = exact_moe_problem(SHAPE, 20)
     weights = inputs.weights.prepare(device="cpu", layout=Layout.CDNA4_FRAGMENT)
-    plan = mxpert.make_routing_plan(
-        inputs.topk_weights, inputs.topk_ids, num_experts=1, routing_block_m=16
-    )
+    plan = plan_of(inputs, 16)
     options = {"activation": inputs.activation, "activation_format": "mxfp4"}
     with mxpert.override(backend="cdna4"), capture() as launches:
         mxpert.moe_gate_up(inputs.x, weights, plan, **options)

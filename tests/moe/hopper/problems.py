@@ -56,12 +56,6 @@ formats = pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 tiles = pytest.mark.parametrize("a_format, tile", TILES, ids=["-".join(t) for t in TILES])
 
 
-def require_hopper(device: torch.device) -> None:
-    """Skip the test unless the device can run the Hopper kernels."""
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-
-
 def prepared(weights: MoEWeights) -> MoEWeights:
     result = weights.prepare(device=weights.device)
     assert result.layout is Layout.HOPPER_FRAGMENT

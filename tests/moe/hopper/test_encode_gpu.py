@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,12 +11,10 @@ from mxpert.core.problem import MoEOptions
 from mxpert.formats import FP8_TOKEN, quantize_blocks, quantize_token_rows
 from mxpert.routing.plan import TOKEN_MASK, RoutingPlan
 from mxpert.testing.numerics import assert_exact
-from support.poison import nan_filled_scratch
-from tests.moe.hopper.problems import require_hopper
 
 rows = pytest.importorskip("mxpert.moe.hopper.encode", reason="needs Gluon")
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("hopper", "nan_scratch")
 
 EXPERTS, TOP_K, UNIT = 9, 3, 16
 DEPTHS = (96, 384, 2880, 7168, 8224)
@@ -26,13 +22,6 @@ DEPTHS = (96, 384, 2880, 7168, 8224)
 
 TOKENS = (1, 16, 333, 4999)
 """Few tokens: one row per program. From 4096 rows on a program has several, in few threads."""
-
-
-@pytest.fixture(autouse=True)
-def hopper_only(device: torch.device) -> Iterator[None]:
-    require_hopper(device)
-    with nan_filled_scratch():
-        yield
 
 
 def values(num_rows: int, depth: int, device: torch.device) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,11 +17,12 @@ from mxpert.moe.hopper import few_tokens, few_tokens_split
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
 from support.races import hunt, redraw
-from tests.moe.hopper.problems import Case, first_tokens, require_hopper, run
+from tests.moe.hopper.problems import Case, first_tokens, run
+
+pytestmark = pytest.mark.usefixtures("only_hopper")
 
 heuristics = pytest.importorskip("mxpert.moe.hopper.config", reason="needs Gluon")
 
-pytestmark = pytest.mark.gpu
 
 FORMATS = ("bf16", "mxfp8", "mxfp4")
 """Activation formats that the kernel serves."""
@@ -51,13 +51,6 @@ def few(a_format: str, num_stages: int = 3) -> MoEConfig:
         "few_tokens", block_m=8, num_stages=num_stages, consumers=1, hi_lo=a_format == "bf16"
     )
     return MoEConfig.of(tile, tile)
-
-
-@pytest.fixture(autouse=True)
-def hopper_only(device: torch.device) -> Iterator[None]:
-    require_hopper(device)
-    with mxpert.override(backend="hopper"):
-        yield
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,14 +17,15 @@ from mxpert.testing.numerics import assert_close_relative, assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from support.hopper import layer_tolerance
 from support.layers import explain_layer
-from support.poison import nan_filled_scratch, poison_prepared
+from support.poison import poison_prepared
 from support.weight_formats import WITH_GROUPS, in_format
-from tests.moe.hopper.problems import first_tokens, reference, require_hopper, run
+from tests.moe.hopper.problems import first_tokens, reference, run
+
+pytestmark = pytest.mark.usefixtures("only_hopper", "nan_scratch")
 
 heuristics = pytest.importorskip("mxpert.moe.hopper.config", reason="needs Gluon")
 group_layout = pytest.importorskip("mxpert.moe.hopper.group_layout")
 
-pytestmark = pytest.mark.gpu
 
 A_FORMATS = ("bf16", "mxfp8", "fp8_token")
 TOKENS = (1, 17, 129, 777)
@@ -48,14 +49,6 @@ CASES = [
     for tile in tiles_of(a_format, name)
     if a_format != "fp8_token" or tile == "decode16"
 ]
-
-
-@pytest.fixture(autouse=True)
-def hopper_only(device: torch.device) -> Iterator[None]:
-    """Only the Hopper backend may serve calls; scratch and outputs start as NaN."""
-    require_hopper(device)
-    with mxpert.override(backend="hopper"), nan_filled_scratch():
-        yield
 
 
 @functools.cache

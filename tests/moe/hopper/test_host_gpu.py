@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -28,21 +27,12 @@ from tests.moe.hopper.problems import (
     layer,
     prepared,
     reference,
-    require_hopper,
     run,
     tiles,
     tiles_of,
 )
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def hopper_only(device: torch.device) -> Iterator[None]:
-    """Only the Hopper backend may serve calls; scratch and outputs start as NaN."""
-    require_hopper(device)
-    with mxpert.override(backend="hopper"), nan_filled_scratch():
-        yield
+pytestmark = pytest.mark.usefixtures("only_hopper", "nan_scratch")
 
 
 # --- faults stay where they are -----------------------------------------------------------------

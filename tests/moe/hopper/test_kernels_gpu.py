@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -26,8 +25,7 @@ from mxpert.testing.numerics import (
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
 from support.exact import exact_moe_problem
 from support.hopper import intermediate_tolerance
-from support.layers import explain_layer
-from support.poison import nan_filled_scratch
+from support.layers import explain_layer, plan_of, take
 from tests.moe.hopper.problems import (
     CASES,
     FLOAT64,
@@ -39,21 +37,12 @@ from tests.moe.hopper.problems import (
     formats,
     layer,
     prepared,
-    require_hopper,
     run,
     tiles,
     tiles_of,
 )
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def hopper_only(device: torch.device) -> Iterator[None]:
-    """Only the Hopper backend may serve calls; scratch and outputs start as NaN."""
-    require_hopper(device)
-    with mxpert.override(backend="hopper"), nan_filled_scratch():
-        yield
+pytestmark = pytest.mark.usefixtures("only_hopper", "nan_scratch")
 
 
 # --- numbers ------------------------------------------------------------------------------------
@@ -195,18 +184,7 @@ def test_expert_map_and_local_tokens(
 
 def make_plan(inputs: MoEInputs, unit: int) -> RoutingPlan:
     with mxpert.override():  # this backend has no kernel for it
-        return mxpert.make_routing_plan(
-            inputs.topk_weights,
-            inputs.topk_ids,
-            routing_block_m=unit,
-            num_experts=inputs.weights.num_experts,
-        )
-
-
-def take(h: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor | MXTensor:
-    if isinstance(h, MXTensor):
-        return replace(h, qdata=h.qdata[rows], scale=h.scale[rows])
-    return h[rows]
+        return plan_of(inputs, unit)
 
 
 @pytest.mark.parametrize("unit", [8, 16, 32, 64, 128])

@@ -7,7 +7,6 @@ long run). A CUDA graph holds both stages and the comparison, so repeats have li
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +19,10 @@ from mxpert.configs import MoEConfig
 from mxpert.core.problem import ACTIVATION_FORMATS
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
 from support.races import MoEHunt, hunt
-from tests.moe.hopper.problems import require_hopper, tiles_of
+from tests.moe.hopper.problems import tiles_of
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.usefixtures("hopper")
+
 
 SHAPES: dict[str, MoEShape] = {
     "swiglu_bias": MoEShape(1472, 704, 32, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True),
@@ -36,13 +36,6 @@ VARIANTS = {
     for name, config in tiles_of(a_format).items()
 }
 """Every activation format with every tile."""
-
-
-@pytest.fixture(autouse=True)
-def hopper_only(device: torch.device) -> Iterator[None]:
-    require_hopper(device)
-    yield
-    torch.cuda.synchronize(device)
 
 
 @pytest.mark.timeout(3600)

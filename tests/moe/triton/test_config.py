@@ -8,21 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mxpert.core.problem import (
-    ACTIVATION_FORMATS,
-    GemmConfig,
-    MoEOptions,
-    MoEProblem,
-    Op,
-    Target,
-    WeightCache,
-)
+from mxpert.core.problem import ACTIVATION_FORMATS, GemmConfig, MoEProblem, Op, Target, WeightCache
 from mxpert.core.registry import explain_problem
 from mxpert.formats.tensor import Layout
 from mxpert.moe.triton import config as heuristics
 from mxpert.moe.triton.host import DOWN, FUSED_MOE, GATE_UP
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from support.devices import DEVICES
+from support.without_data import layer_of
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
 MI355X = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
@@ -37,18 +30,8 @@ def describe(
     op: Op = Op.FUSED_MOE,
     routing_block_m: int = 0,
 ) -> MoEProblem:
-    return MoEProblem(
-        op,
-        target,
-        num_tokens,
-        shape.top_k,
-        shape.num_experts,
-        shape.hidden_size,
-        shape.intermediate_size,
-        MoEOptions(shape.activation, a_format),
-        Layout.ROW_MAJOR,
-        routing_block_m,
-    )
+    layer = layer_of(shape, num_tokens, target, Layout.ROW_MAJOR, a_format)
+    return replace(layer, op=op, routing_block_m=routing_block_m)
 
 
 @pytest.mark.parametrize("target", SERVED, ids=lambda target: target.arch)

@@ -37,11 +37,9 @@ from mxpert.testing.numerics import (
 )
 from mxpert.testing.problems import MODEL_SHAPES, MoEInputs, MoEShape, random_moe_problem
 from support.exact import exact_moe_problem
-from support.layers import explain_layer, run_layer
+from support.layers import explain_layer, plan_of, run_layer, take
 from support.poison import nan_filled_scratch
 from support.rounding import Rounded, assert_rounded, gate_up_oracle
-
-pytestmark = pytest.mark.gpu
 
 TOKENS = (1, 3, 17, 128, 777, 4096)
 SAMPLE = (0, 1, 2, 9, 16, 90, 127, 400, 776, 1500, 3000, 4095)
@@ -88,21 +86,6 @@ def choose(inputs: MoEInputs, tokens: slice | torch.Tensor) -> MoEInputs:
     )
 
 
-def make_plan(inputs: MoEInputs, routing_block_m: int) -> RoutingPlan:
-    return mxpert.make_routing_plan(
-        inputs.topk_weights,
-        inputs.topk_ids,
-        num_experts=inputs.weights.num_experts,
-        routing_block_m=routing_block_m,
-    )
-
-
-def take(h: torch.Tensor | MXTensor, rows: torch.Tensor) -> torch.Tensor | MXTensor:
-    if isinstance(h, MXTensor):
-        return replace(h, qdata=h.qdata[rows], scale=h.scale[rows])
-    return h[rows]
-
-
 def place(h: torch.Tensor | MXTensor, rows: torch.Tensor, size: int) -> torch.Tensor | MXTensor:
     """Place the rows of `h` at indices `rows` of `size` rows; other rows are zero."""
     if isinstance(h, MXTensor):
@@ -126,7 +109,7 @@ def join(parts: list[torch.Tensor | MXTensor]) -> torch.Tensor | MXTensor:
 def down_oracle(inputs: MoEInputs, h: torch.Tensor | MXTensor, a_format: str) -> torch.Tensor:
     """Stage 2's weighted rows by (token, slot) from `h` [T · k, F], float64 [T · k, H]."""
     with mxpert.override(backend="reference", config=FLOAT64):
-        plan = make_plan(inputs, 1)
+        plan = plan_of(inputs, 1)
         places = plan.slot_rows.flatten().long()
         return mxpert.moe_down(
             place(h, places, plan.capacity),
@@ -159,7 +142,7 @@ def run_stages(
 ) -> tuple[torch.Tensor | MXTensor, torch.Tensor, RoutingPlan]:
     """Run both stages as the layer does; return stage 1's and stage 2's FLAT rows, sorted."""
     with mxpert.override(backend="triton", config=config):
-        plan = make_plan(inputs, config.routing_block_m)
+        plan = plan_of(inputs, config.routing_block_m)
         h = mxpert.moe_gate_up(
             inputs.x, inputs.weights, plan, activation=inputs.activation, activation_format=a_format
         )
