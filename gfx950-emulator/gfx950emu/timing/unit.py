@@ -147,14 +147,14 @@ class ComputeUnit:
         heapq.heapify(heap)
         now = 0.0
         while heap:
-            asked, *ties, order = heap[0]
+            asked, is_lds, rank, since, order = heap[0]
             wave = self.waves[order]
             cost = self.costs[wave.trace.instructions[wave.step]]
             start, reason = wave.due
             port = self._port(wave.simd, cost)
             start = max(start, port)
             if start > asked:
-                heapq.heapreplace(heap, (start, *ties, order))
+                heapq.heapreplace(heap, (start, is_lds, rank, since, order))
                 continue
             heapq.heappop(heap)
             if start > wave.time:
