@@ -8,6 +8,7 @@ runs there.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,6 +57,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # Torch, Triton and thousands of cases are millions of objects that stay: by default they are
     # searched for garbage again and again while they are made, a tenth of the suite's time.
     gc.set_threshold(50_000, 20, 20)
+    if importlib.util.find_spec("triton") and not INTERPRETED:
+        from support import triton_speed
+
+        triton_speed.install()
     if config.getoption("--gfx950"):
         from support.gfx950_suite import Plugin  # needs Triton
 

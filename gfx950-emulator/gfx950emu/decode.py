@@ -71,6 +71,10 @@ def decode_at(code: bytes, address: int) -> Decoded:
     Raises:
         DecodingError: an encoding or an opcode that gfx950 does not have.
     """
+    short, long = code[address : address + 4], code[address : address + 8]
+    known = _known.get(short) or _known.get(long)
+    if known is not None:
+        return Decoded(known, address, 4 if short in _known else 8)
     word = Word(int.from_bytes(code[address : address + 16], "little"))
     encoding = _encoding(word)
     if encoding is None:
@@ -78,11 +82,18 @@ def decode_at(code: bytes, address: int) -> Decoded:
     try:
         instruction, size = _READERS[encoding](word)
         branch = _branch_target(instruction, word, address)
+        if branch is None and size <= 8:
+            _known[code[address : address + size]] = instruction
         return Decoded(instruction, address, size, branch)
     except (KeyError, IndexError) as error:
         raise DecodingError(
             f"word {word.field(31, 0):#010x} at {address:#x}: {encoding} has no {error}"
         ) from error
+
+
+_known: dict[bytes, Instruction] = {}
+"""Instructions by their bytes, without branches: kernels consist of few different ones. The first
+four bytes tell how many there are."""
 
 
 def _branch_target(instruction: Instruction, word: Word, address: int) -> int | None:

@@ -60,8 +60,19 @@ def loads_to_lds(instruction: Instruction) -> bool:
     return "lds" in instruction.modifiers or instruction.name.startswith("global_load_lds")
 
 
+_known: dict[tuple[object, ...], Effects] = {}
+"""Effects by meaning: kernels consist of few different instructions."""
+
+
 def effects(instruction: Instruction) -> Effects:
     """Describe what one instruction does to registers."""
+    meaning = instruction.meaning
+    if meaning not in _known:
+        _known[meaning] = _effects(instruction)
+    return _known[meaning]
+
+
+def _effects(instruction: Instruction) -> Effects:
     written, read = _operands(instruction)
     name, unit = instruction.name, _unit(instruction)
     implicit_reads: set[int] = set()

@@ -27,7 +27,7 @@ from .lds_check import LdsCheck
 from .listing import read_program
 from .memory import GlobalMemory, Lds, Offsets, Use
 from .program import SCALARS, Program
-from .state import LANES, Indices, Lanes, WaveState, Words
+from .state import LANES, Indices, Lanes, WaveState, Words, spread
 from .trace import WaveTrace
 from .wait_states import find_hazard
 
@@ -342,7 +342,7 @@ class Machine:
         """
         lanes = self._participants(lanes)
         shape = (self.state.count, LANES) if lanes is None else lanes.shape
-        offsets = self.memory.offsets_of(np.broadcast_to(address, shape).astype(np.int64))
+        offsets = self.memory.offsets_of(spread(address, shape).astype(np.int64, copy=False))
         if lanes is not None:
             if not lanes.any():
                 return np.full(shape, self.memory.regions[0].start, np.int64)
@@ -446,7 +446,7 @@ class Machine:
         """
         lanes = self._participants(lanes)
         shape = (self.state.count, LANES)
-        address = np.broadcast_to(address, shape).astype(np.int64)
+        address = spread(address, shape).astype(np.int64, copy=False)
         if lanes is not None:
             address = np.where(lanes, address, 0)
         if int(address.max()) + size > self.lds.limit:

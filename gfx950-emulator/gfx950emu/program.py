@@ -74,6 +74,14 @@ class Instruction:
         """All registers that the operands name, scalar ones from `SCALARS` on."""
         return frozenset(register for operand in self.operands for register in operand.registers)
 
+    @functools.cached_property
+    def meaning(self) -> tuple[object, ...]:
+        """Equal for instructions that do the same wherever they stand; branches also need a place.
+
+        The order of modifiers counts: texts show it.
+        """
+        return self.name, self.encoding, self.operands, tuple(self.modifiers.items())
+
     def integer(self, modifier: str, default: int = 0) -> int:
         """The value of a modifier that is a number."""
         value = self.modifiers.get(modifier, default)

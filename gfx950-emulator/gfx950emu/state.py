@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,11 @@ SCALARS = 128
 
 _LOW = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
+
+
+def spread(values: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """`np.broadcast_to`, which costs as much as an addition, where the shape is another one."""
+    return values if values.shape == shape else np.broadcast_to(values, shape)
 
 
 class WaveState:

@@ -11,7 +11,7 @@ matrix instructions of 4 passes and more, which the code that LLVM emits for it 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from .effects import Effects, Unit, loads_to_lds
@@ -92,9 +92,12 @@ def find_hazard(program: Program, effects: Sequence[Effects]) -> HazardFault | N
         _Fact(instruction, each)
         for instruction, each in zip(program.instructions, effects, strict=True)
     ]
+    successors = [_successors(program, index) for index in range(len(facts))]
     for index, first in enumerate(facts):
-        for place, states in _following(program, index, first.farthest):
+        for place, states in _following(successors, index, first.farthest):
             second = facts[place]
+            if not _may_depend(first, second):
+                continue
             need, why = max(_rules(first, second), default=(0, ""))
             if states < need:
                 kind = MfmaHazardFault if first.is_mfma or second.is_mfma else HazardFault
@@ -107,17 +110,19 @@ def find_hazard(program: Program, effects: Sequence[Effects]) -> HazardFault | N
     return None
 
 
-def _following(program: Program, index: int, farthest: int) -> Iterator[tuple[int, int]]:
+def _following(
+    successors: Sequence[Sequence[tuple[int, int]]], index: int, farthest: int
+) -> Iterable[tuple[int, int]]:
     """Instructions after `index` on all paths, with the fewest wait states in between."""
     fewest: dict[int, int] = {}
-    stack = [(place, 0) for place, _ in _successors(program, index)]
+    stack = [(place, 0) for place, _ in successors[index]]
     while stack:
         place, states = stack.pop()
         if states >= farthest or states >= fewest.get(place, farthest):
             continue
         fewest[place] = states
-        stack += [(after, states + own) for after, own in _successors(program, place)]
-    return iter(fewest.items())
+        stack += [(after, states + own) for after, own in successors[place]]
+    return fewest.items()
 
 
 def _successors(program: Program, index: int) -> list[tuple[int, int]]:
@@ -133,6 +138,15 @@ def _successors(program: Program, index: int) -> list[tuple[int, int]]:
         behind = index < last and program.instructions[index + 1].name == "s_branch"
         after.append((program.labels[instruction.target], own + behind))
     return after
+
+
+def _may_depend(first: _Fact, second: _Fact) -> bool:
+    """Whether a rule can hold: it is about a register that one of both writes, or a mode."""
+    return (
+        not first.effects.writes.isdisjoint(second.effects.touched)
+        or not first.effects.reads.isdisjoint(second.effects.writes)
+        or first.instruction.name.startswith("s_setreg")
+    )
 
 
 def _rules(first: _Fact, second: _Fact) -> Iterator[tuple[int, str]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from mxpert.cli import demo_layers
+from mxpert.cli import demo_layers, measure
 from mxpert.cli.main import app
 from mxpert.cli.measure import float64_reference
 from mxpert.moe.op import fused_moe
@@ -22,6 +22,7 @@ def plain_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_layers, "has_transformers", lambda: False)
     monkeypatch.setattr(demo_layers, "load_transformers_oracle", None)
     monkeypatch.setattr(demo_layers, "write_demo_checkpoint", None)
+    monkeypatch.setattr(measure, "CPU_SECONDS_PER_CASE", 0.0)
 
 
 def run(tmp_path: Path) -> tuple[int, dict, str]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+from typer.testing import CliRunner
 
+from mxpert.cli.main import app
 from mxpert.cli.options import check_model, models_table
 from mxpert.testing.problems import MODEL_SHAPES
 
@@ -29,15 +28,14 @@ def test_an_unknown_model_is_told_where_the_list_is() -> None:
     "arguments", [["bench", "--list-models"], ["tune", "--list-models"]], ids=lambda a: a[0]
 )
 def test_commands_list_the_models(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "mxpert", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0
     assert done.stdout.rstrip("\n") == models_table()
 
 
 @pytest.mark.parametrize("name", ["dsv3-ep8", "kimi-e385", "r1-e384", "kimi-k2-tp4-shared"])
 def test_names_of_the_tables_can_be_tuned(name: str) -> None:
-    command = [sys.executable, "-m", "mxpert", "tune", "--model", name, "--dry-run"]
-    command += ["--target", "nvidia-h200", "--tokens", "1", "--format", "a8w4_token"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    arguments = ["tune", "--model", name, "--dry-run", "--target", "nvidia-h200"]
+    done = CliRunner().invoke(app, [*arguments, "--tokens", "1", "--format", "a8w4_token"])
+    assert done.exit_code == 0, done.stderr
     assert name in done.stdout

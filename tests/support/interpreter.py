@@ -21,7 +21,7 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as stock
 
 from mxpert.formats.spec import E2M1, E8M0_BIAS, E8M0_NAN
-from support import interpreter_speed
+from support import triton_speed
 
 TensorHandle = stock.TensorHandle
 
@@ -299,5 +299,5 @@ def install() -> None:
         for name in names:
             setattr(operations, name, _reduction(getattr(operations, name)))
     TritonSemantic.dot_scaled = _dot_scaled(TritonSemantic.dot_scaled)
-    interpreter_speed.install()
+    triton_speed.install_interpreter()
     builder._mxpert_installed = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..program import Instruction, Program
 from . import ds, memory, mfma, sop, vop1, vop2, vop3, vop3p
-from .table import TABLE, Decoding, Run, UnknownInstructionError
+from .table import TABLE, Binder, Decoding, Run, UnknownInstructionError
 
 __all__ = ["TABLE", "Run", "UnknownInstructionError", "bind"]
 
@@ -35,6 +35,19 @@ def bind(instruction: Instruction, program: Program) -> Run:
         raise UnknownInstructionError(
             instruction.text, f"one of {len(TABLE)} mnemonics", instruction.name
         )
+    if instruction.target is not None:
+        return _bound(binder, instruction, program)
+    key = binder, instruction.meaning
+    if key not in _known:
+        _known[key] = _bound(binder, instruction, program)
+    return _known[key]
+
+
+_known: dict[tuple[Binder, tuple[object, ...]], Run] = {}
+"""What instructions without a target do, by meaning: kernels consist of few different ones."""
+
+
+def _bound(binder: Binder, instruction: Instruction, program: Program) -> Run:
     decoding = Decoding(instruction, program)
     run = binder(decoding)
     decoding.finish()

@@ -17,7 +17,7 @@ import numpy as np
 from ..faults import ScratchFault
 from ..memory import DEVICE, SYSTEM, Use
 from ..program import M0, SCALARS
-from ..state import LANES, Lanes, WaveState, Words
+from ..state import LANES, Lanes, WaveState, Words, spread
 from .atomics import ATOMICS, Atomic, changes_blindly, update, words_of
 from .numerics import I8, I16, I32, I64, U8, U16, U32, U64, Array
 from .operands import LANE, scalar, typed, words
@@ -71,7 +71,7 @@ def store_words(
 ) -> None:
     """Write the dwords of the given lanes; of a half, as `stored_words` has shifted it."""
     places, size = offsets[lanes], form.size
-    picked = np.stack([np.broadcast_to(value, lanes.shape)[lanes] for value in values], -1)
+    picked = np.stack([spread(value, lanes.shape)[lanes] for value in values], -1)
     if size in _WIDE and not (places & (size - 1)).any():
         memory.view(_WIDE[size])[places // size] = picked.view(_WIDE[size])[:, 0]
     else:
@@ -195,19 +195,22 @@ def _buffer_place(decoding: Decoding, vector: int) -> Place:
             raise decoding.unknown("a buffer resource without swizzle", "swizzled")
         inner = voffset(state).astype(I64) + offset
         base = (low | (high & 0xFFFF) << 32) + soffset(state)
-        start = np.broadcast_to(inner, (state.count, LANES))
+        start = spread(inner, (state.count, LANES))
         dword = min(form.size, 4)
-        inside = [
-            state.active & (start + 4 * k + dword <= records[:, None])
-            for k in range(form.registers)
-        ]
-        if use.atomic or (inside[0] == inside[-1]).all():
-            lanes = inside[-1]
+
+        def inside(k: int) -> Lanes:
+            """Lanes whose dword k, and so all before it, lies within the buffer."""
+            found: Lanes = state.active & (start + (4 * k + dword) <= records[:, None])
+            return found
+
+        lanes = inside(form.registers - 1)
+        if use.atomic or form.registers == 1 or (inside(0) == lanes).all():
             address = base[:, None] + start
             offsets = machine.global_access(address, form.size, use, lanes)
             yield Access(offsets, lanes, 0, form.registers)
             return
-        for k, lanes in enumerate(inside):
+        for k in range(form.registers):
+            lanes = inside(k)
             address = base[:, None] + start + 4 * k
             offsets = machine.global_access(address, dword, use, lanes)
             yield Access(offsets, lanes, k, 1)

@@ -21,8 +21,10 @@ from .costs import Cost
 from .lds import LdsPath
 from .loads import LoadPath, Request
 
-Start = tuple[float, str]
-"""When an instruction can issue, and what it waits for."""
+Due = tuple[float, str]
+"""When an instruction can issue as far as its own wave decides, and what it waits for."""
+Entry = tuple[float, bool, int, float, int]
+"""Place of a wave in the order of issue: when its next instruction may issue, then ties."""
 
 QUEUES = {Unit.LDS: "lds queue", Unit.LOAD: "load queue", Unit.STORE: "load queue"}
 """What an instruction waits for if it cannot issue."""
@@ -42,7 +44,7 @@ class Wave:
         ready: register → when its value can be used. added: registers that an MFMA has written →
             when another MFMA can add to them.
         loads, reads: when each outstanding load and LDS access is done.
-        issued: cycle of each of its steps.
+        issued: cycle of each of its steps. due: of the next one.
     """
 
     order: int
@@ -58,6 +60,7 @@ class Wave:
     loads: deque[float] = field(default_factory=deque)
     reads: deque[float] = field(default_factory=deque)
     issued: list[float] = field(default_factory=list)
+    due: Due = (0.0, "issue")
 
 
 @dataclass
@@ -140,18 +143,23 @@ class ComputeUnit:
         """
         started = 0
         before = after = None
-        heap = [self._entry(wave, wave.time) for wave in self.waves]
+        heap = [self._entry(wave) for wave in self.waves]
         heapq.heapify(heap)
         now = 0.0
         while heap:
-            asked, *_, order = heapq.heappop(heap)
+            asked, is_lds, rank, since, order = heap[0]
             wave = self.waves[order]
             cost = self.costs[wave.trace.instructions[wave.step]]
-            start, reason = self._start(wave, cost)
+            start, reason = wave.due
+            port = self._port(wave.simd, cost)
+            start = max(start, port)
             if start > asked:
-                heapq.heappush(heap, self._entry(wave, start))
+                heapq.heapreplace(heap, (start, is_lds, rank, since, order))
                 continue
+            heapq.heappop(heap)
             if start > wave.time:
+                if port > wave.due[0]:
+                    reason = QUEUES.get(cost.unit, cost.unit.value)
                 self._wait(reason, start - wave.time)
             now = max(now, start)
             wave.issued.append(start)
@@ -163,14 +171,15 @@ class ComputeUnit:
                     after = self._snapshot(now)
             for each in self._issue(wave, cost, start):
                 if each.step < len(each.trace.instructions):
-                    heapq.heappush(heap, self._entry(each, each.time))
+                    heapq.heappush(heap, self._entry(each))
         end = self._snapshot(now)
         return before or end, after or end
 
-    def _entry(self, wave: Wave, time: float) -> tuple[float, bool, int, float, int]:
-        """Place in the order of issue."""
-        unit = self.costs[wave.trace.instructions[wave.step]].unit
-        return time, unit is Unit.LDS, -wave.priority, wave.time, wave.order
+    def _entry(self, wave: Wave) -> Entry:
+        """The place of a wave's next instruction, when no port keeps it."""
+        cost = self.costs[wave.trace.instructions[wave.step]]
+        wave.due = self._due(wave, cost)
+        return wave.due[0], cost.unit is Unit.LDS, -wave.priority, wave.time, wave.order
 
     def _snapshot(self, now: float) -> Snapshot:
         simds, buses = self.chip.simds, self.chip.simds // 2
@@ -190,8 +199,8 @@ class ComputeUnit:
 
     # -- when --------------------------------------------------------------------------------------
 
-    def _start(self, wave: Wave, cost: Cost) -> Start:
-        """The earliest time at which an instruction can issue, and what it waits for last."""
+    def _due(self, wave: Wave, cost: Cost) -> Due:
+        """When an instruction can issue, and what it waits for last. Other waves change nothing."""
         if cost.unit is Unit.WAIT:
             return self._waited(wave, cost)
         start, reason = wave.time, "issue"
@@ -202,10 +211,9 @@ class ComputeUnit:
                 time = wave.added.get(register, time)
             if time > start:
                 start, reason = time, "dependency"
-        time = self._port(wave.simd, cost)
-        return (time, QUEUES.get(cost.unit, cost.unit.value)) if time > start else (start, reason)
+        return start, reason
 
-    def _waited(self, wave: Wave, cost: Cost) -> Start:
+    def _waited(self, wave: Wave, cost: Cost) -> Due:
         start, reason = wave.time, "issue"
         for queue, count, name in (
             (wave.loads, cost.vector_count, "load latency"),
@@ -220,7 +228,7 @@ class ComputeUnit:
         return start, reason
 
     def _port(self, number: int, cost: Cost) -> float:
-        """When the unit of an instruction takes it."""
+        """When the unit of an instruction takes it; never earlier than it was before."""
         simd = self.simds[number]
         if cost.unit is Unit.MFMA:
             return max(simd.matrix, simd.vector, simd.reading)
