@@ -51,13 +51,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="with --gfx950: every case in every schedule, and every mutant",
     )
+    parser.addoption(
+        "--stock-triton",
+        action="store_true",
+        help="compile without the patches of support/triton_speed.py",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Torch, Triton and thousands of cases are millions of objects that stay: by default they are
     # searched for garbage again and again while they are made, a tenth of the suite's time.
     gc.set_threshold(50_000, 20, 20)
-    if importlib.util.find_spec("triton") and not INTERPRETED:
+    is_stock = config.getoption("--stock-triton") or INTERPRETED
+    if importlib.util.find_spec("triton") and not is_stock:
         from support import triton_speed
 
         triton_speed.install()
