@@ -17,7 +17,6 @@ from mxpert.core import schema
 from mxpert.core.target import on_device
 from mxpert.formats import WeightTensor
 from mxpert.formats.tensor import Layout
-from mxpert.modules import requantize_
 from mxpert.moe.local_weights import take_experts
 from support.devices import DEVICES
 
@@ -146,8 +145,6 @@ def test_what_other_formats_cannot_do_is_refused() -> None:
     weights = weights_in("nvfp4")
     with pytest.raises(ValueError, match="layout — need ROW_MAJOR for nvfp4"):
         weights.prepare(device="cpu", layout="hopper_fragment")
-    with pytest.raises(ValueError, match="weights — need mxfp4, got nvfp4"):
-        requantize_(weights, GATE_UP, DOWN, **BIASES)
     with pytest.raises(ValueError, match="weight_format — need one of"):
         weights_in("int8")
 

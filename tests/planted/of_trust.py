@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import tempfile
 import threading
 from collections.abc import Callable
@@ -23,9 +24,11 @@ import mxpert.modules
 import mxpert.moe.weights
 from mxpert import GateUpOrder, Layout, MoEWeights, UnsupportedError, modules
 from mxpert.core import files
+from mxpert.core.known import KnownArguments
 from mxpert.distributed import all_to_all, calls, gather, transport, workspace
 from mxpert.distributed.placement import Placement
 from mxpert.integrations.checkpoints import published_experts
+from mxpert.integrations.checkpoints.safetensors_files import CheckpointReader
 from mxpert.integrations.serving import layer_weights, loads, reload
 from mxpert.modules import quantize_weights, requantize_
 from mxpert.moe import requantize
@@ -136,11 +139,15 @@ def loaded_weights_do_not_follow_the_file() -> None:
 
 
 def a_checkpoint_is_copied() -> None:
-    pages = torch.zeros(4)
-    reader: Any = SimpleNamespace(read=lambda name: pages)
-    assert (
-        published_experts.read_tensor(reader, "name", "cpu", False).data_ptr() != pages.data_ptr()
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.safetensors")
+        safetensors.torch.save_file({"name": torch.zeros(4)}, path)
+        reader = CheckpointReader(path, "planted")
+        held = published_experts.read_tensor(reader, "name", "cpu", False)
+        with path.open("r+b") as file:
+            file.seek(-16, os.SEEK_END)
+            file.write(b"\xff" * 16)
+        assert not held.any()
 
 
 def two_threads_save_one_file() -> None:
@@ -195,6 +202,16 @@ def megatron_is_told() -> None:
     assert weight.grad_added_to_main_grad
     assert weight.grad is not None
     assert weight.grad.shape == weight.shape
+
+
+def forgetting(plant: Callable[[pytest.MonkeyPatch], None]) -> Callable[[Any], None]:
+    """A fault in the checks, with no arguments that have passed them before."""
+
+    def planted(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(main_grad, "_PASSED", KnownArguments())
+        plant(patch)
+
+    return planted
 
 
 def main_grad_may_have_16_bits() -> None:
@@ -343,7 +360,7 @@ FAULTS = (
     ),
     Fault(
         "main_grad is float32 or refused",
-        setting(checks, "MAIN_GRAD_DTYPES", (torch.float32,)),
+        forgetting(setting(checks, "MAIN_GRAD_DTYPES", (torch.float32,))),
         main_grad_may_have_16_bits,
     ),
     Fault(
