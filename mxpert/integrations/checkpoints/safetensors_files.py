@@ -157,7 +157,7 @@ class CheckpointReader:
 
         They last as long as the reader, so that they use memory again.
         """
-        count = min(_MOST_THREADS, 1 + (os.cpu_count() or 1))
+        count = min(_MOST_THREADS, os.cpu_count() or 1)
         mine, started = torch.get_num_threads(), threading.Barrier(count + 1)
 
         def start() -> None:
