@@ -225,14 +225,9 @@ def _check_tensors(reader: CheckpointReader, module: ExpertModule, stored: Matri
     }
     first = module.matrices[0, module.stages[0][0]]
     dtypes = {part.suffix: reader.info(f"{first}.{part.suffix}").dtype for part in stored.parts}
-    shapes = {
-        kind: {part.suffix: part.shapes(*sizes[kind]) for part in stored.parts} for kind in sizes
-    }
     for (_, kind), name in module.matrices.items():
         for part in stored.parts:
-            info = reader.info(f"{name}.{part.suffix}")
-            if info.shape not in shapes[kind][part.suffix] or info.dtype not in part.dtypes:
-                _check_part(reader, info.name, part, sizes[kind])  # says what is wrong
+            _check_part(reader, f"{name}.{part.suffix}", part, sizes[kind])
         if kind in biased:
             shape = sizes[kind][:1]
             remedy = "one bias per row of the matrix"
@@ -247,12 +242,13 @@ def _check_tensors(reader: CheckpointReader, module: ExpertModule, stored: Matri
 
 def _check_part(reader: CheckpointReader, name: str, part: Part, sizes: tuple[int, int]) -> None:
     info, shapes = reader.info(name), part.shapes(*sizes)
-    where, dtypes = f"{info.file}: {name}", " or ".join(part.dtypes)
-    remedy = f"the matrix is {list(sizes)}"
-    require(info.dtype in part.dtypes, reader.op, f"{where}.dtype", need=dtypes, got=info.dtype)
-    need = " or ".join(str(list(shape)) for shape in shapes)
-    got = list(info.shape)
-    require(info.shape in shapes, reader.op, f"{where}.shape", need=need, got=got, remedy=remedy)
+    if info.dtype not in part.dtypes:  # messages are composed on failure alone: there are many
+        need = " or ".join(part.dtypes)
+        raise ValueError(message(reader.op, f"{info.file}: {name}.dtype", need, info.dtype))
+    if info.shape not in shapes:
+        where, need = f"{info.file}: {name}.shape", " or ".join(str(list(each)) for each in shapes)
+        remedy = f"the matrix is {list(sizes)}"
+        raise ValueError(message(reader.op, where, need, list(info.shape), remedy))
 
 
 def check_matrix(reader: CheckpointReader, name: str, stored: MatrixFormat) -> None:

@@ -28,7 +28,7 @@ CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _MOST_THREADS = 4
-"""A thread more than there are cores, since reading waits, but no more than these."""
+"""A thread for each core, but no more than these."""
 
 TORCH_DTYPES = {
     "U8": torch.uint8,
