@@ -23,8 +23,9 @@ from tempfile import TemporaryDirectory
 import torch
 from safetensors.torch import load_file, save_file
 
-from benchmarks.harness.document import Document, Row
-from benchmarks.harness.script import Script, machine, parse_list, within
+from benchmarks.harness.document import Row
+from benchmarks.harness.run import Run
+from benchmarks.harness.script import Script, machine, parse_list
 from benchmarks.harness.tables import absences, bullets, page, row_table, where
 from mxpert.integrations.checkpoints.load import load_expert_weights
 from support.expert_containers import KINDS, write
@@ -84,13 +85,10 @@ def read_files(folder: Path) -> None:
 
 
 @dataclass(kw_only=True)
-class Run(Document):
-    """What one invocation works with, and what it has found."""
+class LoadingRun(Run):
+    """folder: where checkpoints are written; None for a temporary one."""
 
-    device: torch.device
-    deadline: float
     folder: Path | None
-    dry: bool
 
 
 def rate(work: Callable[[Path], object], folder: Path, size: int, run: Run) -> float:
@@ -100,13 +98,12 @@ def rate(work: Callable[[Path], object], folder: Path, size: int, run: Run) -> f
         drop_pages(folder)
         start = time.perf_counter()
         work(folder)
-        if run.device.type == "cuda":
-            torch.cuda.synchronize()
+        run.synchronize()
         seconds.append(time.perf_counter() - start)
     return size / min(seconds) / 1e6
 
 
-def measure_container(run: Run, container: str) -> None:
+def measure_container(run: LoadingRun, container: str) -> None:
     """One row."""
 
     def load(folder: Path) -> None:
@@ -133,17 +130,12 @@ def measure_container(run: Run, container: str) -> None:
         shutil.rmtree(folder)
 
 
-def measure(options: argparse.Namespace, run: Run) -> int:
+def measure(options: argparse.Namespace, run: LoadingRun) -> int:
     """All containers until the time limit; 0 if each could be read."""
     torch.set_num_threads(THREADS)
-    left: list[str] = []
-    for container in within(options.containers, run.deadline, left):
-        try:
+    for container in run.each(options.containers):
+        with run.blaming(container):
             measure_container(run, container)
-        except Exception as error:
-            print(f"{container}: {run.fail((container,), error)}")
-        run.save()
-    run.left += left
     run.save()
     print(markdown(run.as_json()))
     if not run.dry:
@@ -182,19 +174,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--folder", type=Path, help="where checkpoints are written; default: a temporary one")
 
 
-def prepare_run(options: argparse.Namespace) -> Run:
+def prepare_run(options: argparse.Namespace) -> LoadingRun:
     """The document."""
     options.containers = parse_list(options.containers, list(KINDS), "--containers")
     meta = machine(options, "device", "versions", "commit", "date", protocol=PROTOCOL)
-    return Run(
-        options.path,
-        meta,
-        ("container",),
-        device=options.device,
-        deadline=options.deadline,
-        folder=options.folder,
-        dry=options.dry_run,
-    )
+    return LoadingRun.of(options, meta, ("container",), folder=options.folder)
 
 
 SCRIPT = Script(
