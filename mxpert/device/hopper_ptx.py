@@ -213,6 +213,111 @@ def decode_nibbles(codes, zeros, CODES: gl.constexpr, WORDS: gl.constexpr):
         )
 
 
+NIBBLE_SCALE = gl.constexpr(2.0)
+"""What `bfloat16_nibbles` leaves out of a product with a scale of `bfloat16_pairs`, times 2^6."""
+
+_BFLOAT16_PAIRS = gl.constexpr("""{
+.reg .b16 low, high, a, b, c, d;
+.reg .b32 first, second;
+.reg .f32 value;
+mov.b32 {low, high}, $4;
+cvt.rn.f16x2.e4m3x2 first, low;
+cvt.rn.f16x2.e4m3x2 second, high;
+mov.b32 {a, b}, first;
+mov.b32 {c, d}, second;
+cvt.f32.f16 value, a;
+mul.f32 value, value, 0f7B000000;
+cvt.rn.bf16x2.f32 $0, value, value;
+cvt.f32.f16 value, b;
+mul.f32 value, value, 0f7B000000;
+cvt.rn.bf16x2.f32 $1, value, value;
+cvt.f32.f16 value, c;
+mul.f32 value, value, 0f7B000000;
+cvt.rn.bf16x2.f32 $2, value, value;
+cvt.f32.f16 value, d;
+mul.f32 value, value, 0f7B000000;
+cvt.rn.bf16x2.f32 $3, value, value;
+}""")
+
+
+@gluon.jit
+def bfloat16_pairs(scales):
+    """e4m3 bytes as int32 of two equal bfloat16 numbers: the value times 2^119."""
+    return gl.inline_asm_elementwise(
+        _BFLOAT16_PAIRS, "=r,=r,=r,=r,r", [scales], dtype=gl.int32, is_pure=True, pack=4
+    )
+
+
+def _nibble_pairs_assembly() -> str:
+    """PTX that multiplies eight e2m1 codes of a word by scales, five instructions for two codes.
+
+    The bits of a code are moved to bits of bfloat16: they are then its value times 2^-126.
+    Outputs: $0, $1 the low nibbles; $2, $3 the high ones. Inputs: $4 the word; $5 and $9 the scales
+    of `bfloat16_pairs` of low and high nibbles; copies follow each.
+    """
+    lines = ["{ .reg .b32 lows, a, b;", "shl.b32 lows, $4, 4;"]
+    for half, (word, scale) in enumerate((("lows", "$5"), ("$4", "$9"))):
+        for pair, bytes_of_pair in enumerate(("0x1404", "0x3424")):
+            lines += [
+                f"prmt.b32 a, {word}, 0, {bytes_of_pair};",
+                "shr.u32 b, a, 6;",
+                "and.b32 b, b, 0x01C001C0;",
+                "lop3.b32 b, a, 0x80008000, b, 0xEA;",  # (a & signs) | magnitudes
+                f"mul.rn.bf16x2 ${2 * half + pair}, b, {scale};",
+            ]
+    return "\n".join([*lines, "}"])
+
+
+_NIBBLE_PAIRS = gl.constexpr(_nibble_pairs_assembly())
+
+
+@gluon.jit
+def bfloat16_nibbles(codes, low_scales, high_scales):
+    """Decode bytes of two e2m1 codes to bfloat16, times scales of `bfloat16_pairs`.
+
+    codes: uint8 [..., 4]; the low nibbles have the codes of `low_scales`. Returns the products of
+    the low and of the high nibbles, over NIBBLE_SCALE and 2^6.
+    """
+    return gl.inline_asm_elementwise(
+        _NIBBLE_PAIRS,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+        [codes, low_scales, high_scales],
+        dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=4,
+    )
+
+
+_BYTE_PAIRS = gl.constexpr("""{
+.reg .b16 low, high, a, b, c, d;
+.reg .b32 first, second;
+.reg .f32 v, w;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 first, low;
+cvt.rn.f16x2.e4m3x2 second, high;
+mov.b32 {a, b}, first;
+mov.b32 {c, d}, second;
+cvt.f32.f16 v, a;
+cvt.f32.f16 w, b;
+mul.f32 v, v, $3;
+mul.f32 w, w, $3;
+cvt.rn.bf16x2.f32 $0, w, v;
+cvt.f32.f16 v, c;
+cvt.f32.f16 w, d;
+mul.f32 v, v, $3;
+mul.f32 w, w, $3;
+cvt.rn.bf16x2.f32 $1, w, v;
+}""")
+
+
+@gluon.jit
+def bfloat16_bytes(codes, powers):
+    """Decode e4m3 bytes, uint8 [..., 4], to bfloat16, times one float32 power of two for four."""
+    return gl.inline_asm_elementwise(
+        _BYTE_PAIRS, "=&r,=&r,r,f,f,f,f", [codes, powers], dtype=gl.bfloat16, is_pure=True, pack=4
+    )
+
+
 @gluon.constexpr_function
 def _fp8_conversion(FORMAT):
     return (
@@ -232,6 +337,19 @@ def encode_fp8_words(first, second, third, fourth, FORMAT: gl.constexpr):
     ASSEMBLY: gl.constexpr = _fp8_conversion(FORMAT)
     return gl.inline_asm_elementwise(
         ASSEMBLY, "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def bfloat16_pair(first, second):
+    """Round two float32 values to bfloat16, the first in the lower half of an int32."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;",
+        "=r,f,f",
+        [first, second],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 

@@ -17,7 +17,7 @@ from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
 from . import few_tokens_split as few_tokens
 from .group_layout import group_weights
-from .tile_limits import tile_limits
+from .tile_limits import takes_bfloat16_rows, tile_limits
 
 
 class HopperKernel(enum.StrEnum):
@@ -53,12 +53,14 @@ class HopperGemmConfig(StageConfig):
         kernel: the kernel that runs, or its name.
         block_m: sorted rows of a routing block.
         num_stages: stages of the pipeline, each 256 elements of the contracted dimension; of
-            FEW_TOKENS 128.
+            FEW_TOKENS and of bfloat16 rows 128.
         consumers: consumer warpgroups of a CTA; each computes its own 64 weight rows of a tile.
         blocks_per_tile: most routing blocks of an expert in one tile. A weight is decoded once for
             all of them. The decode kernel has one.
         k_splits: CTAs that share the contracted dimension of a tile. The prefill kernel has one.
         hi_lo: whether rows are two e4m3 parts, hi and lo, as for bfloat16 activations (a16w4).
+        bfloat16_rows: whether rows are bfloat16, and bf16 tensor cores multiply them with weights
+            that bfloat16 holds exactly. Only the prefill kernel has it.
 
     Raises:
         TypeError: a value of another type.
@@ -77,11 +79,14 @@ class HopperGemmConfig(StageConfig):
     blocks_per_tile: int = 1
     k_splits: int = 1
     hi_lo: bool = False
+    bfloat16_rows: bool = False
 
     def __post_init__(self) -> None:
         set_member(self, "kernel", HopperKernel)
-        if type(self.hi_lo) is not bool:
-            raise TypeError(message("HopperGemmConfig", "hi_lo", "a bool", repr(self.hi_lo)))
+        for name in ("hi_lo", "bfloat16_rows"):
+            value = getattr(self, name)
+            if type(value) is not bool:
+                raise TypeError(message("HopperGemmConfig", name, "a bool", repr(value)))
         require_integers(
             self, ("block_m", "num_stages", "consumers", "blocks_per_tile", "k_splits")
         )
@@ -168,20 +173,32 @@ _SHAPES_OF_SMALL_GROUPS: dict[bool, dict[str, tuple[int, int, int]]] = {
     True: {"narrow": (32, 2, 2)},
     False: {"short": (32, 3, 2), "narrow": (32, 2, 4)},
 }
-"""The same for weights with a scale for each 16, 32 or 64. Sums of a group need registers beside
-those of the tile several times a depth unit: wider tiles have 20 to 200 spills in the main loop."""
+"""The same for e4m3 rows and weights with a scale for each 32 or 64. Sums of a group need registers
+beside those of the tile several times a depth unit: wider tiles have 20 to 200 spills in the main
+loop."""
+
+_SHAPES_OF_BFLOAT16_ROWS = {
+    "triple": (32, 3, 3),
+    "narrow": (32, 2, 4),
+    "middle": (64, 2, 3),
+    "wide": (64, 2, 4),
+}
+"""The same for bfloat16 rows."""
 
 
 def _prefill_shapes(hi_lo: bool, weight_format: str) -> dict[str, tuple[int, int, int]]:
+    if takes_bfloat16_rows(hi_lo, weight_format):
+        return _SHAPES_OF_BFLOAT16_ROWS
     weights = group_weights(weight_format)
     small = weights is not None and weights.group < 128
     return (_SHAPES_OF_SMALL_GROUPS if small else _PREFILL_SHAPES)[hi_lo]
 
 
 def stage_bytes(config: HopperGemmConfig, weight_format: str = MXFP4.name) -> int:
-    """Bytes of a pipeline stage: weight codes, shifts, and one-byte activation rows (hi and lo)."""
+    """Bytes of a pipeline stage: weight codes, shifts, and activation rows (hi and lo)."""
     rows = config.block_m * config.blocks_per_tile * (2 if config.hi_lo else 1)
-    return config.consumers * _unit_stage_bytes(weight_format) + rows * STAGE_DEPTH
+    units = config.consumers * _unit_stage_bytes(weight_format)
+    return (units // 2 if config.bfloat16_rows else units) + rows * STAGE_DEPTH
 
 
 def _decode_config(block_m: int, hi_lo: bool, weight_format: str) -> HopperGemmConfig:
@@ -192,7 +209,7 @@ def _decode_config(block_m: int, hi_lo: bool, weight_format: str) -> HopperGemmC
 
 
 def _prefill_config(
-    block_m: int, consumers: int, blocks: int, hi_lo: bool, weight_format: str
+    block_m: int, consumers: int, blocks: int, hi_lo: bool, weight_format: str, bfloat16: bool
 ) -> HopperGemmConfig:
     """Prefill config for tiles of up to `blocks` blocks, with as many stages as fit.
 
@@ -200,7 +217,13 @@ def _prefill_config(
     stage more, the "short" tile was up to 11 % faster than "triple" on the same rows.
     """
     config = HopperGemmConfig(
-        HopperKernel.PREFILL, block_m, 1, consumers, blocks_per_tile=blocks, hi_lo=hi_lo
+        HopperKernel.PREFILL,
+        block_m,
+        1,
+        consumers,
+        blocks_per_tile=blocks,
+        hi_lo=hi_lo and not bfloat16,
+        bfloat16_rows=bfloat16,
     )
     outputs = consumers * block_m * UNIT_ROWS * torch.bfloat16.itemsize
     room = _PREFILL_SHARED - _BARRIER_BYTES - outputs
@@ -226,10 +249,11 @@ def output_buffers(
 @functools.cache
 def tiles(hi_lo: bool, weight_format: str = MXFP4.name) -> dict[str, HopperGemmConfig]:
     """All tiles by name, ordered by activation rows."""
-    return {f"decode{rows}": _decode_config(rows, hi_lo, weight_format) for rows in BLOCKS_M} | {
-        name: _prefill_config(*shape, hi_lo, weight_format)
-        for name, shape in _prefill_shapes(hi_lo, weight_format).items()
-    }
+    found = {f"decode{rows}": _decode_config(rows, hi_lo, weight_format) for rows in BLOCKS_M}
+    bfloat16 = takes_bfloat16_rows(hi_lo, weight_format)
+    for name, shape in _prefill_shapes(hi_lo, weight_format).items():
+        found[name] = _prefill_config(*shape, hi_lo, weight_format, bfloat16)
+    return found
 
 
 def tiles_of(problem: MoEProblem) -> dict[str, HopperGemmConfig]:

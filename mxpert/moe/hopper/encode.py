@@ -1,18 +1,21 @@
-"""Row encoding: activations become sorted e4m3 rows for the FP8 GEMMs, for MXFP4 with K permuted.
+"""Row encoding: activations become sorted rows for the GEMMs, for MXFP4 with K permuted.
 
-There are three encodings. Each row has one scale:
+There are three encodings as e4m3. Each row has one scale:
 
 - bf16 as hi + lo / 16 in two e4m3 rows: exact for values within 14 binades of the row maximum.
 - MX codes: each block of 32 is rebased from its own scale to the largest scale of the row, a power
   of two. This is exact if the code is still an e4m3 number; otherwise the absolute error is at most
   2^-10 of the row's scale. bf16 rows are quantised and rebased in one pass.
 - fp8_token: bf16 rows are quantised to e4m3 with one float32 scale per row.
+
+For bf16 tensor cores the same values become bfloat16, times the same scale: exact within 133
+binades of the row maximum.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -23,7 +26,7 @@ from ...core.launch import CACHED_LAUNCHES, Launch
 from ...core.problem import MoEOptions
 from ...device.compat import aggregate
 from ...device.hopper import reset_tile_counter
-from ...device.hopper_ptx import quantized_codes, scaled_words, split_codes
+from ...device.hopper_ptx import bfloat16_pair, quantized_codes, scaled_words, split_codes
 from ...device.mx_codec import e8m0_scale, inverse_scale, scale_rule_constants
 from ...device.pdl import PDL_LAUNCH, launch_dependents, wait_and_launch_dependents
 from ...formats.layouts import UNIT_CODES
@@ -38,7 +41,9 @@ from ...routing.plan import RoutingPlan
 # the block (0..7), j the value inside the word. The source has K in the order (t, q h, j), storage
 # in (q h, t, j), the permutation of MXFP4 weights (`layout.py`). A thread stores 16 bytes (t, j)
 # and gathers them by four loads. Rows for other weights keep the order of K (`RowSteps.in_order`):
-# a thread stores four words then.
+# a thread stores four words then. Of bfloat16 rows, which also keep it, each 16 values are permuted:
+# 4 t + j is stored at 8 (j // 2) + 2 t + j % 2, where a thread of the bf16 wgmma has the codes that
+# it loads as one word of the weights.
 
 
 @dataclass(frozen=True)
@@ -169,6 +174,19 @@ def _store_bytes(codes, values, target, padded_depth, IN_ORDER: gl.constexpr):
 
 
 @gluon.jit
+def _store_bfloat16(rows, words, target, padded_depth):
+    """Store bfloat16 values of one step, pairs [chunks, 8, 8] as int32, eight a thread."""
+    CHUNKS: gl.constexpr = words.shape[0]
+    words = words.reshape([CHUNKS, 8, 4, 2]).permute((0, 1, 3, 2)).reshape([CHUNKS, 8, 8])
+    offsets = gl.convert_layout(target, gl.SliceLayout(2, words.type.layout), assert_trivial=True)
+    place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, words.type.layout)))
+    place = place % 4 * 16 + place // 4 * 4  # MX block by block, and half of its 16 values
+    first = (offsets & ~12) + (offsets & 12) // 2  # word t of 16 begins at 2 t, not 4 t
+    pointers = (rows + first).cast(gl.pointer_type(gl.int32))[:, :, None] + place[None, None, :]
+    gl.store(pointers, words, mask=(offsets < padded_depth)[:, :, None])
+
+
+@gluon.jit
 def _store_words(codes, words, target, padded_depth, IN_ORDER: gl.constexpr):
     """Store e4m3 codes of one step, four a word [chunks, 8, 4] int32, 16 bytes a thread."""
     offsets = gl.convert_layout(target, gl.SliceLayout(2, words.type.layout), assert_trivial=True)
@@ -188,7 +206,10 @@ def store_step(out, row, scale, encoded, target):
     gl.store(out.scale + row, scale)
     for part in gl.static_range(len(encoded)):
         codes = out.codes + (row + part * out.num_rows).to(gl.int64) * out.padded_depth
-        if len(encoded[part].shape) == 3:
+        if out.codes.dtype.element_ty == gl.bfloat16:
+            gl.static_assert(out.IN_ORDER, "bfloat16 rows keep the order of K")
+            _store_bfloat16(codes, encoded[part], target, out.padded_depth)
+        elif len(encoded[part].shape) == 3:
             _store_words(codes, encoded[part], target, out.padded_depth, out.IN_ORDER)
         else:
             _store_bytes(codes, encoded[part], target, out.padded_depth, out.IN_ORDER)
@@ -218,12 +239,14 @@ class RowFormat:
         name: "hi_lo", "token", "e4m3" or "e2m1"; see above.
         coded: the source is MX codes with scales, and not bfloat16.
         emax, threshold: the scale rule of bfloat16 that becomes MX (see `e8m0_scale`).
+        bfloat16: whether rows are stored as bfloat16 instead of e4m3.
     """
 
     name: str
     coded: bool = False
     emax: int = 0
     threshold: int = 0
+    bfloat16: bool = False
 
 
 @gluon.constexpr_function
@@ -355,13 +378,55 @@ def _block_power(scales, base, FORMAT: gl.constexpr):
 
 
 @gluon.jit
+def _e4m3_values(words, STEPS: gl.constexpr):
+    """Decode four e4m3 codes of each word to float32, [chunks, 8, 4, 4]."""
+    LAYOUT: gl.constexpr = step_layout(STEPS)
+    place = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    codes = words[:, :, :, None] >> (place * 8)[None, None, None, :]
+    return codes.to(gl.uint8).to(gl.float8e4nv, bitcast=True).to(gl.float32)
+
+
+@gluon.jit
+def _ones_like(values):
+    return gl.full(values.shape, 1.0, gl.float32, values.type.layout)
+
+
+@gluon.jit
+def _bfloat16_step(step, encoding, FORMAT: gl.constexpr, STEPS: gl.constexpr):
+    """Values of one step times the row's inverse scale, pairs of bfloat16 [chunks, 8, 8]."""
+    PACKED: gl.constexpr = FORMAT.name == "e2m1"
+    if FORMAT.coded:
+        power = _block_power(step.scales, encoding, FORMAT)[:, :, :, None]
+        decode: gl.constexpr = _e2m1_values if PACKED else _e4m3_values
+        values = decode(step.words, STEPS) * power
+    elif FORMAT.name == "hi_lo":
+        values = step.to(gl.float32) * encoding
+    elif FORMAT.name == "token":
+        values = step.to(gl.float32) * encoding
+        values = quantized_codes(values, _ones_like(values), _ones_like(values)).to(gl.float32)
+    else:
+        values = step.to(gl.float32)
+        scales, _ = _block_bytes(values, FORMAT)
+        power, inverse = _block_power(scales, encoding, FORMAT), inverse_scale(scales)
+        if PACKED:
+            values = _round_to_e2m1(values * inverse) * power
+        else:
+            codes = quantized_codes(values, inverse, _ones_like(values))
+            values = codes.to(gl.float32) * power
+    first, second = values.reshape([values.shape[0], 8, 8, 2]).split()
+    return bfloat16_pair(first, second)
+
+
+@gluon.jit
 def encode_step(step, encoding, FORMAT: gl.constexpr, STEPS: gl.constexpr):
-    """Encode one step: a tuple of e4m3 codes, (hi, lo) for "hi_lo".
+    """Encode one step: a tuple of e4m3 codes, (hi, lo) for "hi_lo", or of pairs of bfloat16.
 
     `encoding` is the second result of `row_scale`.
     """
     PACKED: gl.constexpr = FORMAT.name == "e2m1"
-    if FORMAT.coded:
+    if FORMAT.bfloat16:
+        return (_bfloat16_step(step, encoding, FORMAT, STEPS),)
+    elif FORMAT.coded:
         power = _block_power(step.scales, encoding, FORMAT)
         if PACKED:
             values = _e2m1_values(step.words, STEPS) * power[:, :, :, None]
@@ -499,7 +564,7 @@ def _moe_encode_rows_kernel(
     FORMAT: gl.constexpr,
     STEPS: gl.constexpr,
 ):
-    """Encode rows x, bfloat16 or MX codes with x_scale, to e4m3 rows (see `encode_step`).
+    """Encode rows x, bfloat16 or MX codes with x_scale, to rows of a GEMM (see `encode_step`).
 
     slots > 0: a program encodes one token and stores it for `slots` of its top_k slots. slots = 0:
     x is sorted; a program encodes the rows of `rows` of the num_slots slots, and prefetches the
@@ -539,9 +604,10 @@ def _moe_encode_rows_kernel(
 
 @dataclass(frozen=True)
 class SortedRows:
-    """Encoded rows for an FP8 GEMM.
+    """Encoded rows for a GEMM.
 
-    codes: e4m3 [P, K padded to 128], or [2P, …] for P rows of hi and then P rows of lo (hi_lo).
+    codes: e4m3 [P, K padded to 128], or [2P, …] for P rows of hi and then P rows of lo (hi_lo); or
+    bfloat16 [P, K padded to 128].
     scale: float32 [P], one per row. tile_counter: int32 [1], the tile counter of the GEMM that
     reads these rows.
     """
@@ -583,12 +649,15 @@ def _several_steps(depth: int, in_order: bool) -> RowSteps:
     return RowSteps(chunks, chunks // _CHUNKS_PER_WARP, held=held, in_order=in_order)
 
 
-def empty_rows(plan: RoutingPlan, num_rows: int, depth: int, options: MoEOptions) -> SortedRows:
+def empty_rows(
+    plan: RoutingPlan, num_rows: int, depth: int, options: MoEOptions, *, bfloat16: bool = False
+) -> SortedRows:
     """Allocate SortedRows without initialising them."""
-    hi_lo = options.activation_format == "bf16"
+    hi_lo = options.activation_format == "bf16" and not bfloat16
     scale = plan.sorted_weights.new_empty(num_rows)
     codes = scale.new_empty(
-        (num_rows * (2 if hi_lo else 1), padded(depth)), dtype=torch.float8_e4m3fn
+        (num_rows * (2 if hi_lo else 1), padded(depth)),
+        dtype=torch.bfloat16 if bfloat16 else torch.float8_e4m3fn,
     )
     return SortedRows(codes, scale, plan.num_valid.new_empty(1), hi_lo)
 
@@ -602,8 +671,9 @@ def encode_rows(
     scatter: bool,
     release_first: bool = False,
     in_order: bool = False,
+    bfloat16: bool = False,
 ) -> SortedRows:
-    """Encode the plan's rows for the FP8 GEMMs.
+    """Encode the plan's rows for the GEMMs.
 
     Args:
         x: bfloat16 or MXTensor, [T, K] (scatter) or [P, K] in sorted order.
@@ -613,11 +683,12 @@ def encode_rows(
         release_first: call launch_dependents before x is complete, so that the GEMM of these rows
             starts early. The plan must be older than the GEMM that computes x (see `common.pdl`).
         in_order: keep the order of K, for other weights than MXFP4.
+        bfloat16: encode them for bf16 tensor cores, in order.
 
     Returns:
         SortedRows; padding rows are uninitialised. The GEMM's outputs of these rows are not used.
     """
-    rows = empty_rows(plan, num_rows, x.shape[1], options)
+    rows = empty_rows(plan, num_rows, x.shape[1], options, bfloat16=bfloat16)
     work = _Work(
         plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter, release_first, in_order
     )
@@ -627,7 +698,9 @@ def encode_rows(
         x_scale, x_scale_stride, coded = x.scale, x.scale.stride(0), element.name
     else:
         data, x_scale, x_scale_stride, coded = x, None, 0, None
-    _encode_launch(work, data.stride(0), x_scale_stride, coded, options)(
+    found = RowFormat(coded, coded=True) if coded else row_format(options)
+    found = replace(found, bfloat16=bfloat16)
+    _encode_launch(work, data.stride(0), x_scale_stride, found)(
         x=data,
         x_scale=x_scale,
         codes=rows.codes,
@@ -683,10 +756,8 @@ class _Work(NamedTuple):
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _encode_launch(
-    work: _Work, x_stride: int, x_scale_stride: int, coded: str | None, options: MoEOptions
-) -> Launch:
-    """Launch of the row-encoding kernel. coded: element format of MX rows, None for bfloat16."""
+def _encode_launch(work: _Work, x_stride: int, x_scale_stride: int, found: RowFormat) -> Launch:
+    """Launch of the row-encoding kernel."""
     steps = work.steps
     return Launch(
         _moe_encode_rows_kernel,
@@ -701,7 +772,7 @@ def _encode_launch(
         x_scale_stride=x_scale_stride,
         rows=work.rows,
         release_first=int(work.release_first),
-        FORMAT=RowFormat(coded, coded=True) if coded else row_format(options),
+        FORMAT=found,
         STEPS=steps,
         num_warps=steps.warps,
         **PDL_LAUNCH,

@@ -48,8 +48,8 @@ from .tile_list import Schedules, tile_schedule
 _NUM_WARPS = 4
 """Warps of a warpgroup: of each consumer, and of the producer's partition."""
 
-_X_COPY_DEPTH = 128
-"""Depth of the prefill kernel's copies of activation rows."""
+_X_COPY_BYTES = 128
+"""Bytes of a row in the prefill kernel's copies of activation rows."""
 
 
 class _Stage:
@@ -113,13 +113,15 @@ class _GateUp(_Stage):
         inputs: GateUpInputs,
         num_rows: int,
         schedules: Schedules | None = None,
+        *,
+        encoded: bool = True,
     ) -> torch.Tensor | SortedRows:
         """Return `num_rows` rows as input of stage 2.
 
-        These are bfloat16 rows, which stage 2 quantises and encodes, or after split-K rows that are
-        already encoded.
+        These are bfloat16 rows, which stage 2 quantises and encodes, or after split-K, if stage 2
+        takes them (`encoded`), e4m3 rows.
         """
-        whole = fits_one_step(problem.intermediate_size)
+        whole = encoded and fits_one_step(problem.intermediate_size)
         encode = functools.partial(sum_k_splits_and_encode, in_order=_in_order(problem))
         finish = encode if whole else sum_k_splits_and_activate
         call = _Call(problem, config, inputs.plan, schedules)
@@ -143,7 +145,15 @@ class _GateUp(_Stage):
         if not plan.max_blocks:
             return h
         in_order = _in_order(call.problem)
-        rows = encode_rows(x, plan, num_rows, options, scatter=True, in_order=in_order)
+        rows = encode_rows(
+            x,
+            plan,
+            num_rows,
+            options,
+            scatter=True,
+            in_order=in_order,
+            bfloat16=call.config.bfloat16_rows,
+        )
         if call.config.k_splits > 1:
             parts = call.multiply_k_splits(rows, weights.gate_up_proj, num_rows, 2 * features)
             return finish(parts, weights.gate_up_bias, plan, options)
@@ -211,6 +221,7 @@ class _Down(_Stage):
                 scatter=False,
                 release_first=in_layer,
                 in_order=_in_order(problem),
+                bfloat16=config.bfloat16_rows,
             )
         if config.k_splits > 1:
             call = _Call(problem, config, plan, schedules)
@@ -395,13 +406,14 @@ def _prefill_launch(
     # With hi and lo and only two stages of 256 codes, copy half a stage at a time (32 rows are 128
     # codes of depth): decoding then starts earlier.
     code_rows = 32 if config.hi_lo and config.num_stages <= 2 else 64
+    rows_dtype = torch.bfloat16 if config.bfloat16_rows else torch.float8_e4m3fn
     of_mxfp4 = {
         "code_desc": rows_descriptor(code_rows, 128, torch.uint8, width=128),
         "shift_desc": rows_descriptor(code_rows // 4, 32, torch.uint8, width=32),
     }
     tiles = {
         **(_group_descriptors(gemm, 1) or of_mxfp4),
-        "x_desc": rows_descriptor(config.block_m, _X_COPY_DEPTH, torch.float8_e4m3fn),
+        "x_desc": rows_descriptor(config.block_m, _X_COPY_BYTES // rows_dtype.itemsize, rows_dtype),
         "out_desc": rows_descriptor(rows, outputs, out_dtype),
     }
     return Launch(
@@ -473,7 +485,8 @@ class _FusedMoE(TwoStageLayer):
         weights, num_rows = inputs.weights, plan.max_blocks * plan.routing_block_m
         schedules: Schedules = {}  # a cache of tile lists, which the stages fill
         tokens = GateUpInputs(inputs.x, weights, plan)
-        h = GATE_UP.run(problem, first, tokens, num_rows, schedules)
+        encoded = not second.bfloat16_rows
+        h = GATE_UP.run(problem, first, tokens, num_rows, schedules, encoded=encoded)
         return DOWN.run(problem, second, h, weights, plan, inputs.out, schedules)
 
 

@@ -207,7 +207,7 @@ def _column_policy(ROWS, HI_LO):
 
 @aggregate
 class ActivationRows:
-    """Rows of each half stage, e4m3 [2 * STAGES, rows, 128].
+    """Rows of each half stage, e4m3 [2 * STAGES, rows, 128] or bfloat16 [2 * STAGES, rows, 64].
 
     Sizes of tensors are powers of two, so other numbers of rows take two tensors. Otherwise `rest`
     is `first` and is not used.
@@ -233,7 +233,8 @@ class PrefillPipeline:
     codes: uint8 [STAGES * CONSUMERS, 64, 128], two codes a byte. shifts: uint8 [STAGES * CONSUMERS,
     16, 32]. x: CAPACITY rows of each half stage; with HI_LO the high parts, then the low parts.
     ready: mbarriers [STAGES * READY_PER_STAGE, 1]. free: mbarriers [STAGES, 1]. WEIGHTS: as in
-    DecodePipeline; with one, codes and shifts have two matrices, of half a stage each.
+    DecodePipeline; with one, codes and shifts have a matrix for each depth unit of a stage. UNITS:
+    depth units of a stage, two, or one of bfloat16 rows.
     """
 
     codes: gl.shared_memory_descriptor
@@ -249,18 +250,20 @@ class PrefillPipeline:
     READY_PER_STAGE: gl.constexpr
     HI_LO: gl.constexpr
     WEIGHTS: gl.constexpr
+    UNITS: gl.constexpr
 
 
 @gluon.jit
 def _make_activation_rows(x_desc, STAGES: gl.constexpr, ROWS: gl.constexpr):
     """Allocate ROWS activation rows for each half of each stage."""
     FIRST: gl.constexpr = _largest_power(ROWS)
-    SHAPE: gl.constexpr = [2 * STAGES, FIRST, UNIT_CODES]
-    first = gl.allocate_shared_memory(gl.float8e4nv, SHAPE, x_desc.layout)
+    WIDTH: gl.constexpr = x_desc.block_type.shape[1]
+    SHAPE: gl.constexpr = [2 * STAGES, FIRST, WIDTH]
+    first = gl.allocate_shared_memory(x_desc.dtype, SHAPE, x_desc.layout)
     rest = first
     if ROWS > FIRST:
-        REST: gl.constexpr = [2 * STAGES, ROWS - FIRST, UNIT_CODES]
-        rest = gl.allocate_shared_memory(gl.float8e4nv, REST, x_desc.layout)
+        REST: gl.constexpr = [2 * STAGES, ROWS - FIRST, WIDTH]
+        rest = gl.allocate_shared_memory(x_desc.dtype, REST, x_desc.layout)
     return ActivationRows(first=first, rest=rest)
 
 
@@ -286,7 +289,8 @@ def make_prefill_pipeline(
 ):
     """Allocate the stages and initialise their mbarriers."""
     gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3, "registers suffice for two or three")
-    READY_PER_STAGE: gl.constexpr = _ready_per_stage(code_desc, WEIGHTS)
+    UNITS: gl.constexpr = 1 if x_desc.dtype == gl.bfloat16 else 2
+    READY_PER_STAGE: gl.constexpr = _ready_per_stage(code_desc, WEIGHTS) if UNITS == 2 else 1
     NUM_READY: gl.constexpr = STAGES * READY_PER_STAGE
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     if WEIGHTS is None:
@@ -300,8 +304,8 @@ def make_prefill_pipeline(
         )
     else:
         gl.static_assert(_hold_stage(code_desc, shift_desc, WEIGHTS, 2), "a row unit's weights")
-        CODES: gl.constexpr = _ring_shape(code_desc, 2 * STAGES * CONSUMERS)
-        SHIFTS: gl.constexpr = _ring_shape(shift_desc, 2 * STAGES * CONSUMERS)
+        CODES: gl.constexpr = _ring_shape(code_desc, UNITS * STAGES * CONSUMERS)
+        SHIFTS: gl.constexpr = _ring_shape(shift_desc, UNITS * STAGES * CONSUMERS)
         codes = gl.allocate_shared_memory(gl.uint8, CODES, code_desc.layout)
         shifts = gl.allocate_shared_memory(shift_desc.dtype, SHIFTS, shift_desc.layout)
     x = _make_activation_rows(x_desc, STAGES, num_columns(BLOCKS * BLOCK_M, HI_LO))
@@ -325,6 +329,7 @@ def make_prefill_pipeline(
         READY_PER_STAGE=READY_PER_STAGE,
         HI_LO=HI_LO,
         WEIGHTS=WEIGHTS,
+        UNITS=UNITS,
     )
 
 

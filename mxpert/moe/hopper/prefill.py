@@ -54,6 +54,7 @@ from ...device.hopper import (
 )
 from ...device.hopper_ptx import LO_SCALE, decode_tables
 from ...device.pdl import wait_and_launch_dependents
+from .bfloat16_rows import accumulate_bfloat16
 from .epilogue import (
     ActivationParameters,
     Epilogue,
@@ -69,8 +70,6 @@ from .epilogue import (
 )
 from .group_weights import accumulate_prefill_groups
 from .mainloop import (
-    STAGE_CODES,
-    UNIT_CODES,
     PingPong,
     PrefillPipeline,
     accumulate_prefill,
@@ -180,7 +179,7 @@ def _locate_tile(tile, tiles):
 
 @gluon.jit
 def _load_rows(pipe, operands, half, ready, tile, depth):
-    """Start the TMA loads of 128 codes of a tile's activation rows into half a stage."""
+    """Start the TMA loads of 128 bytes of a tile's activation rows into half a stage."""
     BLOCK_M: gl.constexpr = pipe.BLOCK_M
     BLOCKS: gl.constexpr = pipe.BLOCKS
     for q in gl.static_range(BLOCKS):
@@ -198,8 +197,9 @@ def _load_groups(pipe, operands, own, ready, row_unit, step):
     """Start the TMA loads of a step's weights of one row unit, for weights with groups."""
     CODE_ROWS: gl.constexpr = operands.code_desc.block_type.shape[1]
     SCALE_ROWS: gl.constexpr = operands.shift_desc.block_type.shape[1]
-    for half in gl.static_range(2):
-        unit, place = 2 * step + half, 2 * own + half
+    UNITS: gl.constexpr = pipe.UNITS
+    for half in gl.static_range(UNITS):
+        unit, place = UNITS * step + half, UNITS * own + half
         codes, scales = pipe.codes.index(place), pipe.shifts.index(place)
         async_load(operands.code_desc, [row_unit, unit * CODE_ROWS, 0], ready, codes)
         async_load(operands.shift_desc, [row_unit, unit * SCALE_ROWS, 0], ready, scales)
@@ -212,28 +212,30 @@ def _fill_stage(args, state, step, tile):
     operands = args.operands
     unit = pipe.CONSUMERS * tile.tile_in_run
     READY_PER_STAGE: gl.constexpr = pipe.READY_PER_STAGE
-    DEPTH_UNITS: gl.constexpr = 2 // READY_PER_STAGE  # that arrive at one mbarrier
-    COPIES: gl.constexpr = pipe.CONSUMERS if pipe.WEIGHTS is None else 2 * pipe.CONSUMERS
+    DEPTH_UNITS: gl.constexpr = pipe.UNITS // READY_PER_STAGE  # that arrive at one mbarrier
+    HALVES: gl.constexpr = 2 // READY_PER_STAGE
+    COPIES: gl.constexpr = pipe.CONSUMERS * (1 if pipe.WEIGHTS is None else pipe.UNITS)
     WEIGHT_BYTES: gl.constexpr = COPIES * (
         operands.code_desc.block_type.nbytes + operands.shift_desc.block_type.nbytes
     )
-    BLOCK_BYTES: gl.constexpr = num_columns(DEPTH_UNITS, pipe.HI_LO) * (
+    BLOCK_BYTES: gl.constexpr = num_columns(HALVES, pipe.HI_LO) * (
         operands.x_desc.block_type.nbytes
     )
     CODE_ROWS: gl.constexpr = _UNIT_CODE_ROWS * DEPTH_UNITS
     SHIFT_ROWS: gl.constexpr = _UNIT_SHIFT_ROWS * DEPTH_UNITS
+    HALF: gl.constexpr = operands.x_desc.block_type.shape[1]
     mbarrier.wait(pipe.free.index(state.stage), state.phase)
     publish_tile(pipe.tags, state.stage, tile.numbers())
     for part in gl.static_range(READY_PER_STAGE):
         ready = pipe.ready.index(state.stage * READY_PER_STAGE + part)
         for q in gl.static_range(pipe.BLOCKS):
             mbarrier.expect(ready, WEIGHT_BYTES + (q + 1) * BLOCK_BYTES, pred=tile.blocks == q + 1)
-        for half in gl.static_range(part * DEPTH_UNITS, (part + 1) * DEPTH_UNITS):
+        for half in gl.static_range(part * HALVES, (part + 1) * HALVES):
             _load_rows(
                 pipe,
                 operands,
                 half=2 * state.stage + half,
-                depth=step * STAGE_CODES + half * UNIT_CODES,
+                depth=step * (2 * HALF) + half * HALF,
                 ready=ready,
                 tile=tile,
             )
@@ -268,7 +270,7 @@ def _produce(args):
     """The producer warp: claim tiles and load their operands; see the timeline above."""
     pipe = args.pipe
     tiles = args.tiles
-    steps = gl.cdiv(tiles.depth_units, 2)
+    steps = gl.cdiv(tiles.depth_units, pipe.UNITS)
     claim_at = gl.maximum(steps - CLAIM_LEAD, 1)
     state = producer_start(pipe.STAGES)
     number = gl.program_id(0)
@@ -342,10 +344,13 @@ def _compute_tile(
             ROWS=ROWS,
         )
     else:
-        left, right, state = accumulate_prefill_groups(
+        accumulate: gl.constexpr = (
+            accumulate_bfloat16 if args.pipe.UNITS == 1 else accumulate_prefill_groups
+        )
+        left, right, state = accumulate(
             args.pipe,
             state,
-            steps=gl.cdiv(args.tiles.depth_units, 2),
+            steps=gl.cdiv(args.tiles.depth_units, args.pipe.UNITS),
             PARTITION=PARTITION,
             LEFT=LEFT,
             RIGHT=RIGHT,

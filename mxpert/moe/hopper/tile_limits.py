@@ -36,6 +36,12 @@ _LIMITS_OF_LONG_GROUPS = (("decode8", 1.5), ("decode32", 48), ("triple", 84), ("
 """The same for bfloat16 activations and weights with a scale for each 128: with 32 rows an expert
 prefill tiles take 2 to 6 % more time than the decode tile, with 64 rows 3 to 5 % less."""
 
+_LIMITS_OF_BFLOAT16_ROWS = (("triple", 88), ("narrow", 108), ("middle", 256), ("wide", math.inf))
+"""The same of prefill tiles with bfloat16 rows."""
+
+_MOST_DECODE_ROWS_BESIDE_BFLOAT16 = {("e2m1", True): 10, ("e2m1", False): 40, ("e4m3", True): 28}
+"""Up to how many rows an expert the decode tiles are faster than these, by codes and hi_lo."""
+
 _LIMITS_WHERE_MULTIPLYING_COSTS: dict[bool, tuple[tuple[str, float], ...]] = {
     hi_lo: (("decode8", 1.5), ("decode32", 200), (blocks_of_32, 320), ("wide", math.inf))
     for hi_lo, blocks_of_32 in ((True, "triple"), (False, "narrow"))
@@ -57,6 +63,19 @@ _TENSOR_FLOPS = 8192
 _DATA_SHEETS = {r"\bH20\b": (296e12, 4.0e12)}
 """e4m3 operations and bytes a second of cards whose tensor cores are slowed down, by their name:
 the driver does not tell the first."""
+
+
+def takes_bfloat16_rows(hi_lo: bool, weight_format: str) -> bool:
+    """Whether the prefill kernel multiplies bfloat16 rows.
+
+    bfloat16 holds weights of NVFP4 and MXFP8 exactly, so that no sum of a group has to be scaled.
+    With 8-bit activations FP8 tensor cores take half as long, but for groups of 16, which they
+    multiply twice.
+    """
+    weights = group_weights(weight_format)
+    if weights is None:
+        return False
+    return weights.codes == "e2m1" or (hi_lo and weights.codes == "e4m3")
 
 
 def balanced_rows(target: Target, hi_lo: bool, bytes_per_weight: float) -> float:
@@ -81,6 +100,9 @@ def tile_limits(
     weights = group_weights(problem.weight_format)
     if balanced_rows(problem.target, hi_lo, bytes_per_weight) <= _DECODE_ROWS:
         return _LIMITS_WHERE_MULTIPLYING_COSTS[hi_lo]
+    if weights is not None and takes_bfloat16_rows(hi_lo, problem.weight_format):
+        decode = _MOST_DECODE_ROWS_BESIDE_BFLOAT16[weights.codes, hi_lo]
+        return ("decode8", 1.5), ("decode32", decode), *_LIMITS_OF_BFLOAT16_ROWS
     if hi_lo and weights is not None and weights.group >= 128:
         return _LIMITS_OF_LONG_GROUPS
     return _LIMITS[hi_lo]

@@ -45,14 +45,17 @@ MOST_REGISTERS = [
     (name, *rows_and_tile)
     for name in FORMATS
     if name != "int4_g128"
-    for rows_and_tile in (("bf16", "decode32"), ("mxfp8", "narrow"))
+    for rows_and_tile in (
+        ("bf16", "decode32"),
+        ("bf16", [*heuristics.tiles(True, name)][-1]),
+        ("mxfp8", [*heuristics.tiles(False, name)][-1]),
+    )
 ]
 CASES = {
-    "-".join(case): (*case, place % 2)
-    for place, case in enumerate([*EVERY_TILE, *MOST_REGISTERS[::2], *MOST_REGISTERS[1::2]])
+    "-".join(case): (*case, place % 2) for place, case in enumerate([*EVERY_TILE, *MOST_REGISTERS])
 }
-"""Every tile once, and the two that need most registers with each of the other formats; one stage
-of each, in turns."""
+"""Every tile once, and those that need most registers with each of the other formats; one stage of
+each, in turns."""
 
 
 def packed(name: str, scale_dtype: torch.dtype) -> Callable[[int, int, int], WeightLike]:
@@ -101,7 +104,8 @@ def test_gemms(case: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -
     both = gemms(launches)
     assert len(both) == 2
     most = MOST_SPILLS_OF_16 if name == "nvfp4" else MOST_SPILLS
-    check_gemm_of_any_format(both[stage].compile(), tile, most, MOST_LOOP_SPILLS.get(tile, 8))
+    in_loop, bf16 = MOST_LOOP_SPILLS.get(tile, 8), config.bfloat16_rows
+    check_gemm_of_any_format(both[stage].compile(), tile, most, in_loop, bf16=bf16)
 
 
 @pytest.mark.parametrize(

@@ -121,21 +121,23 @@ def gemms(launches: list[Launch]) -> list[Launch]:
 
 
 def check_gemm_of_any_format(
-    kernel: CompiledKernel, tile: str, most_spills: int, most_in_loop: int
+    kernel: CompiledKernel, tile: str, most_spills: int, most_in_loop: int, *, bf16: bool = False
 ) -> None:
     """Check the limits that hold for every GEMM of every weight format.
 
-    most_spills, most_in_loop: local-memory instructions in all, and in the main loop.
+    most_spills, most_in_loop: local-memory instructions in all, and in the main loop. bf16: rows
+    are bfloat16 instead of e4m3.
     """
     metrics = kernel.metrics
-    assert kernel.count(r"\bQGMMA\.64x\d+x32\.F32\.E4M3\.E4M3") > 0
+    matrix = r"HGMMA\.64x\d+x16\.F32\.BF16" if bf16 else r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3"
+    assert kernel.count(rf"\b{matrix}") > 0
     assert kernel.count(r"\bUTMALDG\.[23]D") > 0
-    assert register_operands(kernel.listing) == kernel.count(r"\bQGMMA")
+    assert register_operands(kernel.listing) == kernel.count(r"\b[HQ]GMMA") == kernel.count(matrix)
     assert metrics.instructions.get("LDS.128", 0) > 0, "codes must come 16 bytes at a time"
     assert metrics.spills <= most_spills
     for block in parse(kernel.listing):
         names = [one.name for one in block.instructions]
-        if any(n.startswith("QGMMA") for n in names):
+        if any(n.startswith(("QGMMA", "HGMMA")) for n in names):
             local = [n for n in names if n.startswith(("STL", "LDL"))]
             assert len(local) <= most_in_loop, "spills in the main loop"
     assert not overwritten_operands(kernel.listing)
