@@ -41,7 +41,7 @@ from ...routing.plan import RoutingPlan
 # the block (0..7), j the value inside the word. The source has K in the order (t, q h, j), storage
 # in (q h, t, j), the permutation of MXFP4 weights (`layout.py`). A thread stores 16 bytes (t, j)
 # and gathers them by four loads. Rows for other weights keep the order of K (`RowSteps.in_order`):
-# a thread stores four words then. Of bfloat16 rows, which also keep it, each 16 values are permuted:
+# a thread stores four words then. Of bfloat16 rows, which also keep it, each 16 are permuted.
 # 4 t + j is stored at 8 (j // 2) + 2 t + j % 2, where a thread of the bf16 wgmma has the codes that
 # it loads as one word of the weights.
 

@@ -142,7 +142,7 @@ def rows_of(x: torch.Tensor, a_format: str) -> torch.Tensor:
 def test_bfloat16_rows_hold_their_formats_values(
     a_format: str, scatter: bool, depth: int, num_tokens: int, device: torch.device
 ) -> None:
-    """Their values over the row's scale, exactly, with each 16 of K permuted. "coded": MXFP8 given."""
+    """Their values over the row's scale, exactly, each 16 of K permuted. "coded": MXFP8 rows."""
     name = "mxfp8" if a_format == "coded" else a_format
     plan, options = plan_of(num_tokens, device), MoEOptions(SiLU(), name)
     x = values(num_tokens if scatter else plan.capacity, depth, device)
