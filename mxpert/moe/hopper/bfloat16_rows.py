@@ -21,6 +21,10 @@ from ...device.hopper_ptx import NIBBLE_SCALE, bfloat16_bytes, bfloat16_nibbles,
 from .group_weights import load_scales
 from .weight_fragments import code_layout
 
+_BYTE_SCALE = gl.constexpr(2.0**-8)
+"""Factor of MXFP8 operands, so that 448 times the largest scale is a bfloat16 number. They are
+exact from scales of 2^-116 on; below, the error of a weight is at most 2^-126."""
+
 
 @gluon.constexpr_function
 def _accumulator_layout(COLUMNS):
@@ -99,10 +103,10 @@ def _load_half(codes_smem, HALF: gl.constexpr):
 
 @gluon.jit
 def _byte_halves(codes_smem, scales, LAYOUT: gl.constexpr):
-    """MXFP8 codes of a unit, times their scales, as two operands."""
+    """MXFP8 codes of a unit, times their scales and _BYTE_SCALE, as two operands."""
     codes_0 = _load_half(codes_smem, 0)
     codes_1 = _load_half(codes_smem, 1)
-    powers = (scales.to(gl.int32) << 23).to(gl.float32, bitcast=True)
+    powers = (scales.to(gl.int32) << 23).to(gl.float32, bitcast=True) * _BYTE_SCALE
     OF_CODES: gl.constexpr = gl.SliceLayout(5, codes_0.type.layout)
     powers_0, powers_1 = _of_halves(powers, OF_CODES)
     first = bfloat16_bytes(codes_0, gl.expand_dims(powers_0, 5))
@@ -125,7 +129,7 @@ def _decode_halves(pipe, own, LAYOUT: gl.constexpr):
 @gluon.constexpr_function
 def _left_out(WEIGHTS):
     """Factor of the sums that operands leave out, since bfloat16 would overflow with it."""
-    return NIBBLE_SCALE.value if WEIGHTS.codes == "e2m1" else 1.0
+    return NIBBLE_SCALE.value if WEIGHTS.codes == "e2m1" else 1 / _BYTE_SCALE.value
 
 
 @gluon.jit

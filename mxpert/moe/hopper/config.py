@@ -282,7 +282,7 @@ def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
     fitting = (name for name, limit in limits if problem.rows_per_expert <= limit)
     name = next((name for name in fitting if name in known), [*known][-1])
     units = _row_units(problem, op)
-    if name == "triple" and not hi_lo and -(-units // 3) * 3 > _MOST_IDLE * units:
+    if name == "triple" and "narrow" in known and -(-units // 3) * 3 > _MOST_IDLE * units:
         name = "narrow"
     return known[name]
 

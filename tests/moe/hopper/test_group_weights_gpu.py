@@ -32,13 +32,17 @@ TOKENS = (1, 17, 129, 777)
 
 
 def tiles_of(a_format: str, name: str) -> dict[str, MoEConfig]:
-    """Every tile, and those of decode with their depth split."""
+    """Every tile, those of decode with their depth split, and stages with different rows."""
     found = {}
     for tile, config in heuristics.tiles(a_format == "bf16", name.partition("-")[0]).items():
         found[tile] = MoEConfig(config.block_m, config, config)
         if tile.startswith("decode"):
             split = replace(config, k_splits=3), replace(config, k_splits=2)
             found[tile + "_split"] = MoEConfig(config.block_m, *split)
+        if config.bfloat16_rows:
+            decode = replace(found["decode32"].gate_up, k_splits=2)
+            found[f"decode_{tile}"] = MoEConfig(config.block_m, decode, config)
+            found[f"{tile}_decode"] = MoEConfig(config.block_m, config, decode)
     return found
 
 
