@@ -129,7 +129,7 @@ def test_split_rows_are_hi_and_lo(
 def scaled_rows(x: torch.Tensor, a_format: str, scale: torch.Tensor) -> torch.Tensor:
     """Values of bfloat16 rows as their activation format holds them, over the rows' scales."""
     if a_format == FP8_TOKEN:
-        return quantize_token_rows(x).qdata.float()
+        return quantize_token_rows(x).qdata.view(torch.float8_e4m3fn).float()
     values = x if a_format == "bf16" else quantize_blocks(x, a_format, -1).dequantize()
     return values.float() / scale[:, None]  # by powers of two
 
