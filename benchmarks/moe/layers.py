@@ -81,7 +81,10 @@ def summary(document: Mapping[str, Any]) -> str:
 
 
 def speed_up_block(document: Mapping[str, Any], folder: str) -> str:
-    """Geometric means over the named models, by format and token count; `folder` has the JSON."""
+    """Geometric means over the named models, by format and token count; `folder` has the JSON.
+
+    Token counts that an unfinished run has of some models alone are left out.
+    """
     found: dict[tuple[str, str], list[float]] = {}
     uniform = ("uniform", "layer")
     for each in speed_ups(document["rows"]):
@@ -90,6 +93,8 @@ def speed_up_block(document: Mapping[str, Any], folder: str) -> str:
         if chosen and (ours["routing"], ours["stage"]) == uniform:
             key = NAMES[each.activation], f"T = {ours['T']}"
             found.setdefault(key, []).append(each.value)
+    most = max(map(len, found.values()), default=0)
+    found = {key: values for key, values in found.items() if len(values) == most}
     columns = token_columns(int(name.removeprefix("T = ")) for _, name in found)
     cells = {key: f"{geometric_mean(values):.2f}" for key, values in found.items()}
     return paragraphs(

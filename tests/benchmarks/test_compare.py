@@ -195,6 +195,25 @@ def test_after_the_time_limit_nothing_is_measured(
     assert "estimate for an H200, 2 cells, 8 variants: " in text
 
 
+def test_the_cell_that_compiles_is_no_measure_of_those_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a resumed run's first cell, which compiles for 60 s, others are still measured."""
+    path = tmp_path / "x.json"
+    run(path, "--tokens", "1")
+    now, run_cell = [0.0], compare.run_cell
+    seconds = iter([60.0, 5.0, 5.0])
+
+    def slow(given: Any, cell: Any) -> None:
+        now[0] += next(seconds) if compare.wanted_stages(given, cell) else 0.0
+        run_cell(given, cell)
+
+    monkeypatch.setattr(compare.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(compare, "run_cell", slow)
+    found = run(path, "--tokens", "1,4,16", "--resume", "--time-limit", "100")
+    assert {each["T"] for each in found["rows"]} == {1, 4, 16}
+
+
 def test_a_whole_comparison_is_estimated_to_fit() -> None:
     named = cells.ordered_cells(list(cells.NAMED.values()), cells.TOKENS)
     every = cells.ordered_cells(list(cells.MODELS.values()))

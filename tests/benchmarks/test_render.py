@@ -104,6 +104,19 @@ def test_documents_get_the_blocks_that_they_have_markers_of(tmp_path: Path) -> N
     assert "\nbetween\n" in long
 
 
+def test_a_mean_has_all_models_of_the_run(tmp_path: Path) -> None:
+    """T = 4 was measured of one model, T = 16 of two: the first has no place in the table."""
+    places = [("dsv3-ep8", 4), ("dsv3-ep8", 16), ("gpt-oss-20b", 16)]
+    rows = [
+        row(name, us, model=model, tokens=tokens)
+        for model, tokens in places
+        for name, us in (("mxpert", 10), ("marlin", 20))
+    ]
+    found = layers.speed_up_block({"meta": META, "rows": rows}, ".")
+    assert "| speed-up | T = 16 |" in found
+    assert "T = 4" not in found
+
+
 @pytest.mark.parametrize("text", ["no markers", markers("layers") * 2, markers("layers")[:-10]])
 def test_a_document_without_whole_markers_is_left_alone(tmp_path: Path, text: str) -> None:
     (tmp_path / "moe.json").write_text(json.dumps({"meta": META, "rows": [row(us=10)]}))
