@@ -207,7 +207,7 @@ def _column_policy(ROWS, HI_LO):
 
 @aggregate
 class ActivationRows:
-    """Rows of each half stage, e4m3 [2 * STAGES, rows, 128].
+    """Rows of each depth unit in the ring, e4m3 [units, rows, 128].
 
     Sizes of tensors are powers of two, so other numbers of rows take two tensors. Otherwise `rest`
     is `first` and is not used.
@@ -218,7 +218,7 @@ class ActivationRows:
 
     @gluon.jit
     def view(self, half, FIRST: gl.constexpr, COUNT: gl.constexpr):
-        """Rows [FIRST, FIRST + COUNT) of half a stage, [COUNT, 128]."""
+        """Rows [FIRST, FIRST + COUNT) of a depth unit, [COUNT, 128]."""
         FITTING: gl.constexpr = self.first.shape[1]
         if FIRST < FITTING:
             return self.first.index(half).slice(FIRST, COUNT, 0)
@@ -252,14 +252,14 @@ class PrefillPipeline:
 
 
 @gluon.jit
-def _make_activation_rows(x_desc, STAGES: gl.constexpr, ROWS: gl.constexpr):
-    """Allocate ROWS activation rows for each half of each stage."""
+def make_activation_rows(x_desc, UNITS: gl.constexpr, ROWS: gl.constexpr):
+    """Allocate ROWS activation rows for each of UNITS depth units."""
     FIRST: gl.constexpr = _largest_power(ROWS)
-    SHAPE: gl.constexpr = [2 * STAGES, FIRST, UNIT_CODES]
+    SHAPE: gl.constexpr = [UNITS, FIRST, UNIT_CODES]
     first = gl.allocate_shared_memory(gl.float8e4nv, SHAPE, x_desc.layout)
     rest = first
     if ROWS > FIRST:
-        REST: gl.constexpr = [2 * STAGES, ROWS - FIRST, UNIT_CODES]
+        REST: gl.constexpr = [UNITS, ROWS - FIRST, UNIT_CODES]
         rest = gl.allocate_shared_memory(gl.float8e4nv, REST, x_desc.layout)
     return ActivationRows(first=first, rest=rest)
 
@@ -304,7 +304,7 @@ def make_prefill_pipeline(
         SHIFTS: gl.constexpr = _ring_shape(shift_desc, 2 * STAGES * CONSUMERS)
         codes = gl.allocate_shared_memory(gl.uint8, CODES, code_desc.layout)
         shifts = gl.allocate_shared_memory(shift_desc.dtype, SHIFTS, shift_desc.layout)
-    x = _make_activation_rows(x_desc, STAGES, num_columns(BLOCKS * BLOCK_M, HI_LO))
+    x = make_activation_rows(x_desc, 2 * STAGES, num_columns(BLOCKS * BLOCK_M, HI_LO))
     ready = gl.allocate_shared_memory(gl.int64, [NUM_READY, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(NUM_READY):
