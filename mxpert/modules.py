@@ -178,7 +178,8 @@ class PreparedExperts(torch.nn.Module):
         """`to`, `cuda` and `cpu` prepare the weights for the new device and keep their dtypes."""
         moved = fn(torch.empty(0, dtype=torch.uint8, device=self.weights.device)).device
         if moved != self.weights.device:
-            self._hold(self.weights.unprepare().prepare(device=moved))
+            keep_fp8 = self.weights.layout.has_fp8_codes and moved.type != "cpu"
+            self._hold(self.weights.unprepare().prepare(device=moved, keep_fp8=keep_fp8))
         return self
 
     def _published(self) -> dict[str, torch.Tensor]:
@@ -237,7 +238,8 @@ class PreparedExperts(torch.nn.Module):
             GateUpOrder.INTERLEAVED if weights.has_gate else None,
             weights.weight_format,
         )
-        self._hold(loaded.prepare(device=weights.device))
+        keep_fp8 = weights.layout.has_fp8_codes
+        self._hold(loaded.prepare(device=weights.device, keep_fp8=keep_fp8))
 
     def _local(self, tensor: torch.Tensor) -> torch.Tensor:
         """The local experts of a tensor of all experts; any other tensor as it is."""
@@ -416,7 +418,7 @@ def _parts_of(weights: MoEWeights) -> dict[str, torch.Tensor]:
     parts = {
         f"{name}_{part}": getattr(getattr(weights, name), part, None)
         for name in PROJECTIONS
-        for part in published.PARTS
+        for part in (*published.PARTS, "fp8_codes")
     }
     return {name: tensor for name, tensor in parts.items() if tensor is not None}
 

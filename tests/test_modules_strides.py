@@ -7,8 +7,10 @@ import torch
 
 import mxpert
 from mxpert import GateUpOrder, MoEWeights
+from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
 from mxpert.testing.problems import MoEShape, random_moe_problem
+from support.devices import DEVICES
 
 INPUTS = random_moe_problem(MoEShape(96, 160, 3, 2, has_bias=True), 4)
 ROUTER = torch.randn(3, 96)
@@ -50,6 +52,19 @@ def packed_without_history() -> MoEWeights:
 def test_packed_weights_need_no_certificates() -> None:
     moe = mxpert.MoE(packed_without_history(), ROUTER, top_k=2)
     assert moe.experts.weights.layout is Layout.HOPPER_FRAGMENT
+
+
+def test_a_module_keeps_the_fp8_copy_of_its_weights() -> None:
+    with on_device(DEVICES["sm_90"]):
+        weights = INPUTS.weights.prepare(device="cpu", keep_fp8=True)
+        moe = mxpert.MoE(weights, ROUTER, top_k=2)
+        held = dict(moe.experts.named_buffers())
+        assert held["gate_up_proj_fp8_codes"] is weights.gate_up_proj.fp8_codes
+        moe.load_state_dict(moe.state_dict())
+        again = moe.experts.weights
+        assert again.layout is Layout.HOPPER_FRAGMENT_FP8
+        assert again is not weights
+        assert torch.equal(again.down_proj.fp8_codes, weights.down_proj.fp8_codes)
 
 
 def test_packed_weights_without_a_source_order_unpack() -> None:

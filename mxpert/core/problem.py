@@ -315,8 +315,12 @@ class MoEProblem:
 
     @property
     def formats(self) -> str:
-        """Short name of the operand formats, as tuned tables key them: "bf16xmxfp4"."""
-        return f"{self.options.activation_format}x{self.weight_format}"
+        """Short name of the operand formats, as tuned tables key them: "bf16xmxfp4".
+
+        Weights with an FP8 copy have rows of their own: other kernels may read them.
+        """
+        copy = "+fp8" if self.weight_layout.has_fp8_codes else ""
+        return f"{self.options.activation_format}x{self.weight_format}{copy}"
 
     @property
     def num_sms(self) -> int | None:

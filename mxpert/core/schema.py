@@ -74,6 +74,7 @@ def rebuild_mx(
         logical_shape=None,
         scale_span=span,
         wide_blocks=wide,
+        fp8_codes=None,
     )
 
 
@@ -99,6 +100,7 @@ def _flatten_mx(value: MXTensor) -> tuple[object, ...]:
         f"{value.format.name} {value.layout.value} {value.scale_span.value}",
         value.axis,
         None if value.logical_shape is None else list(value.logical_shape),
+        value.fp8_codes,
     )
 
 
@@ -110,6 +112,7 @@ def _rebuild_mx_tensor(
     facts: str,
     axis: int,
     shape: list[int] | None,
+    fp8_codes: torch.Tensor | None,
 ) -> MXTensor:
     return rebuild(
         MXTensor,
@@ -119,6 +122,7 @@ def _rebuild_mx_tensor(
         wide_blocks=wide_blocks,
         axis=axis,
         logical_shape=None if shape is None else tuple(shape),
+        fp8_codes=fp8_codes,
         **_facts_from(facts),
     )
 
@@ -138,6 +142,7 @@ _MX_TENSOR = Kind(
         ("_facts", "str"),  # three names in one string: less work for the dispatcher
         ("_axis", "SymInt"),
         ("_logical_shape", "SymInt[]?"),
+        ("_fp8_codes", "Tensor?"),
     ),
     _flatten_mx,
     _rebuild_mx_tensor,
@@ -149,12 +154,12 @@ def _flatten_weight(value: MXTensor | WeightTensor) -> tuple[object, ...]:
         return (*_flatten_mx(value), None, None)
     shape = None if value.logical_shape is None else list(value.logical_shape)
     facts = f"{value.format.name} {value.layout.value}", value.axis, shape
-    return value.qdata, value.scale, None, None, *facts, value.zero_point, value.row_scale
+    return value.qdata, value.scale, None, None, *facts, None, value.zero_point, value.row_scale
 
 
 def _rebuild_weight(*flat: Any) -> MXTensor | WeightTensor:  # Any: the flat arguments
     *of_mx, zero_point, row_scale = flat
-    qdata, scale, _, _, facts, _, shape = of_mx
+    qdata, scale, _, _, facts, _, shape, _ = of_mx
     name, layout, *_ = facts.split()
     format = WEIGHT_FORMATS.get(name)
     if format is None:

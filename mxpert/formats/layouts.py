@@ -37,6 +37,8 @@ class WeightLayout(Layout):
     """Which weights it can hold, for errors."""
     formats: ClassVar[tuple[str, ...]] = (MXFP4.name,)
     """Names of the formats that it can hold."""
+    with_fp8: ClassVar[WeightLayout | None] = None
+    """The layout that keeps an e4m3 copy of the weights beside this one's codes, if any does."""
 
     def fits(self, certificate: FoldCertificate) -> bool:
         """Return whether the layout is exact for these weights."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from ..errors import Checks, message, require, require_device
+from ..errors import Checks, message, require
+from .aggregate import FACT_FIELDS as FACT_FIELDS
+from .aggregate import TENSOR_FIELDS as TENSOR_FIELDS
+from .aggregate import Aggregate as Aggregate
 from .spec import (
     MXFormat,
     MXFormatLike,
@@ -61,6 +64,8 @@ class Layout(metaclass=_Layouts):
     value: ClassVar[str]
     is_folded: ClassVar[bool] = False
     """Whether scales are stored relative to a reference exponent of each row."""
+    has_fp8_codes: ClassVar[bool] = False
+    """Whether an e4m3 copy of the weights lies beside the codes."""
 
     def __new__(cls, value: str | None = None) -> Layout:
         """The layout of this name; an instance of a subclass is made without one."""
@@ -106,90 +111,6 @@ LayoutLike = Layout | str
 """A Layout or its name."""
 
 
-TENSOR_FIELDS: dict[type, tuple[str, ...]] = {}
-FACT_FIELDS: dict[type, tuple[str, ...]] = {}
-"""Fields of the aggregates that ops read; fold certificates, for example, are not among them."""
-
-
-class Aggregate:
-    """Base of the frozen dataclasses that hold tensors.
-
-    Copies and pickles hold the fields alone, without what ops cache beside them, and are checked
-    like new objects. Two objects are equal only where they are one, as modules are.
-
-    A class that ops take names the fields that they read: `tensors` and `facts`.
-    """
-
-    def __init_subclass__(
-        cls, *, tensors: tuple[str, ...] = (), facts: tuple[str, ...] = ()
-    ) -> None:
-        if tensors:
-            TENSOR_FIELDS[cls], FACT_FIELDS[cls] = tensors, facts
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]  # subclasses are dataclasses
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        names = {field.name for field in fields(self)}  # type: ignore[arg-type]
-        require(
-            isinstance(state, dict) and set(state) == names,
-            type(self).__name__,
-            "state",
-            need=f"the fields {sorted(names)}",
-            got=repr(state)[:80],
-            remedy="save the object again with this version",
-        )
-        self.__dict__.update(state)
-        check = getattr(self, "__post_init__", None)
-        if check is not None:
-            check()
-
-    def to(self, device: torch.device | str | int) -> Self:
-        """Return this object on `device`; tensors that are there already are not copied.
-
-        Args:
-            device: where all tensors will live.
-
-        Raises:
-            ValueError: there is no such device.
-        """
-        found = require_device(device, f"{type(self).__name__}.to")
-        return self._mapped(lambda tensor: tensor.to(found))
-
-    def cuda(self, device: torch.device | str | int | None = None) -> Self:
-        """Return this object on a GPU; None is the current one."""
-        named = f"cuda:{device}" if isinstance(device, int) else device or "cuda"
-        found = require_device(named, f"{type(self).__name__}.cuda")
-        return self._mapped(lambda tensor: tensor.to(found))
-
-    def cpu(self) -> Self:
-        """Return this object on the CPU."""
-        return self._mapped(torch.Tensor.cpu)
-
-    def clone(self) -> Self:
-        """Return a copy that shares no memory with this object."""
-        return self._mapped(torch.Tensor.clone)
-
-    def detach(self) -> Self:
-        """Return an object that shares this one's memory; nothing here has a gradient."""
-        return self._mapped(torch.Tensor.detach)
-
-    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """This object with every tensor changed, those of its parts too."""
-
-        def mapped(value: object) -> object:
-            if isinstance(value, torch.Tensor):
-                return change(value)
-            if isinstance(value, Aggregate):
-                return value._mapped(change)
-            if isinstance(value, tuple) and any(isinstance(each, Aggregate) for each in value):
-                return tuple(map(mapped, value))
-            return value
-
-        new = {field.name: mapped(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
-        return replace(self, **new)  # type: ignore[type-var]  # subclasses are dataclasses
-
-
 TORCH_DTYPES = {
     "e2m1": torch.float4_e2m1fn_x2,
     "e4m3": torch.float8_e4m3fn,
@@ -204,7 +125,7 @@ _NEED = Checks("MXTensor")
 @dataclass(frozen=True, eq=False, repr=False)
 class MXTensor(
     Aggregate,
-    tensors=("qdata", "scale", "reference", "wide_blocks"),
+    tensors=("qdata", "scale", "reference", "wide_blocks", "fp8_codes"),
     facts=("format", "axis", "layout", "logical_shape", "scale_span"),
 ):
     """A tensor in an MX format.
@@ -225,6 +146,8 @@ class MXTensor(
             or 255 over a span of NaN codes; see ScaleSpan.
         wide_blocks: int32 [1], with AUTO only: the number of wide blocks beyond what AUTO
             tolerates. Above 0 each block has its own scale, otherwise each row.
+        fp8_codes: uint8, the values as e4m3 numbers times the row's reference, in layouts that keep
+            such a copy; `prepare(keep_fp8=True)` makes them.
 
     `qdata` and `scale` may be strided views into larger storage; kernels need the innermost
     quantised dimension of a ROW_MAJOR tensor to be dense.
@@ -253,6 +176,7 @@ class MXTensor(
     logical_shape: tuple[int, ...] | None = None
     scale_span: ScaleSpan = ScaleSpan.BLOCK
     wide_blocks: torch.Tensor | None = None
+    fp8_codes: torch.Tensor | None = None
 
     if TYPE_CHECKING:  # the fields as callers may pass them
 
@@ -267,6 +191,7 @@ class MXTensor(
             logical_shape: tuple[int, ...] | None = ...,
             scale_span: ScaleSpanLike = ...,
             wide_blocks: torch.Tensor | None = ...,
+            fp8_codes: torch.Tensor | None = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -301,14 +226,19 @@ class MXTensor(
     def _check_layout(self) -> None:
         """Check the parts that some layouts have."""
         packed = self.layout is not Layout.ROW_MAJOR
-        for name, wanted in (("reference", self.layout.is_folded), ("logical_shape", packed)):
+        for name, wanted in (
+            ("reference", self.layout.is_folded),
+            ("logical_shape", packed),
+            ("fp8_codes", self.layout.has_fp8_codes),
+        ):
             if (getattr(self, name) is not None) != wanted:
                 need, got = "a value" if wanted else "None", repr(getattr(self, name))
                 remedy = f"the layout is {self.layout}; MoEWeights.prepare makes packed tensors"
                 raise _NEED.value_error(name, need, got, remedy)
-        if self.reference is not None:
-            device = self.qdata.device
-            _NEED.tensor(self.reference, "reference", dtype=torch.uint8, device=device)
+        for name in ("reference", "fp8_codes"):
+            part = getattr(self, name)
+            if part is not None:
+                _NEED.tensor(part, name, dtype=torch.uint8, device=self.qdata.device)
         sizes = self.logical_shape
         if packed and not (
             isinstance(sizes, tuple) and all(isinstance(size, int) and size >= 0 for size in sizes)
@@ -465,9 +395,9 @@ class MXTensor(
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales that a kernel reads."""
-        reference = 0 if self.reference is None else self.reference.numel()
-        return self.qdata.numel() + self.scale.numel() + reference
+        """Bytes of codes and scales, of references and of the FP8 copy where there are any."""
+        parts = (self.qdata, self.scale, self.reference, self.fp8_codes)
+        return sum(part.numel() for part in parts if part is not None)
 
     def __getitem__(self, index: int | slice) -> MXTensor:
         """Index or slice the leading dimension, for example one expert out of [E, N, K]."""

@@ -10,7 +10,7 @@ import torch
 
 from ..core.backend import layouts_for
 from ..core.target import detect_target
-from ..errors import require
+from ..errors import message, require
 from ..formats.folding import FoldCertificate, fold_certificate
 from ..formats.gate_up import GateUpOrder, interleaved_rows
 from ..formats.layouts import WeightLayout
@@ -22,9 +22,13 @@ if TYPE_CHECKING:
     from .weights import MoEWeights
 
 
-def prepare(weights: MoEWeights, device: torch.device, layout: LayoutLike | None) -> MoEWeights:
+def prepare(
+    weights: MoEWeights, device: torch.device, layout: LayoutLike | None, keep_fp8: bool
+) -> MoEWeights:
     """`MoEWeights.prepare`."""
     op = "prepare"
+    if type(keep_fp8) is not bool:
+        raise TypeError(message(op, "keep_fp8", "a bool", repr(keep_fp8)))
     check_holds_data(device, op, "device", "load the weights first")
     if layout is not None:
         layout = Layout.parse(layout, op, "layout", "None chooses")
@@ -34,6 +38,8 @@ def prepare(weights: MoEWeights, device: torch.device, layout: LayoutLike | None
     dense = {name: getattr(weights, name)._mapped(torch.Tensor.contiguous) for name in PROJECTIONS}
     moved = replace(weights, **dense).to(device)
     if weights.weight_format != MXFP4.name:
+        need, got, remedy = "False for other formats than MXFP4", weights.weight_format, "omit it"
+        require(not keep_fp8, op, "keep_fp8", need=need, got=got, remedy=remedy)
         return _prepare_other(moved, layout, op)
     gate_up, down = moved.mx_projections
     certificates = fold_certificate(gate_up), fold_certificate(down)
@@ -42,8 +48,25 @@ def prepare(weights: MoEWeights, device: torch.device, layout: LayoutLike | None
         layout = fastest_layout(arch, certificates) if weights.has_gate else plain
     need, got = "ROW_MAJOR for experts without a gate", layout.name
     require(weights.has_gate or layout is plain, op, "layout", need=need, got=got)
+    if keep_fp8:
+        layout = _with_fp8(layout, moved.device, certificates)
     moved = replace(moved, fold_certificates=certificates)
     return _pack(moved, layout, certificates) if isinstance(layout, WeightLayout) else moved
+
+
+def _with_fp8(
+    layout: Layout, device: torch.device, certificates: Iterable[FoldCertificate]
+) -> Layout:
+    """The layout that keeps an FP8 copy beside what `layout` holds; ValueError if there is none."""
+    if layout.has_fp8_codes:
+        return layout
+    found = layout.with_fp8 if isinstance(layout, WeightLayout) else None
+    if found is None:
+        outside = sum(certificate.total_outside for certificate in certificates)
+        got = f"{layout.name} on {detect_target(device).arch}; {outside} blocks do not fold"
+        need = "weights and a device with such a layout"
+        raise ValueError(message("prepare", "keep_fp8", need, got, "prepare without it"))
+    return found
 
 
 def _prepare_other(weights: MoEWeights, layout: Layout | None, op: str) -> MoEWeights:

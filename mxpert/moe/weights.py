@@ -103,10 +103,6 @@ class MoEWeights(
         self._check_layout()
         self._check_sizes()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        is_state = isinstance(state, dict)  # of earlier versions: nothing was rounded
-        super().__setstate__({"rounding_certificates": None, **state} if is_state else state)
-
     def _check_layout(self) -> None:
         down, order = self.down_proj.layout, self.gate_up_order
         remedy = "bring both projections into one layout"
@@ -444,7 +440,11 @@ class MoEWeights(
         )
 
     def prepare(
-        self, *, device: torch.device | str, layout: LayoutLike | None = None
+        self,
+        *,
+        device: torch.device | str,
+        layout: LayoutLike | None = None,
+        keep_fp8: bool = False,
     ) -> MoEWeights:
         """Return the weights on `device`, in the layout that its fastest kernels read.
 
@@ -456,15 +456,18 @@ class MoEWeights(
         Args:
             device: where the layer will run.
             layout: the layout to use; None chooses.
+            keep_fp8: keep an e4m3 copy of MXFP4 weights too, in 2.9 times the memory. GEMMs with
+                many rows an expert then decode nothing, for the same result; `explain` says when. A
+                file of `save` holds the copy.
 
         Returns:
             MoEWeights on `device`, of MXFP4 with `fold_certificates` set. Only the kernels of a
             prepared layout can read it.
 
         Raises:
-            TypeError: `layout` is no Layout and no name.
+            TypeError: `layout` is no Layout and no name; `keep_fp8` is no bool.
             ValueError: weights that are prepared already, a layout that cannot hold them exactly,
-                or a device that does not exist.
+                or a device that does not exist; `keep_fp8` for weights or a device without it.
 
         Example:
             >>> import mxpert
@@ -473,7 +476,7 @@ class MoEWeights(
             >>> weights.prepare(device="cpu").layout.name
             'ROW_MAJOR'
         """
-        return prepared_weights.prepare(self, require_device(device, "prepare"), layout)
+        return prepared_weights.prepare(self, require_device(device, "prepare"), layout, keep_fp8)
 
     def unprepare(self) -> MoEWeights:
         """Return the ROW_MAJOR weights that `prepare` was called on, on the present device."""

@@ -37,7 +37,7 @@ _OF_CODES = (
 )
 """Remedy: the types that a projection may have."""
 
-_PARTS = ("qdata", "scale", "reference", "zero_point", "row_scale")
+_PARTS = ("qdata", "scale", "reference", "zero_point", "row_scale", "fp8_codes")
 _OPTIONAL_PARTS = ("zero_point", "row_scale")
 MX_WEIGHTS = (MXFP4, MXFP8_E4M3)
 """Formats of projections that are MXTensors."""
@@ -100,7 +100,9 @@ def build(state: Mapping[str, Any], op: str) -> dict[str, Any]:
         "gate_up_proj": (experts, intermediate * (2 if facts["gate_up_order"] else 1), hidden),
         "down_proj": (experts, hidden, intermediate),
     }
-    parts = _PARTS[:3] if layout.is_folded else _PARTS[:2]
+    parts = [*(_PARTS[:3] if layout.is_folded else _PARTS[:2])]
+    if layout.has_fp8_codes:
+        parts.append("fp8_codes")
     names = {f"{name}.{part}" for name in PROJECTIONS for part in parts}
     if facts["weight_format"] in WEIGHT_FORMATS:
         optional = {f"{name}.{part}" for name in PROJECTIONS for part in _OPTIONAL_PARTS}
@@ -170,6 +172,7 @@ def _projection(
         layout,
         state[f"{name}.reference"] if layout.is_folded else None,
         shape if packed else None,
+        fp8_codes=state[f"{name}.fp8_codes"] if layout.has_fp8_codes else None,
     )
 
 

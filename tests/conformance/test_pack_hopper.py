@@ -1,4 +1,4 @@
-"""The kernel that packs HOPPER_FRAGMENT on a GPU, against the packing of a CPU."""
+"""The kernels that pack HOPPER_FRAGMENT on a GPU, and decode it, against the code for a CPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mxpert.formats.folding import fold_certificate
-from mxpert.moe.hopper.layout import HOPPER_FRAGMENT
-from mxpert.moe.hopper.pack import pack_units
+from mxpert.moe.hopper.layout import HOPPER_FRAGMENT, HOPPER_FRAGMENT_FP8
+from mxpert.moe.hopper.pack import decode_units, pack_units
 from tests.moe.hopper.test_layout import folding_weights, permutation
 
 SHAPES = [(1, 32, 32), (2, 64, 128), (3, 160, 96), (2, 192, 672)]
@@ -25,3 +25,13 @@ def test_the_kernel_has_the_bits_of_the_cpu(shape: tuple[int, int, int], permute
     pack_units(t, rows, found)
     assert torch.equal(found.qdata, wanted.qdata)
     assert torch.equal(found.scale, wanted.scale)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
+def test_the_fp8_copy_has_the_bits_of_the_cpu(shape: tuple[int, int, int]) -> None:
+    """With zeros of both signs under any shift."""
+    wanted = HOPPER_FRAGMENT_FP8.pack(folding_weights(shape))
+    assert wanted.fp8_codes is not None
+    found = torch.full_like(wanted.fp8_codes, 0xA5)
+    decode_units(wanted, found)
+    assert torch.equal(found, wanted.fp8_codes)

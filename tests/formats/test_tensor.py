@@ -82,7 +82,9 @@ def test_a_tensor_counts_values(format: Any) -> None:
     assert (packed.ndim, packed.numel()) == (3, 4 * 64 * 32)
 
 
-@pytest.mark.parametrize("layout", ["row_major", "hopper_fragment", "cdna4_fragment"])
+@pytest.mark.parametrize(
+    "layout", ["row_major", "hopper_fragment", "hopper_fragment_fp8", "cdna4_fragment"]
+)
 def test_weights_dequantise_prepared_or_not(layout: Any) -> None:
     assert (WEIGHTS.ndim, WEIGHTS.numel()) == (3, 3 * 4 * 64 * 32)
     assert WEIGHTS.dtype == torch.float4_e2m1fn_x2

@@ -31,6 +31,7 @@ KINDS = {
     "no-bias": replace(PLAIN, gate_up_bias=None, down_bias=None),
     "prepared": PLAIN.prepare(device="cpu"),
     "hopper": PLAIN.prepare(device="cpu", layout=Layout.HOPPER_FRAGMENT),
+    "hopper-fp8": PLAIN.prepare(device="cpu", layout=Layout.HOPPER_FRAGMENT, keep_fp8=True),
     "cdna4": PLAIN.prepare(device="cpu", layout=Layout.CDNA4_FRAGMENT),
 }
 kinds = pytest.mark.parametrize("weights", KINDS.values(), ids=KINDS)

@@ -14,7 +14,12 @@ from mxpert.modules import quantize_weights, requantize_
 
 E, H, F = 3, 160, 96
 OTHER_FORMATS = ("mxfp8", "nvfp4", "int4_g32", "int4_g64", "int4_g128")
-LAYOUTS = (Layout.ROW_MAJOR, Layout.HOPPER_FRAGMENT, Layout.CDNA4_FRAGMENT)
+LAYOUTS = (
+    Layout.ROW_MAJOR,
+    Layout.HOPPER_FRAGMENT,
+    Layout.HOPPER_FRAGMENT_FP8,
+    Layout.CDNA4_FRAGMENT,
+)
 
 
 def dense(

@@ -7,11 +7,12 @@ import torch
 
 from mxpert.formats import MXTensor
 from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS
-from mxpert.moe.hopper.layout import HOPPER_FRAGMENT, _unpack_codes
+from mxpert.moe.hopper.layout import HOPPER_FRAGMENT, HOPPER_FRAGMENT_FP8, _unpack_codes
 from mxpert.testing.numerics import is_exact
 from mxpert.testing.problems import random_mxfp4
 from support.poison import poison_prepared
 from support.races import hunt
+from tests.moe.hopper.test_layout import fp8_values
 
 CPU = torch.device("cpu")
 
@@ -69,6 +70,22 @@ def test_poison_in_prepared_padding_leaves_the_values(shape: tuple[int, int, int
     assert (codes[:, :, depth:] == 7).all()
     assert prepared.reference is not None
     assert (prepared.reference[:, rows:] == 255).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 96, 160), (2, 64, 256), (2, 224, 128), (1, 32, 32)])
+def test_poison_in_an_fp8_copy_leaves_the_values(shape: tuple[int, int, int]) -> None:
+    weights = random_mxfp4(
+        shape, rms=1.0, scale_spread=1.0, generator=torch.Generator().manual_seed(0)
+    )
+    prepared = HOPPER_FRAGMENT_FP8.pack(weights)
+    before = fp8_values(prepared)
+    poison_prepared(prepared)
+    after = fp8_values(prepared)
+    _, rows, depth = shape
+    assert torch.equal(after[:, :rows, :depth], before[:, :rows, :depth])
+    assert after[:, rows:].isnan().all()
+    factor = torch.exp2(prepared.reference[:, :rows, None].double() - 133)
+    assert (after[:, :rows, depth:] == 448 * factor).all()
 
 
 def test_only_prepared_weights_have_padding_to_poison() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,12 +10,13 @@ import pytest
 from mxpert.configs import HopperGemmConfig
 from mxpert.core.problem import MoEConfig, MoEProblem, Target, activation_mx_format
 from mxpert.formats.tensor import Layout
+from mxpert.formats.weight_tensor import WeightLike
 from mxpert.moe.hopper import host as moe
 from mxpert.moe.inputs import DownInputs, FusedMoEInputs, GateUpInputs
 from mxpert.testing.problems import MoEShape
 from support.aot import CompiledKernel, compile_for, specialize
 from support.launches import RecordedLaunch, recorded_launches
-from support.without_data import layer_of, packed, plan_of, rows_of, weights_of
+from support.without_data import layer_of, packed, packed_fp8, plan_of, rows_of, weights_of
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
 
@@ -40,8 +42,16 @@ class Launch(NamedTuple):
         return compile_for(self.kernel, self.arguments, target="sm_90")
 
 
-def describe(shape: MoEShape, num_tokens: int, a_format: Any, **options: Any) -> MoEProblem:
-    return layer_of(shape, num_tokens, H200, Layout.HOPPER_FRAGMENT, a_format, **options)
+def describe(
+    shape: MoEShape, num_tokens: int, a_format: Any, *, fp8: bool = False, **options: Any
+) -> MoEProblem:
+    """A layer on an H200; fp8: its weights have an FP8 copy."""
+    layout = Layout.HOPPER_FRAGMENT_FP8 if fp8 else Layout.HOPPER_FRAGMENT
+    return layer_of(shape, num_tokens, H200, layout, a_format, **options)
+
+
+def _projection(problem: MoEProblem) -> Callable[[int, int, int], WeightLike]:
+    return packed_fp8 if problem.weight_layout.has_fp8_codes else packed
 
 
 class Recorder:
@@ -69,7 +79,8 @@ class Recorder:
 
         With `quantised`, rows are passed as an MXTensor, as between the separate ops.
         """
-        weights, plan = weights_of(problem, packed, has_bias), plan_of(problem, config.block_m)
+        weights = weights_of(problem, _projection(problem), has_bias)
+        plan = plan_of(problem, config.block_m)
         format = activation_mx_format(problem.options.activation_format) if quantised else None
         num_rows = plan.max_blocks * plan.routing_block_m
         x = rows_of(problem.num_tokens, problem.hidden_size, format)
@@ -83,7 +94,7 @@ class Recorder:
         """Launches of both stages in a layer."""
         x = rows_of(problem.num_tokens, problem.hidden_size, None)
         plan = plan_of(problem, config.block_m)
-        weights = weights_of(problem, packed, has_bias=False)
+        weights = weights_of(problem, _projection(problem), has_bias=False)
         inputs = FusedMoEInputs(x, weights, plan.sorted_weights, plan.slot_rows)
         layer = MoEConfig(config.block_m, config, config)
         with recorded_launches() as self._recorded:

@@ -95,7 +95,8 @@ def poison_prepared(tensor: WeightLike) -> None:
 
     `Layout.CDNA4_FRAGMENT`: the largest codes, or NaN, with NaN scales; kernels read none of them.
     `Layout.HOPPER_FRAGMENT`: rows get NaN scales and codes that decode to anything. Depth gets the
-    largest weights there are: activations are zero there, so that finite weights add nothing.
+    largest weights there are: activations are zero there, so that finite weights add nothing. So
+    does an FP8 copy; its rows get NaN.
     `Layout.HOPPER_GROUPS`: the same; E8M0 scales have no NaN there.
     """
     if tensor.layout is HOPPER_GROUPS:
@@ -105,7 +106,7 @@ def poison_prepared(tensor: WeightLike) -> None:
     if tensor.layout is Layout.CDNA4_FRAGMENT:
         _poison_cdna4(tensor)
         return
-    if tensor.layout is not Layout.HOPPER_FRAGMENT or tensor.reference is None:
+    if not isinstance(tensor.layout, type(Layout.HOPPER_FRAGMENT)) or tensor.reference is None:
         layouts = f"{Layout.CDNA4_FRAGMENT} or {Layout.HOPPER_FRAGMENT}"
         raise ValueError(message("poison_prepared", "tensor.layout", layouts, tensor.layout))
     _, num_rows, depth = tensor.shape
@@ -115,6 +116,19 @@ def poison_prepared(tensor: WeightLike) -> None:
         _fill_units(tensor, (slice(None), slice(None), slice(-1, None)), (0, codes), shift=0)
     if rows:
         _fill_units(tensor, (slice(None), slice(-1, None)), (rows, 0), shift=E8M0_NAN)
+    if tensor.fp8_codes is not None:
+        _poison_fp8(tensor, tensor.fp8_codes)
+
+
+def _poison_fp8(tensor: MXTensor, copy: torch.Tensor) -> None:
+    """Fill what pads an FP8 copy: 448 after the depth, NaN in the rows after the last."""
+    row_units, depth_units = copy.shape[1:3]
+    *_, num_rows, depth = tensor.shape
+    codes = torch.zeros(row_units * UNIT_ROWS, depth_units * UNIT_CODES, dtype=torch.uint8)
+    codes[:, depth:] = 0x7E
+    codes[num_rows:] = E4M3_NAN
+    poison = layouts._fp8_units(codes.to(copy.device))
+    copy.copy_(torch.where(poison != 0, poison, copy))
 
 
 def _poison_groups(tensor: WeightLike) -> None:

@@ -18,6 +18,7 @@ from mxpert.configs import HopperGemmConfig, HopperKernel
 from mxpert.core.problem import ActivationFormat, MoEConfig
 from mxpert.core.registry import override
 from mxpert.formats.tensor import MXTensor
+from mxpert.moe.hopper.layout import decode_units
 from mxpert.moe.op import moe_down, moe_gate_up
 from mxpert.routing.plan import RoutingPlan
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
@@ -139,6 +140,16 @@ def hunt(
     return Found(done, int(differing))
 
 
+def fp8_tiles() -> dict[str, MoEConfig]:
+    """Every tile that reads an FP8 copy of the weights, by name."""
+    from mxpert.moe.hopper import config as heuristics
+
+    return {
+        name: MoEConfig(config.block_m, config, config)
+        for name, config in heuristics.fp8_tiles().items()
+    }
+
+
 def hopper_tiles(a_format: str) -> dict[str, MoEConfig]:
     """Every tile of the Hopper MoE kernels for an activation format, by name; those of decode with
     their depth split, too."""
@@ -172,6 +183,8 @@ def redraw(inputs: MoEInputs, generator: torch.Generator) -> None:
         else:
             part.scale.random_(0, 15, generator=generator)
             part.reference.random_(119, 123, generator=generator)
+        if part.fp8_codes is not None:
+            decode_units(part, part.fp8_codes)
 
 
 @dataclass(frozen=True)
@@ -189,7 +202,10 @@ class MoEHunt:
     ) -> MoEHunt:
         """A problem whose blocks fit `config`, prepared for this device."""
         inputs = random_moe_problem(shape, tokens_for(shape, config), device=device)
-        inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
+        assert isinstance(config.gate_up, HopperGemmConfig)  # for the type checker
+        keep_fp8 = config.gate_up.kernel is HopperKernel.PREFILL_FP8
+        prepared = inputs.weights.prepare(device=device, keep_fp8=keep_fp8)
+        inputs = replace(inputs, weights=prepared)
         with override():  # a pinned backend is that of the GEMMs
             plan = plan_of(inputs, config.routing_block_m)
         return cls(inputs, plan, a_format, torch.Generator(device).manual_seed(1))

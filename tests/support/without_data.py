@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,6 +66,13 @@ def packed(experts: int, num_rows: int, depth: int) -> MXTensor:
         empty(experts, units * 64),
         (experts, num_rows, depth),
     )
+
+
+def packed_fp8(experts: int, num_rows: int, depth: int) -> MXTensor:
+    """A projection in the layout HOPPER_FRAGMENT_FP8."""
+    held = packed(experts, num_rows, depth)
+    copy = empty(*held.qdata.shape[:3], 8192)
+    return replace(held, layout=Layout.HOPPER_FRAGMENT_FP8, fp8_codes=copy)
 
 
 def weights_of(

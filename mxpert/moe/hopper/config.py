@@ -17,7 +17,7 @@ from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
 from . import few_tokens_split as few_tokens
 from .group_layout import group_weights
-from .tile_limits import takes_bfloat16_rows, tile_limits
+from .tile_limits import FP8_FROM_ROWS, fp8_tile, takes_bfloat16_rows, tile_limits
 
 
 class HopperKernel(enum.StrEnum):
@@ -26,6 +26,7 @@ class HopperKernel(enum.StrEnum):
     DECODE: GEMM of a stage with few rows an expert; limited by the memory that weights are read
         from.
     PREFILL: GEMM of a stage with many rows an expert; limited by the tensor cores.
+    PREFILL_FP8: the same for the FP8 copy of MXFP4 weights that `prepare(keep_fp8=True)` keeps.
     FEW_TOKENS: the whole layer in one launch, for up to four tokens with bfloat16 activations and
         up to eight with MX activations. Both stages have it.
 
@@ -39,6 +40,7 @@ class HopperKernel(enum.StrEnum):
 
     DECODE = "decode"
     PREFILL = "prefill"
+    PREFILL_FP8 = "prefill_fp8"
     FEW_TOKENS = "few_tokens"
 
     def __repr__(self) -> str:
@@ -53,11 +55,11 @@ class HopperGemmConfig(StageConfig):
         kernel: the kernel that runs, or its name.
         block_m: sorted rows of a routing block.
         num_stages: stages of the pipeline, each 256 elements of the contracted dimension; of
-            FEW_TOKENS and of bfloat16 rows 128.
+            FEW_TOKENS, PREFILL_FP8 and of bfloat16 rows 128.
         consumers: consumer warpgroups of a CTA; each computes its own 64 weight rows of a tile.
         blocks_per_tile: most routing blocks of an expert in one tile. A weight is decoded once for
             all of them. The decode kernel has one.
-        k_splits: CTAs that share the contracted dimension of a tile. The prefill kernel has one.
+        k_splits: CTAs that share the contracted dimension of a tile. Prefill kernels have one.
         hi_lo: whether rows are two e4m3 parts, hi and lo, as for bfloat16 activations (a16w4).
         bfloat16_rows: whether rows are bfloat16, and bf16 tensor cores multiply them with weights
             that bfloat16 holds exactly. Only the prefill kernel has it.
@@ -185,6 +187,14 @@ _SHAPES_OF_BFLOAT16_ROWS = {
 }
 """The same for bfloat16 rows."""
 
+_FP8_SHAPES: dict[str, tuple[int, int, int]] = {
+    "fp8_narrow": (32, 2, 4),
+    "fp8_triple": (64, 3, 2),
+    "fp8_middle": (64, 2, 3),
+    "fp8_wide": (64, 2, 4),
+}
+"""The same of PREFILL_FP8. Without decoded weights, three consumers hold the sums of 128 rows."""
+
 
 def _prefill_shapes(hi_lo: bool, weight_format: str) -> dict[str, tuple[int, int, int]]:
     if takes_bfloat16_rows(hi_lo, weight_format):
@@ -197,6 +207,8 @@ def _prefill_shapes(hi_lo: bool, weight_format: str) -> dict[str, tuple[int, int
 def stage_bytes(config: HopperGemmConfig, weight_format: str = MXFP4.name) -> int:
     """Bytes of a pipeline stage: weight codes, shifts, and activation rows (hi and lo)."""
     rows = config.block_m * config.blocks_per_tile * (2 if config.hi_lo else 1)
+    if config.kernel is HopperKernel.PREFILL_FP8:
+        return (config.consumers * UNIT_ROWS + rows) * UNIT_CODES
     units = config.consumers * _unit_stage_bytes(weight_format)
     return (units // 2 if config.bfloat16_rows else units) + rows * STAGE_DEPTH
 
@@ -209,15 +221,22 @@ def _decode_config(block_m: int, hi_lo: bool, weight_format: str) -> HopperGemmC
 
 
 def _prefill_config(
-    block_m: int, consumers: int, blocks: int, hi_lo: bool, weight_format: str, bfloat16: bool
+    block_m: int,
+    consumers: int,
+    blocks: int,
+    *,
+    hi_lo: bool,
+    weight_format: str,
+    kernel: HopperKernel = HopperKernel.PREFILL,
 ) -> HopperGemmConfig:
     """Prefill config for tiles of up to `blocks` blocks, with as many stages as fit.
 
     Shared memory must also hold the output buffers. More stages hide more memory latency: with one
     stage more, the "short" tile was up to 11 % faster than "triple" on the same rows.
     """
+    bfloat16 = takes_bfloat16_rows(hi_lo, weight_format)
     config = HopperGemmConfig(
-        HopperKernel.PREFILL,
+        kernel,
         block_m,
         1,
         consumers,
@@ -249,16 +268,42 @@ def output_buffers(
 @functools.cache
 def tiles(hi_lo: bool, weight_format: str = MXFP4.name) -> dict[str, HopperGemmConfig]:
     """All tiles by name, ordered by activation rows."""
-    found = {f"decode{rows}": _decode_config(rows, hi_lo, weight_format) for rows in BLOCKS_M}
-    bfloat16 = takes_bfloat16_rows(hi_lo, weight_format)
-    for name, shape in _prefill_shapes(hi_lo, weight_format).items():
-        found[name] = _prefill_config(*shape, hi_lo, weight_format, bfloat16)
-    return found
+    return {f"decode{rows}": _decode_config(rows, hi_lo, weight_format) for rows in BLOCKS_M} | {
+        name: _prefill_config(*shape, hi_lo=hi_lo, weight_format=weight_format)
+        for name, shape in _prefill_shapes(hi_lo, weight_format).items()
+    }
+
+
+@functools.cache
+def fp8_tiles() -> dict[str, HopperGemmConfig]:
+    """Tiles that read the FP8 copy of MXFP4 weights, by name, ordered by activation rows."""
+    return {
+        name: _prefill_config(
+            *shape, hi_lo=False, weight_format=MXFP4.name, kernel=HopperKernel.PREFILL_FP8
+        )
+        for name, shape in _FP8_SHAPES.items()
+    }
 
 
 def tiles_of(problem: MoEProblem) -> dict[str, HopperGemmConfig]:
-    """All tiles for the formats of a problem, by name."""
-    return tiles(uses_hi_lo(problem), problem.weight_format)
+    """All tiles for the formats and the weights of a problem, by name."""
+    known = tiles(uses_hi_lo(problem), problem.weight_format)
+    return {**known, **fp8_tiles()} if reads_fp8(problem) else known
+
+
+def reads_fp8(problem: MoEProblem) -> bool:
+    """Whether the weights have an FP8 copy that kernels read: with rows of one e4m3 part."""
+    return problem.weight_layout.has_fp8_codes and not uses_hi_lo(problem)
+
+
+def mode_of(problem: MoEProblem) -> str:
+    """For `explain`: what ATOMIC, which allows any order, does, and who reads an FP8 copy."""
+    atomic = problem.options.combine is Combine.ATOMIC
+    modes = ["sums in slot order, as REDUCE does; no atomic additions"] if atomic else []
+    if problem.weight_layout.has_fp8_codes:
+        when = f"from {FP8_FROM_ROWS} rows an expert on, not with bfloat16 activations"
+        modes.append(f"the weights' FP8 copy is read {when}")
+    return "; ".join(modes)
 
 
 def uses_hi_lo(problem: MoEProblem) -> bool:
@@ -276,7 +321,10 @@ def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
 
     Both stages get the same block_m.
     """
-    hi_lo, known = uses_hi_lo(problem), tiles_of(problem)
+    hi_lo = uses_hi_lo(problem)
+    if reads_fp8(problem) and (name := fp8_tile(problem)):
+        return fp8_tiles()[name]
+    known = tiles(hi_lo, problem.weight_format)
     bytes_per_weight = _unit_stage_bytes(problem.weight_format) / (UNIT_ROWS * STAGE_DEPTH)
     limits = tile_limits(problem, hi_lo, bytes_per_weight)
     fitting = (name for name, limit in limits if problem.rows_per_expert <= limit)
@@ -303,7 +351,7 @@ def _with_k_splits(config: HopperGemmConfig, problem: MoEProblem, op: Op) -> Hop
 
     FLAT has none: nothing behind the GEMM sums the parts.
     """
-    if config.kernel is HopperKernel.PREFILL or problem.options.combine is Combine.FLAT:
+    if config.kernel is not HopperKernel.DECODE or problem.options.combine is Combine.FLAT:
         return config
     num_tiles, steps = _tiles_and_steps(problem, op)
     idle_factor = decode_ctas(problem) // (problem.hit_experts * num_tiles)
@@ -459,8 +507,9 @@ def require_valid(config: HopperGemmConfig, problem: MoEProblem) -> None:
     """Raise ValueError for a pinned or tuned config that no kernel of this backend implements."""
     known_tiles = list(tiles_of(problem).values())
     decodes = config.kernel is HopperKernel.DECODE
+    fewest = 1 if config.kernel is HopperKernel.PREFILL else 2  # that a consumer holds at once
     valid = (
-        config.num_stages >= (2 if decodes else 1)
+        config.num_stages >= fewest
         and config.k_splits >= 1
         and (config.k_splits == 1 or (decodes and problem.options.combine is not Combine.FLAT))
         and any(

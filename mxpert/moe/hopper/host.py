@@ -24,7 +24,7 @@ from ...core.problem import (
 )
 from ...device.hopper import matrix_descriptor, rows_descriptor
 from ...device.pdl import PDL_LAUNCH
-from ...formats.layouts import UNIT_ROWS
+from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
 from ...formats.tensor import MXTensor, Operand
 from ...formats.weight_tensor import WeightLike
@@ -40,8 +40,10 @@ from .encode import SortedRows, encode_rows, fits_one_step
 from .epilogue import LINEAR
 from .few_tokens import few_tokens_layer, memory
 from .group_layout import GroupWeights, described, refuse_groups
-from .layout import HOPPER_FRAGMENT
+from .layout import HOPPER_FRAGMENT, HOPPER_FRAGMENT_FP8
+from .mainloop import UNORDERED
 from .prefill import _moe_gemm_prefill_kernel
+from .prefill_fp8 import _moe_gemm_prefill_fp8_kernel
 from .split_k import sum_k_splits_and_activate, sum_k_splits_and_combine, sum_k_splits_and_encode
 from .tile_list import Schedules, tile_schedule
 
@@ -68,7 +70,7 @@ class _Stage:
             refused = refuse_groups(problem)
             if refused is not None:
                 return refused
-        elif problem.weight_layout is not HOPPER_FRAGMENT:
+        elif problem.weight_layout not in (HOPPER_FRAGMENT, HOPPER_FRAGMENT_FP8):
             return (
                 "needs weights in HOPPER_FRAGMENT layout: call weights.prepare(device=...), which "
                 "keeps ROW_MAJOR where a row spans more than 15 binades"
@@ -89,7 +91,7 @@ class _Stage:
 
     def persistent(self, problem: MoEProblem, config: HopperGemmConfig) -> HopperGemmConfig | str:
         """The config itself if its kernel claims tiles one after the other."""
-        claims = config.kernel in (HopperKernel.DECODE, HopperKernel.PREFILL)
+        claims = config.kernel in (HopperKernel.DECODE, *_PREFILL_KERNELS)
         return config if claims else NO_PERSISTENT_GRID
 
 
@@ -168,23 +170,28 @@ def _reference(weight: WeightLike) -> torch.Tensor:
     return weight.qdata if reference is None else reference
 
 
+_PREFILL_KERNELS = HopperKernel.PREFILL, HopperKernel.PREFILL_FP8
+
+
+def _codes(weight: WeightLike, config: HopperGemmConfig) -> dict[str, torch.Tensor]:
+    """What a kernel reads of the weights, beside the references of their rows."""
+    if config.kernel is not HopperKernel.PREFILL_FP8:
+        return dict(code_desc=weight.qdata, shift_desc=weight.scale)
+    assert isinstance(weight, MXTensor)  # for the type checker: MXFP4
+    assert weight.fp8_codes is not None  # for the type checker: `require_valid` asks for a copy
+    return dict(weight_desc=weight.fp8_codes.view(torch.float8_e4m3fn))
+
+
 def _in_order(problem: MoEProblem) -> bool:
     """Whether rows keep the order of K: MXFP4 weights have another."""
     return problem.weight_format != MXFP4.name
-
-
-def _order_of_sums(problem: MoEProblem) -> str:
-    """For `explain`: what ATOMIC, which allows any order of a token's sum, does here."""
-    if problem.options.combine is not Combine.ATOMIC:
-        return ""
-    return "sums in slot order, as REDUCE does; no atomic additions"
 
 
 class _Down(_Stage):
     """Stage 2: encode rows, down GEMM, bias, routing weight, combine."""
 
     op = Op.MOE_DOWN
-    mode = staticmethod(_order_of_sums)
+    mode = staticmethod(heuristics.mode_of)
 
     def launch(
         self, problem: MoEProblem, config: HopperGemmConfig, inputs: DownInputs
@@ -305,18 +312,18 @@ class _Call(NamedTuple):
             weight.scale.dtype,
         )
         tensors = dict(
-            code_desc=weight.qdata,
-            shift_desc=weight.scale,
             reference=_reference(weight),
             bias=rows.scale if bias is None else bias,
             x_scale=rows.scale,
             routed_weights=plan.sorted_weights,
             tile_counter=rows.tile_counter,
         )
-        if config.kernel is HopperKernel.PREFILL:
+        if config.kernel in _PREFILL_KERNELS:
+            launch = _prefill_launch(problem, config, gemm, out.dtype)
             schedule = tile_schedule(plan, config.block_m, config.blocks_per_tile, self.schedules)
-            _prefill_launch(problem, config, gemm, out.dtype)(
+            launch(
                 out_desc=out,
+                **_codes(weight, config),
                 x_desc=rows.codes,
                 tile_first_block=schedule.first_block,
                 tile_blocks=schedule.blocks,
@@ -331,6 +338,7 @@ class _Call(NamedTuple):
                 sorted_token_ids=plan.sorted_token_ids,
                 block_expert_ids=plan.block_expert_ids,
                 num_valid=plan.num_valid,
+                **_codes(weight, config),
                 **tensors,
             )
 
@@ -348,6 +356,7 @@ def _x_descriptors(block_m: int) -> dict[str, DescriptorSpec]:
     }
 
 
+_FP8_DESCRIPTOR = rows_descriptor(UNIT_ROWS, UNIT_CODES, torch.float8_e4m3fn, width=UNIT_CODES)
 _DECODE_DESCRIPTORS = {
     "code_desc": matrix_descriptor(64, 128, torch.uint8),
     "shift_desc": matrix_descriptor(16, 32, torch.uint8),
@@ -391,6 +400,7 @@ def _decode_launch(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -
         WORKER_REGISTERS=heuristics.DECODE_WORKER_REGISTERS,
         **unused,
         **constants,
+        **_of_other_formats(config, gemm),
     )
 
 
@@ -403,49 +413,53 @@ def _prefill_launch(
     buffers, rows = heuristics.output_buffers(
         config, outputs * out_dtype.itemsize, problem.weight_format
     )
-    # With hi and lo and only two stages of 256 codes, copy half a stage at a time (32 rows are 128
-    # codes of depth): decoding then starts earlier.
-    code_rows = 32 if config.hi_lo and config.num_stages <= 2 else 64
     rows_dtype = torch.bfloat16 if config.bfloat16_rows else torch.float8_e4m3fn
-    of_mxfp4 = {
-        "code_desc": rows_descriptor(code_rows, 128, torch.uint8, width=128),
-        "shift_desc": rows_descriptor(code_rows // 4, 32, torch.uint8, width=32),
-    }
     tiles = {
-        **(_group_descriptors(gemm, 1) or of_mxfp4),
         "x_desc": rows_descriptor(config.block_m, _X_COPY_BYTES // rows_dtype.itemsize, rows_dtype),
         "out_desc": rows_descriptor(rows, outputs, out_dtype),
     }
-    return Launch(
-        _moe_gemm_prefill_kernel,
-        (resident_programs(problem),),
-        tiles,
+    constants |= dict(
         BLOCK_M=config.block_m,
         BLOCKS=config.blocks_per_tile,
         STAGING_BUFFERS=buffers,
         CONSUMERS=config.consumers,
-        **constants,
     )
+    grid = (resident_programs(problem),)
+    if config.kernel is HopperKernel.PREFILL_FP8:
+        tiles["weight_desc"] = _FP8_DESCRIPTOR
+        return Launch(_moe_gemm_prefill_fp8_kernel, grid, tiles, ORDER=UNORDERED.value, **constants)
+    constants |= _of_other_formats(config, gemm)
+    # With hi and lo and only two stages of 256 codes, copy half a stage at a time (32 rows are 128
+    # codes of depth): decoding then starts earlier.
+    code_rows = 32 if config.hi_lo and config.num_stages <= 2 else 64
+    of_mxfp4 = {
+        "code_desc": rows_descriptor(code_rows, 128, torch.uint8, width=128),
+        "shift_desc": rows_descriptor(code_rows // 4, 32, torch.uint8, width=32),
+    }
+    tiles |= _group_descriptors(gemm, 1) or of_mxfp4
+    return Launch(_moe_gemm_prefill_kernel, grid, tiles, **constants)
+
+
+def _of_other_formats(config: HopperGemmConfig, gemm: _Gemm) -> dict[str, Any]:
+    """Arguments of kernels that decode weights, and take bfloat16 rows."""
+    return dict(low_rows=gemm.low_rows, HI_LO=config.hi_lo, WEIGHTS=gemm.weights)
 
 
 def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -> dict[str, Any]:
-    """Check the config; return the arguments common to the decode and the prefill kernel."""
+    """Check the config; return the arguments common to the kernels of a GEMM."""
     heuristics.require_valid(config, problem)
     epilogue = gemm.epilogue
     return dict(
         **kernel_parameters(epilogue.activation or SiLU()),
-        low_rows=gemm.low_rows,
         num_outputs=gemm.num_outputs,
         tiles_per_block=-(-gemm.row_units // config.consumers) * config.k_splits,
         row_units=gemm.row_units,
         depth_units=gemm.depth_units,
         STAGES=config.num_stages,
-        HI_LO=config.hi_lo,
         EPILOGUE=epilogue.kind,
         HAS_BIAS=gemm.has_bias,
         WEIGHTED=epilogue.weighted,
         num_warps=_NUM_WARPS,
-        WEIGHTS=gemm.weights,
         # A GEMM that starts early would wait on SMs that the previous one leaves to other work.
         **({} if leaves_sms(problem) else PDL_LAUNCH),
     )
@@ -454,7 +468,7 @@ def _gemm_constants(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) 
 class _FusedMoE(TwoStageLayer):
     """FUSED_MOE: the stages of a layer share its tile lists."""
 
-    mode = staticmethod(_order_of_sums)
+    mode = staticmethod(heuristics.mode_of)
 
     @property
     def resident(self) -> list[torch.Tensor]:

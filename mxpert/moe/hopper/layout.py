@@ -12,6 +12,10 @@ outputs. K is permuted inside each 128 so that the 32 codes that a thread owns o
 MX block; activations are stored with the same permutation (`encode.store_step`). A word holds 8
 codes: the magnitudes as eight 3-bit byte selectors, the signs where one shift brings them to the
 byte's top bit.
+
+HOPPER_FRAGMENT_FP8 keeps an e4m3 copy of the weights beside them: each unit once more, as 64 × 128
+bytes. They are the values that the kernels decode, times the row's reference; rows and depth have
+the order of wgmma's operand A (w r g and q h t j), so that shared memory holds it as it is stored.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ import functools
 import torch
 
 from ...errors import require, require_tensor
-from ...formats.codec import pack_codes
-from ...formats.folding import FOLD_TOP, FoldCertificate, fold_certificate
+from ...formats.codec import decode, encode, exact_power_of_two, pack_codes
+from ...formats.folding import FOLD_SPAN, FOLD_TOP, FoldCertificate, fold_certificate
 from ...formats.gate_up import GateUpOrder
 from ...formats.layouts import (
     UNIT_BLOCKS,
@@ -34,10 +38,12 @@ from ...formats.layouts import (
     pad,
     units,
 )
-from ...formats.spec import E8M0_BIAS, MX_BLOCK_SIZE
+from ...formats.spec import E2M1, E4M3, E8M0_BIAS, MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
 
 _WARPS, _LANE_ROWS, _PAIR, _BLOCKS, _WORDS, _HALVES, _BYTES = 4, 8, 2, UNIT_BLOCKS, 4, 2, 4
+
+UNIT_FP8_BYTES = UNIT_ROWS * UNIT_CODES
 
 
 class _HopperFragment(WeightLayout):
@@ -108,11 +114,12 @@ class _HopperFragment(WeightLayout):
     def _empty(self, t: MXTensor) -> MXTensor:
         """A packed tensor for [E, N, K] without values."""
         found = units(t.shape, "pack_hopper", "t.shape")
-        codes, shifts = (
-            t.qdata.new_empty((*found, n)) for n in (UNIT_CODE_BYTES, UNIT_SCALE_BYTES)
-        )
+        sizes = UNIT_CODE_BYTES, UNIT_SCALE_BYTES, UNIT_FP8_BYTES if self.has_fp8_codes else 0
+        codes, shifts, fp8 = (t.qdata.new_empty((*found, n)) for n in sizes)
         reference = t.qdata.new_empty((found[0], found[1] * UNIT_ROWS))
-        return MXTensor(codes, shifts, t.format, -1, self, reference, tuple(t.shape))
+        own = fp8 if self.has_fp8_codes else None
+        shape = tuple(t.shape)
+        return MXTensor(codes, shifts, t.format, -1, self, reference, shape, fp8_codes=own)
 
     def unpack(self, t: MXTensor, rows: torch.Tensor | None = None) -> MXTensor:
         self.require_own(t, "unpack_hopper")
@@ -131,7 +138,81 @@ class _HopperFragment(WeightLayout):
         return MXTensor(qdata, scale, t.format)
 
 
+class _HopperFragmentFp8(_HopperFragment):
+    """HOPPER_FRAGMENT, and an e4m3 copy of the weights; see the module."""
+
+    name, value = "HOPPER_FRAGMENT_FP8", "hopper_fragment_fp8"
+    has_fp8_codes = True
+
+    def check(self, t: MXTensor, op: str) -> None:
+        super().check(t, op)
+        shape = (*t.qdata.shape[:3], UNIT_FP8_BYTES)
+        require_tensor(
+            t.fp8_codes,
+            op,
+            "fp8_codes",
+            dtype=torch.uint8,
+            shape=shape,
+            device=t.device,
+            contiguous=True,
+        )
+
+    def pack(
+        self,
+        t: MXTensor,
+        certificate: FoldCertificate | None = None,
+        rows: torch.Tensor | None = None,
+        *,
+        out: MXTensor | None = None,
+    ) -> MXTensor:
+        """As `HOPPER_FRAGMENT.pack`, with fp8_codes uint8 [E, N/64, K/128, 8192]."""
+        packed = super().pack(t, certificate, rows, out=out)
+        assert packed.fp8_codes is not None  # for the type checker
+        decode_units(packed, packed.fp8_codes)
+        return packed
+
+
 HOPPER_FRAGMENT = _HopperFragment()
+HOPPER_FRAGMENT_FP8 = _HopperFragmentFp8()
+_HopperFragment.with_fp8 = HOPPER_FRAGMENT_FP8
+
+
+def decode_units(packed: MXTensor, out: torch.Tensor) -> None:
+    """Write the e4m3 values of packed weights to `out`, uint8 [E, N/64, K/128, 8192]."""
+    if packed.device.type == "cuda":
+        from .pack import decode_units as decode_on_gpu  # Triton: where a GPU is
+
+        decode_on_gpu(packed, out)
+        return
+    table = _fp8_table(packed.device)
+    for expert in range(packed.shape[0]):  # temporaries stay small beside the weights
+        codes = _unpack_codes(packed.qdata[expert]).long()
+        shifts = _unpack_shifts(packed.scale[expert]).long().repeat_interleave(MX_BLOCK_SIZE, 1)
+        out[expert] = _fp8_units(table[shifts * 16 + codes])
+
+
+@functools.lru_cache
+def _fp8_table(device: torch.device) -> torch.Tensor:
+    """e4m3 bytes of e2m1 codes times 2^(6 - shift), uint8 [256 * 16], first by shift.
+
+    Blocks of zeros may have any shift; others have none of FOLD_SPAN or more.
+    """
+    codes = torch.arange(16, dtype=torch.uint8)
+    factors = exact_power_of_two(
+        FOLD_TOP - torch.arange(256).clamp(max=FOLD_SPAN - 1), torch.float32
+    )
+    values = encode(decode(codes, E2M1) * factors.unsqueeze(-1), E4M3)
+    return values.flatten().to(device)
+
+
+def _fp8_units(codes: torch.Tensor) -> torch.Tensor:
+    """e4m3 bytes [N, K] → [N/64, K/128, 8192]."""
+    row_units, depth_units = codes.shape[0] // UNIT_ROWS, codes.shape[1] // UNIT_CODES
+    split = codes.view(
+        row_units, _WARPS, _LANE_ROWS, _PAIR, depth_units, _BLOCKS, _WORDS, _HALVES, _BYTES
+    )  # n w g r u t q h j
+    units = split.permute(0, 4, 1, 3, 2, 6, 7, 5, 8)  # n u w r g q h t j
+    return units.reshape(row_units, depth_units, UNIT_FP8_BYTES)
 
 
 @functools.lru_cache

@@ -207,7 +207,8 @@ def _column_policy(ROWS, HI_LO):
 
 @aggregate
 class ActivationRows:
-    """Rows of each half stage, e4m3 [2 * STAGES, rows, 128] or bfloat16 [2 * STAGES, rows, 64].
+    """Rows of each depth unit in the ring, e4m3 [units, rows, 128]; or of each half of one, bfloat16
+    [2 * units, rows, 64].
 
     Sizes of tensors are powers of two, so other numbers of rows take two tensors. Otherwise `rest`
     is `first` and is not used.
@@ -218,7 +219,7 @@ class ActivationRows:
 
     @gluon.jit
     def view(self, half, FIRST: gl.constexpr, COUNT: gl.constexpr):
-        """Rows [FIRST, FIRST + COUNT) of half a stage, [COUNT, 128]."""
+        """Rows [FIRST, FIRST + COUNT) of a depth unit, [COUNT, 128]."""
         FITTING: gl.constexpr = self.first.shape[1]
         if FIRST < FITTING:
             return self.first.index(half).slice(FIRST, COUNT, 0)
@@ -254,15 +255,15 @@ class PrefillPipeline:
 
 
 @gluon.jit
-def _make_activation_rows(x_desc, STAGES: gl.constexpr, ROWS: gl.constexpr):
-    """Allocate ROWS activation rows for each half of each stage."""
+def make_activation_rows(x_desc, UNITS: gl.constexpr, ROWS: gl.constexpr):
+    """Allocate ROWS activation rows for each of UNITS depth units."""
     FIRST: gl.constexpr = _largest_power(ROWS)
     WIDTH: gl.constexpr = x_desc.block_type.shape[1]
-    SHAPE: gl.constexpr = [2 * STAGES, FIRST, WIDTH]
+    SHAPE: gl.constexpr = [UNITS, FIRST, WIDTH]
     first = gl.allocate_shared_memory(x_desc.dtype, SHAPE, x_desc.layout)
     rest = first
     if ROWS > FIRST:
-        REST: gl.constexpr = [2 * STAGES, ROWS - FIRST, WIDTH]
+        REST: gl.constexpr = [UNITS, ROWS - FIRST, WIDTH]
         rest = gl.allocate_shared_memory(x_desc.dtype, REST, x_desc.layout)
     return ActivationRows(first=first, rest=rest)
 
@@ -308,7 +309,7 @@ def make_prefill_pipeline(
         SHIFTS: gl.constexpr = _ring_shape(shift_desc, UNITS * STAGES * CONSUMERS)
         codes = gl.allocate_shared_memory(gl.uint8, CODES, code_desc.layout)
         shifts = gl.allocate_shared_memory(shift_desc.dtype, SHIFTS, shift_desc.layout)
-    x = _make_activation_rows(x_desc, STAGES, num_columns(BLOCKS * BLOCK_M, HI_LO))
+    x = make_activation_rows(x_desc, 2 * STAGES, num_columns(BLOCKS * BLOCK_M, HI_LO))
     ready = gl.allocate_shared_memory(gl.int64, [NUM_READY, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for index in gl.static_range(NUM_READY):

@@ -1,4 +1,4 @@
-"""Units of HOPPER_FRAGMENT on a GPU, in one pass over the weights; `layout` has their order."""
+"""Units of HOPPER_FRAGMENT on a GPU, and their e4m3 copy; `layout` has the orders."""
 
 from __future__ import annotations
 
@@ -107,4 +107,50 @@ def pack_units(t: MXTensor, rows: torch.Tensor | None, out: MXTensor) -> None:
         reference=out.reference,
         packed=out.qdata.view(torch.int32),
         shifts=out.scale,
+    )
+
+
+@triton.jit
+def _fp8_bytes(codes, shift):
+    """Four e4m3 bytes of the magnitudes in the low nibbles of `codes`, times 2^(6 - shift).
+
+    The nibbles' top bits are ignored. All four have the same shift.
+    """
+    result = codes * 0
+    for place in tl.static_range(4):
+        magnitude = codes >> (4 * place) & 7
+        exponent = (magnitude >> 1) + 12 - shift  # of an e4m3 number, with its bias
+        mantissa = tl.where(magnitude > 1, (magnitude & 1) * 4, 0)
+        subnormal = (8 + mantissa) >> tl.minimum(tl.maximum(1 - exponent, 0), 31)
+        value = tl.where(exponent > 0, exponent * 8 + mantissa, subnormal)
+        result |= tl.where(magnitude > 0, value, 0) << (8 * place)
+    return result
+
+
+@triton.jit
+def _decode_hopper_fragment_kernel(fp8, packed, shifts):
+    """Write the e4m3 values of a unit. Grid: (number of units,).
+
+    Args:
+        fp8: int32 [units, 2048], four bytes a word. packed: int32 [units, 1024]. shifts: uint8
+            [units, 256].
+    """
+    unit = tl.program_id(0).to(tl.int64)
+    word = tl.arange(0, _CODE_WORDS)  # r w g t q
+    pair, lane, block, step = word // (32 * _WORDS), word // _WORDS % 32, word // 4 % 4, word % 4
+    codes = tl.load(packed + unit * _CODE_WORDS + word)
+    shift = tl.load(shifts + unit * _SHIFTS + lane * 8 + block * 2 + pair).to(tl.int32)
+    row = lane // 8 * 16 + pair * 8 + lane % 8
+    place = fp8 + unit * (2 * _CODE_WORDS) + row * 32 + step * 8 + block
+    first = _fp8_bytes(codes & 0xFFFF, shift) | codes & -0x7F7F7F80
+    tl.store(place, first)
+    second = _fp8_bytes(codes >> 16 & 0xFFFF, shift) | codes << 4 & -0x7F7F7F80
+    tl.store(place + 4, second)
+
+
+def decode_units(packed: MXTensor, out: torch.Tensor) -> None:
+    """Write the e4m3 values of packed weights to `out`; see `layout.decode_units`."""
+    experts, row_units, depth_units = packed.qdata.shape[:3]
+    Launch(_decode_hopper_fragment_kernel, (experts * row_units * depth_units,))(
+        fp8=out.view(torch.int32), packed=packed.qdata.view(torch.int32), shifts=packed.scale
     )

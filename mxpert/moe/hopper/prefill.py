@@ -165,7 +165,7 @@ class ProducerArgs:
 
 
 @gluon.jit
-def _locate_tile(tile, tiles):
+def locate_tile(tile, tiles):
     """Load the TileInfo of a tile index."""
     run = tile // tiles.tiles_per_run
     used = run < tiles.num_runs
@@ -178,7 +178,7 @@ def _locate_tile(tile, tiles):
 
 
 @gluon.jit
-def _load_rows(pipe, operands, half, ready, tile, depth):
+def load_rows(pipe, operands, half, ready, tile, depth):
     """Start the TMA loads of 128 bytes of a tile's activation rows into half a stage."""
     BLOCK_M: gl.constexpr = pipe.BLOCK_M
     BLOCKS: gl.constexpr = pipe.BLOCKS
@@ -231,7 +231,7 @@ def _fill_stage(args, state, step, tile):
         for q in gl.static_range(pipe.BLOCKS):
             mbarrier.expect(ready, WEIGHT_BYTES + (q + 1) * BLOCK_BYTES, pred=tile.blocks == q + 1)
         for half in gl.static_range(part * HALVES, (part + 1) * HALVES):
-            _load_rows(
+            load_rows(
                 pipe,
                 operands,
                 half=2 * state.stage + half,
@@ -274,20 +274,20 @@ def _produce(args):
     claim_at = gl.maximum(steps - CLAIM_LEAD, 1)
     state = producer_start(pipe.STAGES)
     number = gl.program_id(0)
-    following = _locate_tile(number, tiles)
+    following = locate_tile(number, tiles)
     while following.blocks > 0:
         tile = following
         for step in range(claim_at):
             state = _fill_stage(args, state, step, tile)
         number = claim_tile(number, args.tile_counter, tiles.num_runs * tiles.tiles_per_run)
-        following = _locate_tile(number, tiles)
+        following = locate_tile(number, tiles)
         for step in range(claim_at, steps):
             state = _fill_stage(args, state, step, tile)
     publish_end(pipe.tags, state, following.numbers(), pipe.ready, pipe.free, pipe.READY_PER_STAGE)
 
 
 @gluon.jit
-def _load_outputs(epilogue, expert, unit, COLUMNS: gl.constexpr):
+def load_outputs(epilogue, expert, unit, COLUMNS: gl.constexpr):
     """Load the terms of one row unit's outputs for a group of COLUMNS rows."""
     return load_output_terms(
         epilogue,
@@ -298,7 +298,7 @@ def _load_outputs(epilogue, expert, unit, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _store(args, sums, outputs, rows, first_row, unit, SUBTILE: gl.constexpr):
+def store_tile(args, sums, outputs, rows, first_row, unit, SUBTILE: gl.constexpr):
     """Run the epilogue for sums [64, rows] of one row unit; store rows from `first_row` on."""
     EPILOGUE: gl.constexpr = args.epilogue.variant.EPILOGUE
     LAYOUT: gl.constexpr = output_layout(sums.shape[1], EPILOGUE)
@@ -328,7 +328,7 @@ def _compute_tile(
     TWO_GROUPS: gl.constexpr = RIGHT > 0 and not HI_LO
     ROW_LAYOUT: gl.constexpr = row_per_thread_layout()
     # Issue these loads before the main loop, which hides their latency.
-    outputs = _load_outputs(epilogue, tile.expert, unit, LEFT)
+    outputs = load_outputs(epilogue, tile.expert, unit, LEFT)
     rows = load_row_terms(epilogue, first_row, LEFT, ROW_LAYOUT)
     if TWO_GROUPS:
         right_rows = load_row_terms(epilogue, first_row + LEFT, RIGHT, ROW_LAYOUT)
@@ -357,11 +357,11 @@ def _compute_tile(
         )
     if HI_LO:
         left += right * LO_SCALE
-    _store(args, left, outputs, rows, first_row, unit, SUBTILE=0)
+    store_tile(args, left, outputs, rows, first_row, unit, SUBTILE=0)
     if TWO_GROUPS:
-        outputs = _load_outputs(epilogue, tile.expert, unit, RIGHT)
+        outputs = load_outputs(epilogue, tile.expert, unit, RIGHT)
         SUBTILE: gl.constexpr = LEFT // args.staging.shape[1]
-        _store(args, right, outputs, right_rows, first_row + LEFT, unit, SUBTILE)
+        store_tile(args, right, outputs, right_rows, first_row + LEFT, unit, SUBTILE)
     return state, turn
 
 
@@ -377,7 +377,7 @@ def _consume(args, PARTITION: gl.constexpr):
     tables = decode_tables()
     state = consumer_start(pipe.STAGES)
     turn = 1 if PARTITION == 0 else 0  # consumer 0 passes its order barrier first
-    tile = _locate_tile(gl.program_id(0), args.tiles)
+    tile = locate_tile(gl.program_id(0), args.tiles)
     while tile.blocks > 0:
         unit = pipe.CONSUMERS * tile.tile_in_run + PARTITION
         for q in gl.static_range(1, pipe.BLOCKS + 1):
@@ -405,7 +405,7 @@ def _consume(args, PARTITION: gl.constexpr):
 
 
 @gluon.jit
-def _make_staging(out_desc, STAGING_BUFFERS: gl.constexpr):
+def make_staging(out_desc, STAGING_BUFFERS: gl.constexpr):
     """Allocate a consumer's output buffers."""
     ROWS: gl.constexpr = out_desc.block_type.shape[0]
     OUTPUTS: gl.constexpr = out_desc.block_type.shape[1]
@@ -459,8 +459,8 @@ def _moe_gemm_prefill_kernel(
     pipe = make_prefill_pipeline(
         code_desc, shift_desc, x_desc, CONSUMERS, BLOCKS, STAGES, HI_LO, WEIGHTS
     )
-    staging_0 = _make_staging(out_desc, STAGING_BUFFERS)
-    staging_1 = _make_staging(out_desc, STAGING_BUFFERS)
+    staging_0 = make_staging(out_desc, STAGING_BUFFERS)
+    staging_1 = make_staging(out_desc, STAGING_BUFFERS)
     order = make_order_barriers(CONSUMERS, ORDER, unused=pipe.free)
     wait_and_launch_dependents()
     tiles = TileList(
@@ -485,7 +485,7 @@ def _moe_gemm_prefill_kernel(
             [_REGISTERS_OF_TWO, _PRODUCER_REGISTERS],
         )
     else:
-        last = _make_staging(out_desc, STAGING_BUFFERS)
+        last = make_staging(out_desc, STAGING_BUFFERS)
         consumer_2 = ConsumerArgs(pipe, order, last, epilogue, out_desc, parameters, tiles, ORDER)
         gl.warp_specialize(
             [

@@ -68,6 +68,11 @@ multiplies, so the tile counts that adds fewest. On average these are 5.5 in dec
 follows where that costs 5 %: from (15.5 - 5.5) / 0.05 and (31.5 - 15.5) / 0.05 rows on.
 """
 
+FP8_FROM_ROWS = 128
+_FP8_LIMITS = (("fp8_middle", 192), ("fp8_wide", math.inf))
+"""Rows per hit expert from which tiles with FP8 weights are used where there are such weights, and
+up to which each of them is. Not measured."""
+
 _DECODE_ROWS = 32
 """Rows of the widest decode tile."""
 
@@ -119,3 +124,11 @@ def tile_limits(
     if hi_lo and weights is not None and weights.group >= 128:
         return _LIMITS_OF_LONG_GROUPS
     return _LIMITS[hi_lo]
+
+
+def fp8_tile(problem: MoEProblem) -> str | None:
+    """The tile for weights with an FP8 copy; None where the 4-bit weights are the faster."""
+    rows = problem.rows_per_expert
+    if rows < FP8_FROM_ROWS:
+        return None
+    return next(name for name, limit in _FP8_LIMITS if rows <= limit)

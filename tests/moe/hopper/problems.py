@@ -56,9 +56,10 @@ formats = pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)
 tiles = pytest.mark.parametrize("a_format, tile", TILES, ids=["-".join(t) for t in TILES])
 
 
-def prepared(weights: MoEWeights) -> MoEWeights:
-    result = weights.prepare(device=weights.device)
-    assert result.layout is Layout.HOPPER_FRAGMENT
+def prepared(weights: MoEWeights, *, keep_fp8: bool = False) -> MoEWeights:
+    result = weights.prepare(device=weights.device, keep_fp8=keep_fp8)
+    layout = Layout.HOPPER_FRAGMENT_FP8 if keep_fp8 else Layout.HOPPER_FRAGMENT
+    assert result.layout is layout
     return result
 
 

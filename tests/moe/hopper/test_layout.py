@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from mxpert.formats import FORMATS, MXTensor, dequantize_blocks, fold_certificate, pack_codes
+from mxpert.formats import FORMATS, MXTensor, dequantize_blocks, fold, fold_certificate, pack_codes
 from mxpert.formats.tensor import Layout
-from mxpert.moe.hopper.layout import HOPPER_FRAGMENT
+from mxpert.moe.hopper.layout import HOPPER_FRAGMENT, HOPPER_FRAGMENT_FP8
 from tests.formats import ocp
 from tests.formats.ocp import assert_same_bits, assert_same_values
 
@@ -274,3 +274,97 @@ def test_planted_errors_are_caught(plant: Callable[[MXTensor], None]) -> None:
     plant(packed)
     with pytest.raises(AssertionError):
         assert_same_values(decode_units(packed), dequantize_blocks(t, torch.float64))
+
+
+# --- the FP8 copy -------------------------------------------------------------------------------
+
+FP8_SHAPES = [(2, 64, 128), (1, 96, 160), (2, 160, 352)]
+fp8_shapes = pytest.mark.parametrize("shape", FP8_SHAPES, ids=lambda s: "x".join(map(str, s)))
+
+
+def fp8_values(packed: MXTensor) -> torch.Tensor:
+    """float64 [E, N padded, K padded] of an FP8 copy, by the documented place of each byte."""
+    assert packed.fp8_codes is not None
+    assert packed.reference is not None
+    experts, row_units, depth_units, _ = packed.fp8_codes.shape
+    e4m3 = torch.tensor(ocp.code_values("mxfp8_e4m3"), dtype=torch.float64)
+    values = torch.empty(experts, row_units, 64, depth_units, 128, dtype=torch.float64)
+    for row, column, *_ in unit_places():
+        warp, g, r = row // 16, row // 2 % 8, row % 2
+        block, q, half, j = column // 32, column // 8 % 4, column // 4 % 2, column % 4
+        place = 128 * (16 * warp + 8 * r + g) + 32 * q + 16 * half + 4 * block + j
+        values[:, :, row, :, column] = e4m3[packed.fp8_codes[..., place].long()]
+    return values.flatten(3).flatten(1, 2) * torch.exp2(packed.reference.double() - 133)[..., None]
+
+
+@fp8_shapes
+def test_the_fp8_copy_has_the_values_of_the_weights(shape: tuple[int, int, int]) -> None:
+    """Exactly, wherever the weights fold; what pads them is zero."""
+    t = folding_weights(shape, seed=4)
+    rows = permutation(shape[1])
+    values = fp8_values(HOPPER_FRAGMENT_FP8.pack(t, rows=rows))
+    expected = dequantize_blocks(t, torch.float64)[:, rows]
+    assert_same_values(values[:, : shape[1], : shape[2]], expected)
+    assert not values[:, shape[1] :].any()
+    assert not values[:, :, shape[2] :].any()
+
+
+@pytest.mark.parametrize("shift", range(SPAN))
+def test_every_code_and_shift_has_the_e4m3_number_of_the_fold(shift: int) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(1, 4, 64).repeat(1, 16, 1)
+    scale = torch.full((1, 64, 4), 140, dtype=torch.uint8)
+    scale[..., 1:] -= shift
+    packed = HOPPER_FRAGMENT_FP8.pack(MXTensor(codes, scale, MXFP4))
+    folded, _ = fold(MXTensor(codes, scale, MXFP4))
+    assert packed.fp8_codes is not None
+    counts = (
+        torch.bincount(each.flatten().int(), minlength=256) for each in (packed.fp8_codes, folded)
+    )
+    assert torch.equal(*counts)
+    assert_same_values(
+        fp8_values(packed), dequantize_blocks(MXTensor(codes, scale, MXFP4)).double()
+    )
+
+
+@fp8_shapes
+def test_the_fp8_copy_lies_beside_the_same_codes(shape: tuple[int, int, int]) -> None:
+    t, rows = folding_weights(shape), permutation(shape[1])
+    packed, plain = HOPPER_FRAGMENT_FP8.pack(t, rows=rows), HOPPER_FRAGMENT.pack(t, rows=rows)
+    for name in ("qdata", "scale", "reference"):
+        assert_same_bits(getattr(packed, name), getattr(plain, name), name)
+    assert packed.nbytes == plain.nbytes + packed.fp8_codes.numel()
+    assert packed.fp8_codes.shape == (*plain.qdata.shape[:3], 8192)
+    back = HOPPER_FRAGMENT_FP8.unpack(packed, rows)
+    assert_same_bits(back.qdata, t.qdata, "codes")
+    assert_same_bits(back.scale, t.scale, "scales")
+
+
+def test_packing_into_a_tensor_renews_its_fp8_copy() -> None:
+    first, second = (folding_weights((2, 96, 160), seed=seed) for seed in (1, 2))
+    held, wanted = HOPPER_FRAGMENT_FP8.pack(first), HOPPER_FRAGMENT_FP8.pack(second)
+    assert HOPPER_FRAGMENT_FP8.pack(second, out=held) is held
+    assert torch.equal(held.fp8_codes, wanted.fp8_codes)
+
+
+def test_weights_that_do_not_fold_have_no_fp8_copy() -> None:
+    narrow = folding_weights((2, 64, 256), spread=5, top=(120, 121))
+    with pytest.raises(ValueError, match=r"pack_hopper: t — .*keep Layout\.ROW_MAJOR"):
+        HOPPER_FRAGMENT_FP8.pack(with_scale(narrow, (1, 63, 7), 100))
+
+
+FP8_PLANTED: dict[str, Callable[[MXTensor], None]] = {
+    "fragment_rows_swapped": lambda p: p.fp8_codes.copy_(p.fp8_codes.roll(8 * 128, -1)),
+    "rows_of_the_weights": lambda p: p.fp8_codes.copy_(p.fp8_codes.roll(128, -1)),
+    "blocks_swapped": lambda p: p.fp8_codes.copy_(p.fp8_codes.roll(4, -1)),
+    "signs": lambda p: p.fp8_codes.bitwise_and_(0x7F),
+    "another_exponent": lambda p: p.fp8_codes.add_(8),
+}
+
+
+@pytest.mark.parametrize("plant", FP8_PLANTED.values(), ids=FP8_PLANTED)
+def test_planted_errors_of_the_fp8_copy_are_caught(plant: Callable[[MXTensor], None]) -> None:
+    t = folding_weights((1, 64, 128), seed=5)
+    packed = HOPPER_FRAGMENT_FP8.pack(t)
+    plant(packed)
+    with pytest.raises(AssertionError):
+        assert_same_values(fp8_values(packed), dequantize_blocks(t, torch.float64))

@@ -18,7 +18,7 @@ from mxpert import GateUpOrder, SiLU, SwiGLU
 from mxpert.configs import MoEConfig
 from mxpert.core.problem import ACTIVATION_FORMATS
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
-from support.races import MoEHunt, hunt
+from support.races import MoEHunt, fp8_tiles, hunt
 from tests.moe.hopper.problems import tiles_of
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -34,8 +34,8 @@ VARIANTS = {
     f"{a_format}-{name}": (a_format, config)
     for a_format in ACTIVATION_FORMATS
     for name, config in tiles_of(a_format).items()
-}
-"""Every activation format with every tile."""
+} | {f"mxfp8-{name}": ("mxfp8", config) for name, config in fp8_tiles().items()}
+"""Every activation format with every tile; tiles that read FP8 copies with one."""
 
 
 @pytest.mark.timeout(3600)
@@ -70,7 +70,8 @@ class Layers:
     def of(cls, shape: MoEShape, a_format: str, device: torch.device) -> Layers:
         """Make layers that leave most CTAs of a GEMM idle, and layers that do not."""
         inputs = random_moe_problem(shape, 1, device=device)
-        inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
+        weights = inputs.weights.prepare(device=device, keep_fp8=a_format != "bf16")
+        inputs = replace(inputs, weights=weights)
         batches = tuple(
             (
                 torch.empty(count, shape.hidden_size, dtype=torch.bfloat16, device=device),
