@@ -309,7 +309,9 @@ class _Call(NamedTuple):
         )
         if config.kernel in _PREFILL_KERNELS:
             launch = _prefill_launch(problem, config, gemm, out.dtype)
-            schedule = tile_schedule(plan, config.block_m, config.blocks_per_tile, self.schedules)
+            sizes = config.block_m, config.blocks_per_tile
+            even = config.kernel is HopperKernel.PREFILL_FP8
+            schedule = tile_schedule(plan, *sizes, self.schedules, even=even)
             launch(
                 out_desc=out,
                 **_codes(weight, config),

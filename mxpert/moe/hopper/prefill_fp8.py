@@ -1,7 +1,8 @@
 """MoE GEMM for many tokens per expert that reads an e4m3 copy of MXFP4 weights.
 
 As in `prefill`, the grid is persistent, a tile is CONSUMERS row units of 64 weight rows × a run of
-up to BLOCKS blocks of BLOCK_M activation rows of one expert, and the epilogue is the same. Both
+up to BLOCKS blocks of BLOCK_M activation rows of one expert, and the epilogue is the same. The list
+of runs is even (`tile_list`): narrow tiles load the most bytes for each product. Both
 operands of wgmma lie in shared memory: nothing is decoded. The copy has the rows and the depth in
 the order in which `weight_fragments.decode_weights` gives them, so that products are summed in the
 same order as there.
