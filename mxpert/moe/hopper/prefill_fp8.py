@@ -2,10 +2,10 @@
 
 As in `prefill`, the grid is persistent, a tile is CONSUMERS row units of 64 weight rows × a run of
 up to BLOCKS blocks of BLOCK_M activation rows of one expert, and the epilogue is the same. The list
-of runs is even (`tile_list`): narrow tiles load the most bytes for each product. Both
-operands of wgmma lie in shared memory: nothing is decoded. The copy has the rows and the depth in
-the order in which `weight_fragments.decode_weights` gives them, so that products are summed in the
-same order as there.
+of runs is even (`tile_list`): narrow tiles load the most bytes for each product. Both operands of
+wgmma lie in shared memory: nothing is decoded. The copy has the rows and the depth in the order in
+which `weight_fragments.decode_weights` gives them, so that products are summed in the same order as
+there.
 
 Roles: one consumer warpgroup per row unit, and a producer, with the registers of `prefill`.
 
@@ -372,12 +372,13 @@ def _consume(args, PARTITION: gl.constexpr):
         next=args.order.index((PARTITION + 1) % pipe.CONSUMERS),
         POLICY=args.ORDER,
     )
-    LAG: gl.constexpr = PARTITION * args.SKEW
-    if LAG > 0 and args.tiles.depth_units > LAG:  # so the first tile fills that stage
-        mbarrier.wait(pipe.ready.index(LAG), 0)
     state = consumer_start(pipe.STAGES)
     turn = 1 if PARTITION == 0 else 0  # consumer 0 passes its order barrier first
     tile = locate_tile(gl.program_id(0), args.tiles)
+    LAG: gl.constexpr = PARTITION * args.SKEW
+    # Without a first tile, or with a short one, that stage may never be filled.
+    if LAG > 0 and (tile.blocks > 0) & (args.tiles.depth_units > LAG):
+        mbarrier.wait(pipe.ready.index(LAG), 0)
     while tile.blocks > 0:
         unit = pipe.CONSUMERS * tile.tile_in_run + PARTITION
         for q in gl.static_range(1, pipe.BLOCKS + 1):
