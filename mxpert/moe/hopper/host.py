@@ -320,7 +320,9 @@ class _Call(NamedTuple):
         )
         if config.kernel in _PREFILL_KERNELS:
             launch = _prefill_launch(problem, config, gemm, out.dtype)
-            schedule = tile_schedule(plan, config.block_m, config.blocks_per_tile, self.schedules)
+            sizes = config.block_m, config.blocks_per_tile
+            even = config.kernel is HopperKernel.PREFILL_FP8
+            schedule = tile_schedule(plan, *sizes, self.schedules, even=even)
             launch(
                 out_desc=out,
                 **_codes(weight, config),
@@ -427,7 +429,9 @@ def _prefill_launch(
     grid = (resident_programs(problem),)
     if config.kernel is HopperKernel.PREFILL_FP8:
         tiles["weight_desc"] = _FP8_DESCRIPTOR
-        return Launch(_moe_gemm_prefill_fp8_kernel, grid, tiles, ORDER=UNORDERED.value, **constants)
+        skew = config.num_stages // 2 // (config.consumers - 1)  # half of them stay prefetched
+        constants |= dict(ORDER=UNORDERED.value, SKEW=skew)
+        return Launch(_moe_gemm_prefill_fp8_kernel, grid, tiles, **constants)
     constants |= _of_other_formats(config, gemm)
     # With hi and lo and only two stages of 256 codes, copy half a stage at a time (32 rows are 128
     # codes of depth): decoding then starts earlier.

@@ -1,10 +1,11 @@
 """MoE GEMM for many tokens per expert that reads an e4m3 copy of MXFP4 weights.
 
 As in `prefill`, the grid is persistent, a tile is CONSUMERS row units of 64 weight rows × a run of
-up to BLOCKS blocks of BLOCK_M activation rows of one expert, and the epilogue is the same. Both
-operands of wgmma lie in shared memory: nothing is decoded. The copy has the rows and the depth in
-the order in which `weight_fragments.decode_weights` gives them, so that products are summed in the
-same order as there.
+up to BLOCKS blocks of BLOCK_M activation rows of one expert, and the epilogue is the same. The list
+of runs is even (`tile_list`): narrow tiles load the most bytes for each product. Both operands of
+wgmma lie in shared memory: nothing is decoded. The copy has the rows and the depth in the order in
+which `weight_fragments.decode_weights` gives them, so that products are summed in the same order as
+there.
 
 Roles: one consumer warpgroup per row unit, and a producer, with the registers of `prefill`.
 
@@ -29,6 +30,10 @@ Timeline:
 FP8 wgmma sums with fewer bits than float32; sums are promoted every two stages, as in `mainloop`.
 Where registers do not hold the partial sums of all columns, the right ones follow the left ones.
 The first of the two stages is then released as soon as the right columns have read it.
+
+Consumers that reach their epilogues together leave the tensor cores idle. So each starts its first
+tile SKEW stages after the one before. They share the tensor cores evenly, which keeps the distance:
+one consumer multiplies during the other's epilogue.
 """
 
 from __future__ import annotations
@@ -125,7 +130,7 @@ class Fp8Operands:
 
 @aggregate
 class ConsumerArgs:
-    """Arguments of a consumer; see `prefill.ConsumerArgs`."""
+    """Arguments of a consumer; see `prefill.ConsumerArgs`. SKEW: as in the kernel."""
 
     pipe: Fp8Pipeline
     order: gl.shared_memory_descriptor
@@ -135,6 +140,7 @@ class ConsumerArgs:
     parameters: ActivationParameters
     tiles: TileList
     ORDER: gl.constexpr
+    SKEW: gl.constexpr
 
 
 @aggregate
@@ -369,6 +375,10 @@ def _consume(args, PARTITION: gl.constexpr):
     state = consumer_start(pipe.STAGES)
     turn = 1 if PARTITION == 0 else 0  # consumer 0 passes its order barrier first
     tile = locate_tile(gl.program_id(0), args.tiles)
+    LAG: gl.constexpr = PARTITION * args.SKEW
+    # Without a first tile, or with a short one, that stage may never be filled.
+    if LAG > 0 and (tile.blocks > 0) & (args.tiles.depth_units > LAG):
+        mbarrier.wait(pipe.ready.index(LAG), 0)
     while tile.blocks > 0:
         unit = pipe.CONSUMERS * tile.tile_in_run + PARTITION
         for q in gl.static_range(1, pipe.BLOCKS + 1):
@@ -420,6 +430,7 @@ def _moe_gemm_prefill_fp8_kernel(
     STAGES: gl.constexpr,
     STAGING_BUFFERS: gl.constexpr,
     ORDER: gl.constexpr,
+    SKEW: gl.constexpr,
     EPILOGUE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     WEIGHTED: gl.constexpr,
@@ -428,9 +439,10 @@ def _moe_gemm_prefill_fp8_kernel(
     """Compute out [P, num_outputs] for all tiles; see the contract above.
 
     weight_desc: e4m3 [E * row_units * depth_units * 64, 128]. ORDER: a ping-pong policy of
-    `mainloop`. The other arguments are those of `prefill`.
+    `mainloop`. SKEW: see above. The other arguments are those of `prefill`.
     """
     gl.static_assert(num_warps == _CONSUMER_WARPS, "consumer 0 is the default partition")
+    gl.static_assert(SKEW * (CONSUMERS - 1) < STAGES, "the producer fills no more than STAGES")
     gl.static_assert(x_desc.block_type.shape[0] == BLOCK_M, "a block's rows")
     gl.static_assert(weight_desc.block_type.nbytes == _UNIT_ROWS * UNIT_CODES, "a unit's weights")
     pipe = _make_pipeline(weight_desc, x_desc, CONSUMERS, BLOCKS, STAGES)
@@ -451,8 +463,12 @@ def _moe_gemm_prefill_fp8_kernel(
     parameters = ActivationParameters(p0, p1, p2)
     operands = Fp8Operands(weight_desc, x_desc, row_units, 0)
     producer = ProducerArgs(pipe, tile_counter, operands, tiles)
-    consumer_0 = ConsumerArgs(pipe, order, staging_0, epilogue, out_desc, parameters, tiles, ORDER)
-    consumer_1 = ConsumerArgs(pipe, order, staging_1, epilogue, out_desc, parameters, tiles, ORDER)
+    consumer_0 = ConsumerArgs(
+        pipe, order, staging_0, epilogue, out_desc, parameters, tiles, ORDER, SKEW
+    )
+    consumer_1 = ConsumerArgs(
+        pipe, order, staging_1, epilogue, out_desc, parameters, tiles, ORDER, SKEW
+    )
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consume, (consumer_0, 0)), (_consume, (consumer_1, 1)), (_produce, (producer,))],
@@ -461,7 +477,9 @@ def _moe_gemm_prefill_fp8_kernel(
         )
     else:
         last = make_staging(out_desc, STAGING_BUFFERS)
-        consumer_2 = ConsumerArgs(pipe, order, last, epilogue, out_desc, parameters, tiles, ORDER)
+        consumer_2 = ConsumerArgs(
+            pipe, order, last, epilogue, out_desc, parameters, tiles, ORDER, SKEW
+        )
         gl.warp_specialize(
             [
                 (_consume, (consumer_0, 0)),

@@ -1,6 +1,8 @@
 """List of runs of blocks for the prefill kernel, made on the device.
 
 A run is up to `width` routing blocks of one expert; all tiles of a run have its activation rows.
+Even lists have no run of a single block behind others, which takes more than its share of time: the
+last `width` + 1 blocks of an expert are two runs, of `width` - 1 blocks and of two.
 """
 
 from __future__ import annotations
@@ -38,6 +40,33 @@ def _later(left, right):
     return tl.maximum(left, right)
 
 
+@triton.jit
+def _remaining_blocks(block_expert_ids_ptr, block, expert, used, num_blocks, blocks_per_unit):
+    """Blocks of each block's expert from it on, at most `_MOST_BLOCKS` + 2."""
+    remaining = tl.full([_CHUNK], 1, tl.int32)
+    for ahead in tl.static_range(1, _MOST_BLOCKS + 2):
+        after = tl.load(
+            block_expert_ids_ptr + (block + ahead) // blocks_per_unit,
+            mask=used & (block + ahead < num_blocks),
+            other=-1,
+        )
+        remaining += (after == expert).to(tl.int32)
+    return remaining
+
+
+@triton.jit
+def _even_runs(place, offset, remaining, width):
+    """Whether a run starts at blocks, and its length; see the module.
+
+    place: offset % width. offset: blocks of the expert before.
+    """
+    shares = width > 2
+    last_pair = shares & (place == width - 1) & (remaining == 2)
+    alone = shares & (offset > 0) & (remaining == 1)
+    length = tl.minimum(remaining, width) - (shares & (remaining == width + 1)).to(tl.int32)
+    return ((place == 0) & (alone == 0)) | last_pair, tl.where(last_pair, 2, length)
+
+
 @triton.jit(do_not_specialize=["blocks_per_unit", "block_m", "width"])
 def _moe_tile_schedule_kernel(
     first_block_ptr,
@@ -49,10 +78,11 @@ def _moe_tile_schedule_kernel(
     blocks_per_unit,
     block_m,
     width,
+    EVEN: tl.constexpr,
 ):
     """Scan the plan's blocks of block_m rows. Grid: one program.
 
-    Among the blocks of one expert, every width-th block starts a run.
+    Among the blocks of one expert, every width-th block starts a run; EVEN: see the module.
     """
     launch_dependents_and_wait()
     num_blocks = tl.load(num_valid_ptr) // block_m
@@ -69,15 +99,23 @@ def _moe_tile_schedule_kernel(
         starts = tl.maximum(tl.associative_scan(starts, 0, _later), run_start)
         run_start = tl.max(starts, 0)
         head = used & ((block - starts) % width == 0)
-        length = tl.full([_CHUNK], 1, tl.int32)
-        for ahead in tl.static_range(1, _MOST_BLOCKS):
-            inside = (ahead < width) & (block + ahead < num_blocks)
-            after = tl.load(
-                block_expert_ids_ptr + (block + ahead) // blocks_per_unit,
-                mask=head & inside,
-                other=-1,
+        if EVEN:
+            remaining = _remaining_blocks(
+                block_expert_ids_ptr, block, expert, used, num_blocks, blocks_per_unit
             )
-            length += (after == expert).to(tl.int32)
+            offset = block - starts
+            head, length = _even_runs(offset % width, offset, remaining, width)
+            head = head & used
+        else:
+            length = tl.full([_CHUNK], 1, tl.int32)
+            for ahead in tl.static_range(1, _MOST_BLOCKS):
+                inside = (ahead < width) & (block + ahead < num_blocks)
+                after = tl.load(
+                    block_expert_ids_ptr + (block + ahead) // blocks_per_unit,
+                    mask=head & inside,
+                    other=-1,
+                )
+                length += (after == expert).to(tl.int32)
         position = count + tl.cumsum(head.to(tl.int32), 0) - 1
         tl.store(first_block_ptr + position, block, mask=head)
         tl.store(blocks_ptr + position, length, mask=head)
@@ -86,31 +124,32 @@ def _moe_tile_schedule_kernel(
     tl.store(count_ptr, count)
 
 
-Schedules = dict[tuple[int, int], TileSchedule]
-"""Lists of a call by (block_m, width). Both stages of a layer share them."""
+Schedules = dict[tuple[int, int, bool], TileSchedule]
+"""Lists of a call by (block_m, width, even). Both stages of a layer share them."""
 
 
 def tile_schedule(
-    plan: RoutingPlan, block_m: int, width: int, made: Schedules | None
+    plan: RoutingPlan, block_m: int, width: int, made: Schedules | None, *, even: bool = False
 ) -> TileSchedule:
     """Group the plan's blocks of `block_m` rows into runs of up to `width` blocks.
 
-    `made` caches the lists of a call; None makes a new list.
+    `made` caches the lists of a call; None makes a new list. even: see the module.
     """
     if made is None:
-        return _make_schedule(plan, block_m, width)
-    if (block_m, width) not in made:
-        made[block_m, width] = _make_schedule(plan, block_m, width)
-    return made[block_m, width]
+        return _make_schedule(plan, block_m, width, even)
+    key = block_m, width, even
+    if key not in made:
+        made[key] = _make_schedule(plan, *key)
+    return made[key]
 
 
-def _make_schedule(plan: RoutingPlan, block_m: int, width: int) -> TileSchedule:
+def _make_schedule(plan: RoutingPlan, block_m: int, width: int, even: bool) -> TileSchedule:
     per_unit = plan.routing_block_m // block_m
     limit = plan.max_blocks * per_unit
     # Pad so that all three rows are 16-byte aligned: Triton specialises kernels on alignment.
     first_block, blocks, expert = plan.num_valid.new_empty((3, -(-limit // 4) * 4)).unbind()
     count = plan.num_valid.new_empty(1)
-    _launch(per_unit, block_m, width)(
+    _launch(per_unit, block_m, width, even)(
         first_block_ptr=first_block,
         blocks_ptr=blocks,
         expert_ptr=expert,
@@ -122,13 +161,14 @@ def _make_schedule(plan: RoutingPlan, block_m: int, width: int) -> TileSchedule:
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _launch(blocks_per_unit: int, block_m: int, width: int) -> Launch:
+def _launch(blocks_per_unit: int, block_m: int, width: int, even: bool) -> Launch:
     return Launch(
         _moe_tile_schedule_kernel,
         (1,),
         blocks_per_unit=blocks_per_unit,
         block_m=block_m,
         width=width,
+        EVEN=even,
         num_warps=_NUM_WARPS,
         **PDL_LAUNCH,
     )

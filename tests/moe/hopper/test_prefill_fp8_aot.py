@@ -96,6 +96,31 @@ def test_schedules_reach_as_far_as_tiles(tile: str) -> None:
     assert heuristics.fp8_tiles()[tile].blocks_per_tile <= schedule._MOST_BLOCKS.value
 
 
+@tiles
+def test_consumers_start_apart(recorder: Recorder, tile: str) -> None:
+    """By stages that the producer can fill before any is released, however few there are."""
+    whole = heuristics.fp8_tiles()[tile]
+    problem = describe(shape_of(), 8192, "mxfp8", fp8=True)
+    for num_stages in range(2, whole.num_stages + 1):
+        config = replace(whole, num_stages=num_stages)
+        for launch in gemms(recorder.run(problem, config, has_bias=False)):
+            skew = launch.arguments["SKEW"] * (config.consumers - 1)
+            assert skew < num_stages
+            assert num_stages < 4 or skew > 0
+
+
+def test_a_layer_lists_even_runs_once(recorder: Recorder) -> None:
+    problem = describe(shape_of(SiLU()), 8192, "mxfp8", fp8=True)
+    config = heuristics.fp8_tiles()["fp8_wide"]
+    launches = recorder.run_layer(problem, config)
+    (made,) = (launch for launch in launches if launch.name == "_moe_tile_schedule_kernel")
+    assert made.arguments["EVEN"] is True
+    assert made.compile().metrics.spills == 0
+    of_others = recorder.run_layer(problem, heuristics.tiles(False)["wide"])
+    (made,) = (launch for launch in of_others if launch.name == "_moe_tile_schedule_kernel")
+    assert made.arguments["EVEN"] is False
+
+
 def test_the_kernel_waits_for_the_one_before(recorder: Recorder) -> None:
     for launch in both_gemms(recorder, shape_of(), "fp8_narrow", has_bias=True):
         assert launch.arguments["launch_pdl"] is True
