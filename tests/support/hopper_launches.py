@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+import mxpert
 from mxpert.configs import HopperGemmConfig
 from mxpert.core.problem import MoEConfig, MoEProblem, Target, activation_mx_format
+from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
 from mxpert.formats.weight_tensor import WeightLike
 from mxpert.moe.hopper import host as moe
@@ -16,7 +19,15 @@ from mxpert.moe.inputs import DownInputs, FusedMoEInputs, GateUpInputs
 from mxpert.testing.problems import MoEShape
 from support.aot import CompiledKernel, compile_for, specialize
 from support.launches import RecordedLaunch, recorded_launches
-from support.without_data import layer_of, packed, packed_fp8, plan_of, rows_of, weights_of
+from support.without_data import (
+    empty,
+    layer_of,
+    packed,
+    packed_fp8,
+    plan_of,
+    rows_of,
+    weights_of,
+)
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
 
@@ -52,6 +63,22 @@ def describe(
 
 def _projection(problem: MoEProblem) -> Callable[[int, int, int], WeightLike]:
     return packed_fp8 if problem.weight_layout.has_fp8_codes else packed
+
+
+def served(shape: MoEShape, num_tokens: int, a_format: Any) -> list[Launch]:
+    """Launches of the public functions from router logits to the layer's output."""
+    problem = describe(shape, num_tokens, a_format)
+    weights = weights_of(problem, packed, shape.has_bias)
+    x, logits = (
+        empty(num_tokens, width, dtype=torch.bfloat16)
+        for width in (shape.hidden_size, shape.num_experts)
+    )
+    with on_device(H200), recorded_launches() as recorded:
+        routed = mxpert.route_topk(logits, shape.top_k)
+        mxpert.fused_moe(
+            x, weights, *routed, activation=shape.activation, activation_format=a_format
+        )
+    return [Launch(*each) for each in recorded]
 
 
 class Recorder:

@@ -1,14 +1,19 @@
-"""Grids of the Hopper MoE kernels where a call leaves SMs to other work, on a stub target."""
+"""Launches of the Hopper MoE kernels on a stub target: grids where a call leaves SMs to other work,
+and the binaries of a served model."""
 
 from __future__ import annotations
+
+import collections
 
 import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
 from mxpert.moe.hopper import config as heuristics
+from mxpert.moe.hopper import encode
 from mxpert.testing.problems import MODEL_SHAPES
-from support.hopper_launches import H200, Launch, Recorder, describe
+from support.aot import let_specialize
+from support.hopper_launches import H200, Launch, Recorder, describe, served
 
 GEMMS = ("_moe_gemm_decode_kernel", "_moe_gemm_prefill_kernel")
 
@@ -48,3 +53,33 @@ def test_gemms_that_leave_sms_do_not_start_early(
     for limit, early in ((None, True), (H200.num_sms, True), (66, False)):
         for launch in gemms(monkeypatch, tokens, limit):
             assert launch.arguments.get("launch_pdl", False) is early
+
+
+SERVED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096, 8192)
+MOST_BINARIES = {"gpt-oss-120b": 38, "kimi-k2-tp4": 38, "qwen3-30b": 42, "deepseek-v3": 38}
+"""Binaries that a model served in bf16 and mxfp8 has at SERVED_TOKENS; they may only become
+fewer."""
+
+
+def binaries(model: str) -> collections.Counter[str]:
+    """Number of binaries by kernel."""
+    shape = MODEL_SHAPES[model]
+    found = {
+        (launch.name, launch.binary)
+        for a_format in ("bf16", "mxfp8")
+        for tokens in SERVED_TOKENS
+        for launch in served(shape, tokens, a_format)
+    }
+    return collections.Counter(name for name, _ in found)
+
+
+@pytest.mark.parametrize(("model", "most"), MOST_BINARIES.items(), ids=MOST_BINARIES)
+def test_a_served_model_has_no_more_binaries(model: str, most: int) -> None:
+    found = binaries(model)
+    assert found.total() == most, f"lower MOST_BINARIES, or find what differs: {dict(found)}"
+
+
+def test_a_number_that_triton_specialises_on_adds_binaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slots of all tokens: 8 for two tokens, multiples of 16 for more."""
+    let_specialize(monkeypatch, encode._moe_encode_rows_kernel, "num_slots")
+    assert binaries("gpt-oss-120b").total() > MOST_BINARIES["gpt-oss-120b"]
