@@ -19,15 +19,7 @@ from mxpert.moe.inputs import DownInputs, FusedMoEInputs, GateUpInputs
 from mxpert.testing.problems import MoEShape
 from support.aot import CompiledKernel, compile_for, specialize
 from support.launches import RecordedLaunch, recorded_launches
-from support.without_data import (
-    empty,
-    layer_of,
-    packed,
-    packed_fp8,
-    plan_of,
-    rows_of,
-    weights_of,
-)
+from support.without_data import empty, layer_of, packed, packed_fp8, plan_of, rows_of, weights_of
 
 H200 = Target("cuda", "sm_90", "NVIDIA H200", 132, 232448)
 

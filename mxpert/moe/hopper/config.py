@@ -321,16 +321,17 @@ def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
 
     Both stages get the same block_m.
     """
-    hi_lo = uses_hi_lo(problem)
+    units = _row_units(problem, op)
+    idle = -(-units // 3) * 3 > _MOST_IDLE * units
     if reads_fp8(problem) and (name := fp8_tile(problem)):
-        return fp8_tiles()[name]
+        return fp8_tiles()["fp8_middle" if name == "fp8_triple" and idle else name]
+    hi_lo = uses_hi_lo(problem)
     known = tiles(hi_lo, problem.weight_format)
     bytes_per_weight = _unit_stage_bytes(problem.weight_format) / (UNIT_ROWS * STAGE_DEPTH)
     limits = tile_limits(problem, hi_lo, bytes_per_weight)
     fitting = (name for name, limit in limits if problem.rows_per_expert <= limit)
     name = next((name for name in fitting if name in known), [*known][-1])
-    units = _row_units(problem, op)
-    if name == "triple" and "narrow" in known and -(-units // 3) * 3 > _MOST_IDLE * units:
+    if name == "triple" and "narrow" in known and idle:
         name = "narrow"
     return known[name]
 

@@ -207,8 +207,7 @@ def _column_policy(ROWS, HI_LO):
 
 @aggregate
 class ActivationRows:
-    """Rows of each depth unit in the ring, e4m3 [units, rows, 128]; or of each half of one, bfloat16
-    [2 * units, rows, 64].
+    """Rows of each depth unit of the ring, e4m3 [units, rows, 128]; bfloat16 ones of half a unit.
 
     Sizes of tensors are powers of two, so other numbers of rows take two tensors. Otherwise `rest`
     is `first` and is not used.

@@ -69,9 +69,13 @@ follows where that costs 5 %: from (15.5 - 5.5) / 0.05 and (31.5 - 15.5) / 0.05 
 """
 
 FP8_FROM_ROWS = 128
-_FP8_LIMITS = (("fp8_middle", 192), ("fp8_wide", math.inf))
+_FP8_LIMITS = (("fp8_middle", 192), ("fp8_triple", math.inf))
 """Rows per hit expert from which tiles with FP8 weights are used where there are such weights, and
-up to which each of them is. Not measured."""
+up to which each of them is.
+
+Measured on an H200 with 21 to 2048 rows, on gpt-oss-120b, kimi-k2 TP4, qwen3-235b and dsv4-flash:
+with 128 rows they take 0.94 and 1.02 of the time of the tiles that decode, with 96 rows 0.97 and
+more, with 170 and more 0.79 to 0.89."""
 
 _DECODE_ROWS = 32
 """Rows of the widest decode tile."""

@@ -178,6 +178,23 @@ def test_many_rows_take_the_fp8_copy(a_format: str, model: str, num_tokens: int)
             heuristics.require_valid(stage, without)
 
 
+@pytest.mark.parametrize(
+    "model, num_tokens, gate_up, down",
+    [
+        ("gpt-oss-120b", 4096, "fp8_middle", "fp8_middle"),  # 128 rows an expert
+        ("gpt-oss-120b", 8192, "fp8_triple", "fp8_triple"),  # 256
+        ("kimi-k2-tp4", 32768, "fp8_middle", "fp8_triple"),  # 683; 16 row units, and 112
+    ],
+)
+def test_rows_of_an_expert_choose_the_tile(
+    model: str, num_tokens: int, gate_up: str, down: str
+) -> None:
+    """Three consumers where row units divide by three, or nearly."""
+    layer = heuristics.layer_heuristic(describe(MODEL_SHAPES[model], num_tokens, "mxfp8", fp8=True))
+    tiles = heuristics.fp8_tiles()
+    assert (layer.gate_up, layer.down) == (tiles[gate_up], tiles[down])
+
+
 def test_rows_of_bfloat16_have_no_such_tile() -> None:
     config = heuristics.fp8_tiles()["fp8_wide"]
     with pytest.raises(ValueError, match="config — need one of"):
