@@ -18,10 +18,11 @@ STAGES = (*GEMM_STAGES, "gate_up", "down", "layer")
 stage on a ready routing; layer goes from router logits and x to y."""
 
 ACTIVATION_FORMATS = {"a16": ("bf16",), "a8": ("mxfp8", "fp8_token"), "a4": ("mxfp4",)}
-"""Width of the activations → our formats of that width. Peers' a8 is "fp8_token"."""
+"""Width of the activations → our formats of that width. Peers' a8 are "fp8_token" and "fp8_group",
+e4m3 with one scale for each token or for 128 values."""
 
 FORMATS = tuple(name for names in ACTIVATION_FORMATS.values() for name in names)
-WIDTHS = {"bf16": "a16", "fp8_token": "a8", "mxfp8": "a8", "mxfp4": "a4"}
+WIDTHS = {"bf16": "a16", "fp8_token": "a8", "fp8_group": "a8", "mxfp8": "a8", "mxfp4": "a4"}
 """Activation as it stands in the rows → the width of the activations."""
 
 PEER_WIDTHS = {"a16": "a16", "a8": "a8", "a4": "a8"}

@@ -26,7 +26,8 @@ from mxpert.routing.plan import TOKEN_BITS, TOKEN_MASK
 
 Call = Callable[[], object]
 Variants = dict[str, dict[str, list[Call]]]
-"""variant → stage → calls; where a peer offers several, its fastest counts."""
+"""variant → stage → calls; where a peer offers several, its fastest counts. "steps", where a peer
+has them, gives `peer_gate.Steps`."""
 
 _PROGRAMS = "humming/_native/*/nvrtc_compile"
 """What a peer runs as a process of its own; looked at first, not minutes into a comparison."""
@@ -38,6 +39,7 @@ PEER_KEYS = (
     ("marlin", "bf16"),
     ("humming", "bf16"),
     ("humming", "fp8_token"),
+    ("humming", "fp8_group"),
 )
 
 

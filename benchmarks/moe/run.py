@@ -33,6 +33,7 @@ from benchmarks.moe.estimate import estimate
 from benchmarks.moe.figures import line_name
 from benchmarks.moe.layers import SUMMARY_TOKENS, layer_table
 from benchmarks.moe.ours import Ours, Truth, random_weights
+from benchmarks.moe.peer_gate import PeerGate
 from benchmarks.moe.peers import PEERS, Marlin, Peer, TritonKernels, add_to_path, asked_peers
 from benchmarks.moe.protocol import SUSTAINED_US, WARMUP, idle_seconds, make_meta, num_repeats
 from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA, Key, make_row, row_key, work_of
@@ -261,12 +262,13 @@ def collect(
     def add_peer(key: tuple[str, str], stages: list[str]) -> None:
         peer = get_peer(run, cell.model, key)
         variants = peer.prepare(cell, batches)
+        if peer.same_weights:
+            gate = PeerGate(cell, key[1], built.weights.plain, batches[0])
+            error = gate.checked(truth("bf16"), list(variants.values()))
+            errors.setdefault("layer", {})[key] = error
         for variant, calls in variants.items():
             for stage in stages:
                 timed[stage]["/".join((*key, variant))] = calls[stage]
-        if "layer" in stages and peer.same_weights:
-            y = next(iter(variants.values()))["layer"][0]()
-            errors["layer"][key] = truth("bf16").layer_error(y)
 
     by_key = {(ours.impl, ours.activation): ours for ours in built.ours}
     for key, stages in wanted.items():
