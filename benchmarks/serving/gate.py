@@ -54,9 +54,6 @@ def judge(found: Mapping[str, Sequence[float]]) -> dict[str, tuple[float, float]
     if set(REFERENCES) <= set(names):
         pair = difference(*(found[name] for name in REFERENCES))
     return {
-        name: (
-            difference(found[name], found[reference]),
-            bound(BACKENDS[name].activation_format, pair),
-        )
+        name: (difference(found[name], found[reference]), bound(BACKENDS[name].form, pair))
         for name in names
     }
