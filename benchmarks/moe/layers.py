@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.harness.document import Row
 from benchmarks.harness.script import RESULTS, device_folder
 from benchmarks.harness.tables import conditions, folded, page, paragraphs, pivot
-from benchmarks.moe.cells import NAMED, REFERENCE, REFERENCE_TOKENS, TOKENS
+from benchmarks.moe.cells import NAMED, RECENT, REFERENCE, REFERENCE_TOKENS, TOKENS
 from benchmarks.moe.figures import (
     OURS,
     SpeedUp,
@@ -124,7 +124,7 @@ def layer_block(document: Mapping[str, Any], folder: str) -> str:
     grouped = any(row["activation"] == "fp8_group" for row in rows)
     scales = "one scale for each token" + (" or for 128 values" if grouped else "")
     others = paragraphs(
-        table(named[OPEN_MODELS:], SUMMARY_TOKENS),
+        table([*named[OPEN_MODELS:], *RECENT], SUMMARY_TOKENS),
         table([*REFERENCE, "gpt-oss-120b"], REFERENCE_TOKENS),
     )
     return paragraphs(

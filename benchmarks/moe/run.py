@@ -28,7 +28,16 @@ from benchmarks.harness.script import Script, Seconds, parse_list, parse_tokens,
 from benchmarks.harness.timing import measure_ceilings
 from benchmarks.moe import cells as plan
 from benchmarks.moe import warm_up
-from benchmarks.moe.cells import ACTIVATION_FORMATS, MODELS, STAGES, Cell, Inputs, Model
+from benchmarks.moe.cells import (
+    ACTIVATION_FORMATS,
+    MODELS,
+    OFFERED,
+    RECENT,
+    STAGES,
+    Cell,
+    Inputs,
+    Model,
+)
 from benchmarks.moe.estimate import estimate
 from benchmarks.moe.figures import line_name
 from benchmarks.moe.layers import SUMMARY_TOKENS, layer_table
@@ -371,7 +380,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The script's own options."""
     add = parser.add_argument
     counts, others = (",".join(map(str, each)) for each in (plan.TOKENS, plan.REFERENCE_TOKENS))
-    add("--models", default=",".join(MODELS), help="default: %(default)s")
+    also = f"default: %(default)s; also {', '.join(RECENT)}"
+    add("--models", default=",".join(MODELS), help=also)
     add("--tokens", help=f"default: {counts}, of the reference systems' shapes {others}")
     add("--activations", default=",".join(ACTIVATION_FORMATS))
     add("--stages", default=",".join(STAGES), help="default: %(default)s")
@@ -386,8 +396,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
     """Checked options, the document and the cells."""
     device, path = options.device, options.path
-    names = parse_list(options.models, list(MODELS), "--models")
-    models = [plan.tiny(MODELS[name]) if options.dry_run else MODELS[name] for name in names]
+    names = parse_list(options.models, list(OFFERED), "--models")
+    models = [plan.tiny(OFFERED[name]) if options.dry_run else OFFERED[name] for name in names]
     tokens = None if options.tokens is None else parse_tokens(options.tokens)
     cells = plan.ordered_cells(
         models, tokens, parse_list(options.routings, plan.ROUTINGS, "--routings")
@@ -431,7 +441,7 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
 
 def print_estimate(run: Run, cells: Sequence[Cell]) -> None:
     """What a dry run would have taken on a GPU, with every peer that was asked for."""
-    real = [replace(cell, model=MODELS[cell.model.name]) for cell in cells]
+    real = [replace(cell, model=OFFERED[cell.model.name]) for cell in cells]
     variants = len(run.formats) + len(asked_peers(run.formats, run.peer_names))
     found = estimate(real, run.stages, variants)
     parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found.items())

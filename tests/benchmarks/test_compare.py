@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mxpert
+from benchmarks import ROOT
 from benchmarks.moe import cells, estimate, ours, peers
 from benchmarks.moe import run as compare
 from benchmarks.moe.rows import SCHEMA, row_key
@@ -19,6 +20,7 @@ from benchmarks.routing import run as routing
 from mxpert.cli.measure import RunWeights
 from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
+from mxpert.testing.problems import MODEL_SHAPES
 from support.launches import H200, without_device
 from tests.benchmarks.comparison_rows import row
 from tests.benchmarks.scripts import dry_run
@@ -75,6 +77,19 @@ def test_inputs_are_the_same_on_every_run(name: str) -> None:
     assert not once[0].logits.equal(once[1].logits)
     if name == "hot":
         assert (once[0].logits.argmax(1)[::2] == 0).all()
+
+
+def test_recent_models_are_offered_and_described(tmp_path: Path) -> None:
+    """By the same names as in `mxpert bench` and in the documentation."""
+    page = (ROOT / "docs/performance.md").read_text("utf-8")
+    for name, model in cells.OFFERED.items():
+        assert name in MODEL_SHAPES
+        assert f"| {name} | {model.E} | {model.k} | {model.H} | {model.F} |" in page
+    assert not set(cells.RECENT) & set(cells.MODELS)
+    options = ["--models", ",".join(cells.RECENT), "--tokens", "1", "--stages", "layer"]
+    _, found = dry_run(compare.main, tmp_path / "x.json", *options, "--activations", "a8")
+    assert {each["model"] for each in found["rows"]} == set(cells.RECENT)
+    assert all(each["rel_l2"] < 2e-2 for each in found["rows"])
 
 
 def run(path: Path, *arguments: str) -> dict[str, Any]:
