@@ -28,7 +28,12 @@ FIRST_CARD = "nvidia-h200"
 SUMMARY_TOKENS = (1, 16, 128, 1024, 8192)
 NAMES = {"bf16": "a16w4", "mxfp8": "a8w4", "mxfp4": "a4w4"}
 """Our formats in a document."""
-PEER_NAMES = {"triton_kernels": "triton_kernels", "marlin": "Marlin", "humming": "Humming"}
+PEER_NAMES = {
+    "triton_kernels": "triton_kernels",
+    "marlin": "Marlin",
+    "humming": "Humming",
+    "flashinfer": "FlashInfer",
+}
 """Peers in a document."""
 OPEN_MODELS = 3
 """What a reader sees of the named models before unfolding them."""
@@ -85,7 +90,7 @@ def summary(document: Mapping[str, Any]) -> str:
 def peers_of(rows: Iterable[Row]) -> str:
     """The peers that were measured, in a sentence; all that there are if none was."""
     found = {row["impl"] for row in rows} & set(PEER_NAMES)
-    *others, last = [PEER_NAMES[impl] for impl in PEER_NAMES if impl in found or not found]
+    *others, last = [name for impl, name in PEER_NAMES.items() if impl in found or not found]
     return f"{', '.join(others)} and {last}" if others else last
 
 

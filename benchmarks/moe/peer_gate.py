@@ -1,10 +1,10 @@
 """The gate of peers that hold our weights, in float64 on what they multiply.
 
-A peer with bfloat16 activations that fuses its steps is compared with our own truth, layer by
-layer. One that shows its steps is compared step by step, each on what the step before gave: then
-no tolerance has to allow for codes that flip on the way. e4m3 activations have a float32 scale for
-each token or for each span of values. Peers round both products to bfloat16, and quantise the
-activation's float32 output.
+A peer that fuses its steps is compared with our own truth of its activations, as a whole layer. One
+that shows its steps is compared step by step, each on what the step before gave: then no tolerance
+has to allow for codes that flip on the way. e4m3 activations have a float32 scale for each token or
+for each span of values. Peers round both products to bfloat16, and quantise the activation's
+float32 output.
 """
 
 from __future__ import annotations
@@ -18,18 +18,12 @@ import torch
 import mxpert
 from benchmarks.moe.cells import Cell, Inputs
 from benchmarks.moe.ours import ACTIVATION, Call, Truth
-from mxpert.cli.measure import GateError
+from mxpert.cli.measure import GateError, error_gate, intermediate_sizes
 from mxpert.formats.token import FP8_TOKEN, quantize_token_rows
 from mxpert.moe.reference import activate
 from mxpert.moe.weights import MoEWeights
 from mxpert.quantize.reference import WeightDecoder
-from mxpert.testing.numerics import (
-    END_TO_END_GATE,
-    STAGE_GATE,
-    UNPROMOTED_ERROR,
-    relative_l2,
-    requantisation_error,
-)
+from mxpert.testing.numerics import STAGE_GATE, UNPROMOTED_ERROR, relative_l2, requantisation_error
 
 SPANS: dict[str, int | None] = {FP8_TOKEN: None, "fp8_group": 128}
 """e4m3 activations of peers → values that share a scale; None is a whole row."""
@@ -100,17 +94,18 @@ class PeerGate:
         """The largest relative L2 of a peer's variants, of whole layers or of any step.
 
         Args:
-            exact: of bfloat16 activations; its tokens are compared.
+            exact: of the peer's activations, or of bfloat16 ones if it shows its steps.
             variants: stage → calls, with "steps" where a peer shows them.
 
         Raises:
             GateError: a variant is wrong.
         """
-        worst = 0.0
+        model, worst = self.cell.model, 0.0
         for calls in variants:
             if "steps" not in calls:
-                y = calls["layer"][0]()
-                errors, limits = {"layer": exact.layer_error(y)}, {"layer": END_TO_END_GATE}
+                errors = {"layer": exact.layer_error(calls["layer"][0]())}
+                sizes = intermediate_sizes(exact.tokens.numel(), model.k, model.F)
+                limits = {"layer": error_gate("layer", self.activation, sizes)}
             else:
                 errors = self.step_errors(calls["steps"][0](), exact.tokens)
                 limits = self.step_gates(exact.tokens.numel())

@@ -33,13 +33,15 @@ _PROGRAMS = "humming/_native/*/nvrtc_compile"
 """What a peer runs as a process of its own; looked at first, not minutes into a comparison."""
 
 
-PEERS = ("triton_kernels", "marlin", "humming")
+PEERS = ("triton_kernels", "marlin", "humming", "flashinfer")
 PEER_KEYS = (
     ("triton_kernels", "bf16"),
     ("marlin", "bf16"),
     ("humming", "bf16"),
     ("humming", "fp8_token"),
     ("humming", "fp8_group"),
+    ("flashinfer", "bf16"),
+    ("flashinfer", "fp8_token"),
 )
 
 

@@ -30,6 +30,7 @@ from benchmarks.moe import cells as plan
 from benchmarks.moe import warm_up
 from benchmarks.moe.cells import (
     ACTIVATION_FORMATS,
+    FORMATS,
     MODELS,
     OFFERED,
     RECENT,
@@ -43,7 +44,15 @@ from benchmarks.moe.figures import line_name
 from benchmarks.moe.layers import SUMMARY_TOKENS, layer_table
 from benchmarks.moe.ours import Ours, Truth, random_weights
 from benchmarks.moe.peer_gate import PeerGate
-from benchmarks.moe.peers import PEERS, Marlin, Peer, TritonKernels, add_to_path, asked_peers
+from benchmarks.moe.peers import (
+    PEER_KEYS,
+    PEERS,
+    Marlin,
+    Peer,
+    TritonKernels,
+    add_to_path,
+    asked_peers,
+)
 from benchmarks.moe.protocol import SUSTAINED_US, WARMUP, idle_seconds, make_meta, num_repeats
 from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA, Key, make_row, row_key, work_of
 from mxpert.cli.measure import GateError, RunWeights
@@ -52,10 +61,11 @@ from mxpert.testing.timing import BYTES_PER_MX_WEIGHT, Timing, time_graph
 
 GPU_BYTES_FREE = 40 << 30
 """What results and graphs of a cell may take."""
-WEIGHT_COPIES = 6
+WEIGHT_COPIES = 2 + len(PEER_KEYS)
 """Ours as stored and as prepared, and one for each peer."""
 COMPILE_SECONDS = 45.0
 """A cell waits so long for a peer's compiler; the peer is then left to the second pass."""
+NO_STAGE = "absent: one call computes the whole layer"
 NO_GEMM = "absent: only the hopper backend has a GEMM that starts from encoded rows"
 Timed = dict[str, list[Callable[[], object]]]
 
@@ -126,6 +136,10 @@ def make_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
         return TritonKernels(model, weights)
     if key[0] == "marlin":
         return Marlin(folder, model, run.device)
+    if key[0] == "flashinfer":
+        from benchmarks.moe.flashinfer import FlashInfer
+
+        return FlashInfer(folder, model, weights, key[1])
     from benchmarks.moe.humming import Humming
 
     if isinstance(run.compiler, str):
@@ -273,11 +287,14 @@ def collect(
         variants = peer.prepare(cell, batches)
         if peer.same_weights:
             gate = PeerGate(cell, key[1], built.weights.plain, batches[0])
-            error = gate.checked(truth("bf16"), list(variants.values()))
+            own = key[1] if key[1] in FORMATS else "bf16"
+            error = gate.checked(truth(own), list(variants.values()))
             errors.setdefault("layer", {})[key] = error
         for variant, calls in variants.items():
-            for stage in stages:
+            for stage in set(stages) & set(calls):
                 timed[stage]["/".join((*key, variant))] = calls[stage]
+            for stage in set(stages) - set(calls):
+                run.document.fail(cell_key(cell, *key, stage), NO_STAGE)
 
     by_key = {(ours.impl, ours.activation): ours for ours in built.ours}
     for key, stages in wanted.items():

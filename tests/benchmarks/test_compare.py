@@ -111,7 +111,8 @@ def test_a_dry_run_walks_all_cells(tmp_path: Path) -> None:
 
 def test_mxfp4_is_measured_beside_the_a8_peers() -> None:
     found = compare.asked_peers(["mxfp4"], compare.PEERS)
-    assert found == [("humming", "fp8_token"), ("humming", "fp8_group")]
+    a8 = ["humming fp8_token", "humming fp8_group", "flashinfer fp8_token"]
+    assert [" ".join(key) for key in found] == a8
 
 
 def test_a_resumed_run_measures_what_is_missing(
@@ -204,6 +205,27 @@ def test_peers_fail_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("fake_peers")
+def test_a_peer_may_compute_the_layer_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other stages are noted as absent, so that a resumed run does not look for them."""
+    prepare = FakePeer.prepare
+
+    def layer_alone(self: FakePeer, cell: cells.Cell, batches: Any) -> peers.Variants:
+        return {"": {"layer": prepare(self, cell, batches)["padding 0"]["layer"]}}
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(FakePeer, "prepare", layer_alone)
+    path, options = tmp_path / "x.json", ("--peers", str(tmp_path), "--tokens", "1")
+    found = run(path, *options)
+    theirs = {each["stage"] for each in found["rows"] if each["impl"] == "humming"}
+    absent = [each for each in found["meta"]["failures"] if each["error"] == compare.NO_STAGE]
+    assert theirs == {"layer"}
+    assert {each["stage"] for each in absent} == set(cells.STAGES) - {"layer"}
+    assert run(path, *options, "--resume")["rows"] == found["rows"]
+
+
+@pytest.mark.usefixtures("fake_peers")
 def test_a_wrong_peer_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(FakePeer, "factor", 1.1)
@@ -221,7 +243,7 @@ def test_after_the_time_limit_nothing_is_measured(
     assert found["meta"]["left"] == ["dsv3-ep8 T=1 uniform", "dsv3-ep8 T=16 uniform"]
     text = capsys.readouterr().out
     assert "2 cells left: dsv3-ep8 T=1 uniform, dsv3-ep8 T=16 uniform" in text
-    assert "estimate for an H200, 2 cells, 9 variants: " in text
+    assert "estimate for an H200, 2 cells, 11 variants: " in text
 
 
 def test_a_whole_comparison_is_estimated_to_fit() -> None:

@@ -160,7 +160,7 @@ def test_a_block_names_the_peers_and_scales_that_were_measured() -> None:
     assert "the best of Marlin and Humming with" in layers.speed_up_block(
         {"meta": META, "rows": rows}, "."
     )
-    assert layers.peers_of([row()]) == "triton_kernels, Marlin and Humming"
+    assert layers.peers_of([row()]) == "triton_kernels, Marlin, Humming and FlashInfer"
     assert layers.peers_of([row("marlin")]) == "Marlin"
 
     def scales(*extra: dict[str, Any]) -> str:
