@@ -312,6 +312,35 @@ def asked_peers(formats: Sequence[str], names: Sequence[str]) -> list[tuple[str,
     return [key for key in PEER_KEYS if key[0] in names and WIDTHS[key[1]] in widths]
 
 
+def make(
+    key: tuple[str, str],
+    folder: Path,
+    model: Model,
+    weights: MoEWeights,
+    compiler: Any,
+    seconds_left: Callable[[], float],
+) -> Peer:
+    """The peer of a key, with a model's weights.
+
+    Args:
+        compiler: Humming's, or why there is none. seconds_left: how long its kernels may take.
+    """
+    impl, activation = key
+    if impl == "triton_kernels":
+        return TritonKernels(model, weights)
+    if impl == "marlin":
+        return Marlin(folder, model, weights.device)
+    if impl == "flashinfer":
+        from benchmarks.moe.flashinfer import FlashInfer
+
+        return FlashInfer(folder, model, weights, activation)
+    from benchmarks.moe.humming import Humming
+
+    if isinstance(compiler, str):
+        raise RuntimeError(compiler)
+    return Humming(folder, model, weights, activation, compiler, seconds_left)
+
+
 def add_to_path(folder: Path) -> None:
     """Let `folder` answer imports first."""
     if not folder.is_dir():

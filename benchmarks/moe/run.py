@@ -28,17 +28,7 @@ from benchmarks.harness.script import Script, Seconds, parse_list, parse_tokens,
 from benchmarks.harness.timing import measure_ceilings
 from benchmarks.moe import cells as plan
 from benchmarks.moe import warm_up
-from benchmarks.moe.cells import (
-    ACTIVATION_FORMATS,
-    FORMATS,
-    MODELS,
-    OFFERED,
-    RECENT,
-    STAGES,
-    Cell,
-    Inputs,
-    Model,
-)
+from benchmarks.moe.cells import ACTIVATION_FORMATS, MODELS, STAGES, Cell, Inputs, Model
 from benchmarks.moe.estimate import estimate
 from benchmarks.moe.figures import line_name
 from benchmarks.moe.layers import SUMMARY_TOKENS, layer_table
@@ -47,11 +37,11 @@ from benchmarks.moe.peer_gate import PeerGate
 from benchmarks.moe.peers import (
     PEER_KEYS,
     PEERS,
-    Marlin,
     Peer,
     TritonKernels,
     add_to_path,
     asked_peers,
+    make,
 )
 from benchmarks.moe.protocol import SUSTAINED_US, WARMUP, idle_seconds, make_meta, num_repeats
 from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA, Key, make_row, row_key, work_of
@@ -132,23 +122,11 @@ def make_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
     """One peer with this model's weights."""
     folder, weights = run.folder, run.models[model.name].weights.plain
     require(folder is not None, "compare", "--peers", need="a directory", got=None)
-    if key[0] == "triton_kernels":
-        return TritonKernels(model, weights)
-    if key[0] == "marlin":
-        return Marlin(folder, model, run.device)
-    if key[0] == "flashinfer":
-        from benchmarks.moe.flashinfer import FlashInfer
-
-        return FlashInfer(folder, model, weights, key[1])
-    from benchmarks.moe.humming import Humming
-
-    if isinstance(run.compiler, str):
-        raise RuntimeError(run.compiler)
 
     def seconds_left() -> float:
         return min(COMPILE_SECONDS, run.deadline - time.monotonic())
 
-    return Humming(folder, model, weights, key[1], run.compiler, seconds_left)
+    return make(key, folder, model, weights, run.compiler, seconds_left)
 
 
 def get_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
@@ -287,7 +265,7 @@ def collect(
         variants = peer.prepare(cell, batches)
         if peer.same_weights:
             gate = PeerGate(cell, key[1], built.weights.plain, batches[0])
-            own = key[1] if key[1] in FORMATS else "bf16"
+            own = key[1] if key[1] in plan.FORMATS else "bf16"
             error = gate.checked(truth(own), list(variants.values()))
             errors.setdefault("layer", {})[key] = error
         for variant, calls in variants.items():
@@ -397,7 +375,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The script's own options."""
     add = parser.add_argument
     counts, others = (",".join(map(str, each)) for each in (plan.TOKENS, plan.REFERENCE_TOKENS))
-    also = f"default: %(default)s; also {', '.join(RECENT)}"
+    also = f"default: %(default)s; also {', '.join(plan.RECENT)}"
     add("--models", default=",".join(MODELS), help=also)
     add("--tokens", help=f"default: {counts}, of the reference systems' shapes {others}")
     add("--activations", default=",".join(ACTIVATION_FORMATS))
@@ -413,8 +391,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
     """Checked options, the document and the cells."""
     device, path = options.device, options.path
-    names = parse_list(options.models, list(OFFERED), "--models")
-    models = [plan.tiny(OFFERED[name]) if options.dry_run else OFFERED[name] for name in names]
+    names = parse_list(options.models, list(plan.OFFERED), "--models")
+    models = [
+        plan.tiny(plan.OFFERED[name]) if options.dry_run else plan.OFFERED[name] for name in names
+    ]
     tokens = None if options.tokens is None else parse_tokens(options.tokens)
     cells = plan.ordered_cells(
         models, tokens, parse_list(options.routings, plan.ROUTINGS, "--routings")
@@ -458,7 +438,7 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
 
 def print_estimate(run: Run, cells: Sequence[Cell]) -> None:
     """What a dry run would have taken on a GPU, with every peer that was asked for."""
-    real = [replace(cell, model=OFFERED[cell.model.name]) for cell in cells]
+    real = [replace(cell, model=plan.OFFERED[cell.model.name]) for cell in cells]
     variants = len(run.formats) + len(asked_peers(run.formats, run.peer_names))
     found = estimate(real, run.stages, variants)
     parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found.items())
