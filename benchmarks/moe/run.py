@@ -140,7 +140,8 @@ def get_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
         try:
             with run.seconds.clock(f"of which {key[0]}'s weights"):
                 known[key] = make_peer(run, model, key)
-            run.document.meta["peers"].setdefault("/".join(key), "present")
+            note = ": ".join(filter(None, ("present", getattr(known[key], "note", ""))))
+            run.document.meta["peers"].setdefault("/".join(key), note)
         except Exception as error:
             check_alive(run.device)
             known[key] = f"absent: {describe(error)}"

@@ -216,11 +216,13 @@ def test_a_peer_may_compute_the_layer_alone(
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(FakePeer, "prepare", layer_alone)
+    monkeypatch.setattr(FakePeer, "note", "half of its kernels", raising=False)
     path, options = tmp_path / "x.json", ("--peers", str(tmp_path), "--tokens", "1")
     found = run(path, *options)
     theirs = {each["stage"] for each in found["rows"] if each["impl"] == "humming"}
     absent = [each for each in found["meta"]["failures"] if each["error"] == compare.NO_STAGE]
     assert theirs == {"layer"}
+    assert found["meta"]["peers"]["humming/bf16"] == "present: half of its kernels"
     assert {each["stage"] for each in absent} == set(cells.STAGES) - {"layer"}
     assert run(path, *options, "--resume")["rows"] == found["rows"]
 

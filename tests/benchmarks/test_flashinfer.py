@@ -43,11 +43,6 @@ class Runner:
         if tactic in (0, 4):
             raise RuntimeError("this tile was left out")
 
-    def get_workspace_size(self, *arguments: Any) -> int:
-        assert arguments[:5] == (4, 256, 128, MODEL.E, MODEL.k)
-        assert len(arguments) == 11
-        return 64
-
     def run_moe(self, out: Any, x: Any, ids: Any, weights: Any, *rest: Any) -> None:
         gate_up, _, down, _, scales, _, alpha, beta, limit = rest[:9]
         assert len(rest) == 25
@@ -74,6 +69,7 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(flashinfer.FlashInfer, "_seconds", lambda self, call: call() or 1.0)
     package = SimpleNamespace(
         init=Runner,
+        NOTES={"bf16": "two of its tiles", "fp8_token": ""},
         interleave_moe_weights_for_sm90_mixed_gemm=lambda codes, _: codes,
         interleave_moe_scales_for_sm90_mixed_gemm=lambda scales: scales,
         preprocess_moe_weights_for_sm90_mixed_gemm_humming=lambda codes, scales: (
@@ -103,6 +99,7 @@ def test_the_layer_is_ours(peer: Any) -> None:
     made = peer("bf16")
     assert made.gate_up.shape == (4, 2 * 128, 256 // 2)
     assert made.down.shape == (4, 256, 128 // 2)
+    assert made.note == "two of its tiles"
     assert check(made) < 6e-3
     made.runner = Runner(False, swap=True)
     with pytest.raises(GateError, match="odd T=4 uniform bf16 layer"):
