@@ -18,10 +18,11 @@ STAGES = (*GEMM_STAGES, "gate_up", "down", "layer")
 stage on a ready routing; layer goes from router logits and x to y."""
 
 ACTIVATION_FORMATS = {"a16": ("bf16",), "a8": ("mxfp8", "fp8_token"), "a4": ("mxfp4",)}
-"""Width of the activations → our formats of that width. Peers' a8 is "fp8_token"."""
+"""Width of the activations → our formats of that width. Peers' a8 are "fp8_token" and "fp8_group",
+e4m3 with one scale for each token or for 128 values."""
 
 FORMATS = tuple(name for names in ACTIVATION_FORMATS.values() for name in names)
-WIDTHS = {"bf16": "a16", "fp8_token": "a8", "mxfp8": "a8", "mxfp4": "a4"}
+WIDTHS = {"bf16": "a16", "fp8_token": "a8", "fp8_group": "a8", "mxfp8": "a8", "mxfp4": "a4"}
 """Activation as it stands in the rows → the width of the activations."""
 
 PEER_WIDTHS = {"a16": "a16", "a8": "a8", "a4": "a8"}
@@ -64,6 +65,12 @@ REFERENCE = named("kimi-e385", "r1-e384")
 """Shapes that the reference systems publish; their third is gpt-oss-120b."""
 
 MODELS = NAMED | REFERENCE
+"""What is measured by default."""
+
+RECENT = named("kimi-k3-ep8", "dsv4-pro-ep8", "dsv4.1-flash-ep8", "minimax-m3-tp4")
+"""Recent models that nothing was tuned for; measured where they are asked for."""
+
+OFFERED = MODELS | RECENT
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096, 8192)
 REFERENCE_TOKENS = (4, 16, 64, 256, 16384)
 _FIRST_TOKENS = (1, 16, 128, 256, 1024, 8192)
@@ -123,7 +130,7 @@ def ordered_cells(
         for model in models
         for count in tokens or tokens_of(model)
     ]
-    importance = {name: rank for rank, name in enumerate(MODELS)}
+    importance = {name: rank for rank, name in enumerate(OFFERED)}
 
     def rank(cell: Cell) -> tuple[int, ...]:
         tier = 1 if cell.is_reference else 0 if cell.tokens in _FIRST_TOKENS else 2

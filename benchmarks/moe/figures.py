@@ -12,7 +12,7 @@ from benchmarks.moe.cells import (
     DECODE_TOKENS,
     FORMATS,
     GEMM_STAGES,
-    MODELS,
+    OFFERED,
     PEER_WIDTHS,
     STAGES,
     WIDTHS,
@@ -26,7 +26,7 @@ CellKey = tuple[str, int, str, str]
 
 def model_rank(name: str) -> tuple[int, str]:
     """Models in the order of importance, unknown ones last."""
-    return (list(MODELS).index(name) if name in MODELS else len(MODELS)), name
+    return (list(OFFERED).index(name) if name in OFFERED else len(OFFERED)), name
 
 
 def format_rank(activation: str) -> int:

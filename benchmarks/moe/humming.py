@@ -1,4 +1,5 @@
-"""Humming: indexed GEMMs compiled at run time, with bf16 or per-token e4m3 activations."""
+"""Humming: indexed GEMMs compiled at run time, with bf16 activations, or e4m3 ones that have a
+scale for each token or for 128 values."""
 
 from __future__ import annotations
 
@@ -16,13 +17,13 @@ import torch
 
 from benchmarks.moe.cells import Cell, Inputs, Model
 from benchmarks.moe.ours import ACTIVATION
+from benchmarks.moe.peer_gate import SPANS, Steps, decoded
 from benchmarks.moe.peers import Call, MoEOps, Variants, aligned_rows, by_stage
 from mxpert.errors import message
 from mxpert.formats.tensor import MXTensor
 from mxpert.formats.weight_tensor import WEIGHT_FORMATS, WeightLike
 from mxpert.moe.weights import MoEWeights
 
-_DTYPES = {"bf16": "bfloat16", "fp8_token": "float8e4m3"}
 _NUM_LOCKS = 2048
 _SWIGLU = (
     f"fminf(a, {ACTIVATION.limit}f) / (1.f + __expf(-{ACTIVATION.alpha}f * "
@@ -42,10 +43,20 @@ def weight_config(name: str) -> dict[str, Any]:
     return {"quant_method": "modelopt", "quant_algo": name.partition("_")[0]}
 
 
-def paddings(model: Model) -> tuple[int, ...]:
+def input_config(activation: str) -> dict[str, Any]:
+    """What it calls activations; without a group there is one scale for each token."""
+    if activation == "bf16":
+        return {"dtype": "bfloat16"}
+    span = SPANS[activation]
+    return {"dtype": "float8e4m3"} | ({} if span is None else {"group_size": span})
+
+
+def paddings(model: Model, activation: str) -> tuple[int, ...]:
     """Multiples that its sizes are padded to: where they are no multiple of 128 both choices are
-    tried, and the faster one counts."""
-    return (0,) if model.H % 128 == model.F % 128 == 0 else (0, 128)
+    tried, and the faster one counts. Spans that share a scale have to be whole."""
+    if model.H % 128 == model.F % 128 == 0:
+        return (0,)
+    return (128,) if SPANS.get(activation) else (0, 128)
 
 
 def _shapes(model: Model) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -93,8 +104,12 @@ class Compiler:
         """Queue the kernels of all cells, in their order; each distinct kernel once."""
         for cell in cells:
             jobs = self.pending.setdefault(f"{cell} {weight_format}", [])
-            every = itertools.product(self.activations, paddings(cell.model), _shapes(cell.model))
-            for activation, padding, (rows, depth) in every:
+            forms = [
+                (name, size) for name in self.activations for size in paddings(cell.model, name)
+            ]
+            for (activation, padding), (rows, depth) in itertools.product(
+                forms, _shapes(cell.model)
+            ):
                 found = self._options(cell, weight_format, activation, padding, rows, depth)
                 for options in found:
                     key = json.dumps(options, sort_keys=True, default=str)
@@ -110,7 +125,7 @@ class Compiler:
         prepare = importlib.import_module("humming.transform").prepare_layer_config
         weights = schema.BaseWeightSchema.from_config(weight_config(weight_format))
         inputs = schema.BaseInputSchema.from_config(
-            {"quant_method": "humming", "dtype": _DTYPES[activation]}
+            {"quant_method": "humming"} | input_config(activation)
         )
         device = torch.device("cuda", torch.cuda.current_device())
         try:
@@ -184,7 +199,7 @@ class Projection:
                 shape_k=depth,
                 num_experts=experts,
                 weight_config=weight_config(projection.format.name),
-                input_config={"dtype": _DTYPES[activation]},
+                input_config=input_config(activation),
                 torch_dtype=torch.bfloat16,
                 **_padding_options(padding),
             )
@@ -269,7 +284,7 @@ class Humming:
         self.routing = MoEOps(folder, model)
         self.paddings: dict[str, tuple[Projection, Projection]] = {}
         errors = []
-        for padding in paddings(model):
+        for padding in paddings(model, activation):
             try:
                 self.paddings[f"padding {padding}"] = (
                     Projection(model, weights.gate_up_proj, activation, padding),
@@ -326,8 +341,14 @@ class Humming:
             aligned_2 = aligned_1 if block_1 == block_2 else self.routing.align(ids, block_2)
             return second(first(aligned_1), weights, aligned_2)
 
+        def steps() -> Steps:
+            result = layer()
+            rows = decoded(*gate_up.encode(inputs.x))
+            return Steps(rows, inner, decoded(*down.activate(inner)), result)
+
         encoded, h = gate_up.encode(inputs.x), first(ready_1)
         return {
+            "steps": steps,
             "gate_up_gemm": functools.partial(
                 gate_up.multiply, launch_1, *encoded, inner, ready_1, model.k
             ),

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.harness.document import Row
 from benchmarks.harness.script import RESULTS, device_folder
 from benchmarks.harness.tables import conditions, folded, page, paragraphs, pivot
-from benchmarks.moe.cells import NAMED, REFERENCE, REFERENCE_TOKENS, TOKENS
+from benchmarks.moe.cells import NAMED, RECENT, REFERENCE, REFERENCE_TOKENS, TOKENS
 from benchmarks.moe.figures import (
     OURS,
     SpeedUp,
@@ -28,6 +28,13 @@ FIRST_CARD = "nvidia-h200"
 SUMMARY_TOKENS = (1, 16, 128, 1024, 8192)
 NAMES = {"bf16": "a16w4", "mxfp8": "a8w4", "mxfp4": "a4w4"}
 """Our formats in a document."""
+PEER_NAMES = {
+    "triton_kernels": "triton_kernels",
+    "marlin": "Marlin",
+    "humming": "Humming",
+    "flashinfer": "FlashInfer",
+}
+"""Peers in a document."""
 OPEN_MODELS = 3
 """What a reader sees of the named models before unfolding them."""
 
@@ -80,6 +87,13 @@ def summary(document: Mapping[str, Any]) -> str:
     )
 
 
+def peers_of(rows: Iterable[Row]) -> str:
+    """The peers that were measured, in a sentence; all that there are if none was."""
+    found = {row["impl"] for row in rows} & set(PEER_NAMES)
+    *others, last = [name for impl, name in PEER_NAMES.items() if impl in found or not found]
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def speed_up_block(document: Mapping[str, Any], folder: str) -> str:
     """Geometric means over the named models, by format and token count; `folder` has the JSON.
 
@@ -99,7 +113,7 @@ def speed_up_block(document: Mapping[str, Any], folder: str) -> str:
     cells = {key: f"{geometric_mean(values):.2f}" for key, values in found.items()}
     return paragraphs(
         f"Speed-up of whole MoE layers on one {document['meta']['device']}, from router logits to "
-        "the output, over the best of triton_kernels, Marlin and Humming with activations of the "
+        f"the output, over the best of {peers_of(document['rows'])} with activations of the "
         "same width: geometric means over six models, by the number of tokens T "
         f"([JSON]({folder}/moe.json), [all cells]({folder}/moe.md)). Above 1 mxpert is faster. "
         "a16w4 has bf16 activations, a8w4 MXFP8, a4w4 MXFP4, with MXFP4 weights. No peer "
@@ -117,15 +131,17 @@ def layer_block(document: Mapping[str, Any], folder: str) -> str:
         return layer_table(chosen, tokens, lambda row: f"{row['model']} {NAMES[row['activation']]}")
 
     named = list(NAMED)
+    grouped = any(row["activation"] == "fp8_group" for row in rows)
+    scales = "one scale for each token" + (" or for 128 values" if grouped else "")
     others = paragraphs(
-        table(named[OPEN_MODELS:], SUMMARY_TOKENS),
+        table([*named[OPEN_MODELS:], *RECENT], SUMMARY_TOKENS),
         table([*REFERENCE, "gpt-oss-120b"], REFERENCE_TOKENS),
     )
     return paragraphs(
         f"Whole MoE layers from router logits on one {document['meta']['device']}, µs. In brackets "
         "the speed-up, the best peer's time over ours: above 1 mxpert is faster. a16w4 is compared "
-        "with peers of 16-bit activations, a8w4 and a4w4 with peers of 8-bit ones, which have one "
-        f"scale for each token ([JSON]({folder}/moe.json), [all cells]({folder}/moe.md), "
+        "with peers of 16-bit activations, a8w4 and a4w4 with peers of 8-bit ones, which have "
+        f"{scales} ([JSON]({folder}/moe.json), [all cells]({folder}/moe.md), "
         f"[plot]({folder}/moe.png)).",
         table(named[:OPEN_MODELS], SUMMARY_TOKENS),
         folded("other models and the reference systems' shapes", others) if others else "",

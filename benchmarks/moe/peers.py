@@ -26,18 +26,22 @@ from mxpert.routing.plan import TOKEN_BITS, TOKEN_MASK
 
 Call = Callable[[], object]
 Variants = dict[str, dict[str, list[Call]]]
-"""variant → stage → calls; where a peer offers several, its fastest counts."""
+"""variant → stage → calls; where a peer offers several, its fastest counts. "steps", where a peer
+has them, gives `peer_gate.Steps`."""
 
 _PROGRAMS = "humming/_native/*/nvrtc_compile"
 """What a peer runs as a process of its own; looked at first, not minutes into a comparison."""
 
 
-PEERS = ("triton_kernels", "marlin", "humming")
+PEERS = ("triton_kernels", "marlin", "humming", "flashinfer")
 PEER_KEYS = (
     ("triton_kernels", "bf16"),
     ("marlin", "bf16"),
     ("humming", "bf16"),
     ("humming", "fp8_token"),
+    ("humming", "fp8_group"),
+    ("flashinfer", "bf16"),
+    ("flashinfer", "fp8_token"),
 )
 
 
@@ -306,6 +310,35 @@ def asked_peers(formats: Sequence[str], names: Sequence[str]) -> list[tuple[str,
     """Those of `PEER_KEYS` with such a name and the width of one of our formats."""
     widths = {PEER_WIDTHS[WIDTHS[name]] for name in formats}
     return [key for key in PEER_KEYS if key[0] in names and WIDTHS[key[1]] in widths]
+
+
+def make(
+    key: tuple[str, str],
+    folder: Path,
+    model: Model,
+    weights: MoEWeights,
+    compiler: Any,
+    seconds_left: Callable[[], float],
+) -> Peer:
+    """The peer of a key, with a model's weights.
+
+    Args:
+        compiler: Humming's, or why there is none. seconds_left: how long its kernels may take.
+    """
+    impl, activation = key
+    if impl == "triton_kernels":
+        return TritonKernels(model, weights)
+    if impl == "marlin":
+        return Marlin(folder, model, weights.device)
+    if impl == "flashinfer":
+        from benchmarks.moe.flashinfer import FlashInfer
+
+        return FlashInfer(folder, model, weights, activation)
+    from benchmarks.moe.humming import Humming
+
+    if isinstance(compiler, str):
+        raise RuntimeError(compiler)
+    return Humming(folder, model, weights, activation, compiler, seconds_left)
 
 
 def add_to_path(folder: Path) -> None:

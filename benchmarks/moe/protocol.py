@@ -35,9 +35,10 @@ PROTOCOL = {
     "stages": "*_gemm: GEMM kernel with its epilogue; gate_up, down: whole stage on a "
     "ready routing; layer: from logits, top-k and sort included. The "
     "intermediate is quantised in gate_up by mxpert/mxfp8, mxpert/mxfp4 and "
-    "humming/fp8_token, in down by mxpert/fp8_token",
+    "humming, in down by mxpert/fp8_token",
     "rel_l2": "sampled tokens; mxpert: to float64 on the same quantised operands; "
-    "peers (layer): to float64 with bf16 activations",
+    "triton_kernels: to float64 with bf16 activations; humming: the largest of its steps, each to "
+    "float64 on what the step before gave",
 }
 
 

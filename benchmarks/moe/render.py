@@ -64,9 +64,9 @@ from mxpert.cli.plots import (
     styled,
 )
 
-STYLES = {"mxpert": 3, "triton_kernels": 0, "marlin": 2, "humming": 4}
+STYLES = {"mxpert": 3, "triton_kernels": 0, "marlin": 2, "humming": 4, "flashinfer": 5}
 """Colour and marker of an implementation."""
-FORMATS = ("bf16", "fp8_token", "mxfp8", "mxfp4")
+FORMATS = ("bf16", "fp8_token", "mxfp8", "mxfp4", "fp8_group")
 """Activation formats in the order of their dashes."""
 CHART_TOKENS = (1, 128, 8192)
 CHART_PEERS = (
@@ -74,6 +74,9 @@ CHART_PEERS = (
     ("marlin", "bf16", "bf16", "s"),
     ("humming", "bf16", "bf16", "D"),
     ("humming", "fp8_token", "mxfp8", "v"),
+    ("humming", "fp8_group", "mxfp8", "^"),
+    ("flashinfer", "bf16", "bf16", "P"),
+    ("flashinfer", "fp8_token", "mxfp8", "X"),
 )
 """Peer, its activations, ours of the same width, marker."""
 DETAIL: dict[str, Column] = {

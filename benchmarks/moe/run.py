@@ -33,7 +33,16 @@ from benchmarks.moe.estimate import estimate
 from benchmarks.moe.figures import line_name
 from benchmarks.moe.layers import SUMMARY_TOKENS, layer_table
 from benchmarks.moe.ours import Ours, Truth, random_weights
-from benchmarks.moe.peers import PEERS, Marlin, Peer, TritonKernels, add_to_path, asked_peers
+from benchmarks.moe.peer_gate import PeerGate
+from benchmarks.moe.peers import (
+    PEER_KEYS,
+    PEERS,
+    Peer,
+    TritonKernels,
+    add_to_path,
+    asked_peers,
+    make,
+)
 from benchmarks.moe.protocol import SUSTAINED_US, WARMUP, idle_seconds, make_meta, num_repeats
 from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA, Key, make_row, row_key, work_of
 from mxpert.cli.measure import GateError, RunWeights
@@ -42,10 +51,11 @@ from mxpert.testing.timing import BYTES_PER_MX_WEIGHT, Timing, time_graph
 
 GPU_BYTES_FREE = 40 << 30
 """What results and graphs of a cell may take."""
-WEIGHT_COPIES = 6
+WEIGHT_COPIES = 2 + len(PEER_KEYS)
 """Ours as stored and as prepared, and one for each peer."""
 COMPILE_SECONDS = 45.0
 """A cell waits so long for a peer's compiler; the peer is then left to the second pass."""
+NO_STAGE = "absent: one call computes the whole layer"
 NO_GEMM = "absent: only the hopper backend has a GEMM that starts from encoded rows"
 Timed = dict[str, list[Callable[[], object]]]
 
@@ -112,19 +122,11 @@ def make_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
     """One peer with this model's weights."""
     folder, weights = run.folder, run.models[model.name].weights.plain
     require(folder is not None, "compare", "--peers", need="a directory", got=None)
-    if key[0] == "triton_kernels":
-        return TritonKernels(model, weights)
-    if key[0] == "marlin":
-        return Marlin(folder, model, run.device)
-    from benchmarks.moe.humming import Humming
-
-    if isinstance(run.compiler, str):
-        raise RuntimeError(run.compiler)
 
     def seconds_left() -> float:
         return min(COMPILE_SECONDS, run.deadline - time.monotonic())
 
-    return Humming(folder, model, weights, key[1], run.compiler, seconds_left)
+    return make(key, folder, model, weights, run.compiler, seconds_left)
 
 
 def get_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
@@ -138,7 +140,8 @@ def get_peer(run: Run, model: Model, key: tuple[str, str]) -> Peer:
         try:
             with run.seconds.clock(f"of which {key[0]}'s weights"):
                 known[key] = make_peer(run, model, key)
-            run.document.meta["peers"].setdefault("/".join(key), "present")
+            note = ": ".join(filter(None, ("present", getattr(known[key], "note", ""))))
+            run.document.meta["peers"].setdefault("/".join(key), note)
         except Exception as error:
             check_alive(run.device)
             known[key] = f"absent: {describe(error)}"
@@ -261,12 +264,16 @@ def collect(
     def add_peer(key: tuple[str, str], stages: list[str]) -> None:
         peer = get_peer(run, cell.model, key)
         variants = peer.prepare(cell, batches)
+        if peer.same_weights:
+            gate = PeerGate(cell, key[1], built.weights.plain, batches[0])
+            own = key[1] if key[1] in plan.FORMATS else "bf16"
+            error = gate.checked(truth(own), list(variants.values()))
+            errors.setdefault("layer", {})[key] = error
         for variant, calls in variants.items():
-            for stage in stages:
+            for stage in set(stages) & set(calls):
                 timed[stage]["/".join((*key, variant))] = calls[stage]
-        if "layer" in stages and peer.same_weights:
-            y = next(iter(variants.values()))["layer"][0]()
-            errors["layer"][key] = truth("bf16").layer_error(y)
+            for stage in set(stages) - set(calls):
+                run.document.fail(cell_key(cell, *key, stage), NO_STAGE)
 
     by_key = {(ours.impl, ours.activation): ours for ours in built.ours}
     for key, stages in wanted.items():
@@ -373,7 +380,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """The script's own options."""
     add = parser.add_argument
     counts, others = (",".join(map(str, each)) for each in (plan.TOKENS, plan.REFERENCE_TOKENS))
-    add("--models", default=",".join(MODELS), help="default: %(default)s")
+    also = f"default: %(default)s; also {', '.join(plan.RECENT)}"
+    add("--models", default=",".join(MODELS), help=also)
     add("--tokens", help=f"default: {counts}, of the reference systems' shapes {others}")
     add("--activations", default=",".join(ACTIVATION_FORMATS))
     add("--stages", default=",".join(STAGES), help="default: %(default)s")
@@ -388,8 +396,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
     """Checked options, the document and the cells."""
     device, path = options.device, options.path
-    names = parse_list(options.models, list(MODELS), "--models")
-    models = [plan.tiny(MODELS[name]) if options.dry_run else MODELS[name] for name in names]
+    names = parse_list(options.models, list(plan.OFFERED), "--models")
+    models = [
+        plan.tiny(plan.OFFERED[name]) if options.dry_run else plan.OFFERED[name] for name in names
+    ]
     tokens = None if options.tokens is None else parse_tokens(options.tokens)
     cells = plan.ordered_cells(
         models, tokens, parse_list(options.routings, plan.ROUTINGS, "--routings")
@@ -433,7 +443,7 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
 
 def print_estimate(run: Run, cells: Sequence[Cell]) -> None:
     """What a dry run would have taken on a GPU, with every peer that was asked for."""
-    real = [replace(cell, model=MODELS[cell.model.name]) for cell in cells]
+    real = [replace(cell, model=plan.OFFERED[cell.model.name]) for cell in cells]
     variants = len(run.formats) + len(asked_peers(run.formats, run.peer_names))
     found = estimate(real, run.stages, variants)
     parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in found.items())

@@ -20,7 +20,16 @@ import torch
 
 from benchmarks import ROOT
 from benchmarks.harness.script import bare_parser, parse_list, parse_tokens
-from benchmarks.moe.cells import DECODE_TOKENS, FORMATS, MODELS, Cell, Inputs, Model, random_inputs
+from benchmarks.moe.cells import (
+    DECODE_TOKENS,
+    FORMATS,
+    MODELS,
+    OFFERED,
+    Cell,
+    Inputs,
+    Model,
+    random_inputs,
+)
 from benchmarks.moe.ours import Ours, random_weights
 from benchmarks.moe.peers import TritonKernels, add_to_path
 from mxpert.cli.measure import RunWeights
@@ -137,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--activation", choices=FORMATS, help="our kernels of this format")
     what.add_argument("--peers", type=Path, help="those of triton_kernels in this directory")
     options = parser.parse_args(arguments)
-    models = [MODELS[name] for name in parse_list(options.models, list(MODELS), "--models")]
+    models = [OFFERED[name] for name in parse_list(options.models, list(OFFERED), "--models")]
     cells = [Cell(model, count) for model in models for count in parse_tokens(options.tokens)]
     if options.peers is None:
         compile_cells(cells, options.activation)

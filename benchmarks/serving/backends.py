@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -13,6 +14,8 @@ class Backend:
         name: as it stands in rows and on the command line.
         moe_backend: vLLM's --moe-backend, for its own.
         activation_format: mxpert's, for ours.
+        quantises: format of the activations that one of vLLM's own quantises.
+        environment: variables of its process.
         modular: behind vLLM's router, instead of choosing the experts itself.
         computes: False leaves the experts out: a step then takes what the rest of the model takes.
     """
@@ -20,6 +23,8 @@ class Backend:
     name: str
     moe_backend: str | None = None
     activation_format: str | None = None
+    quantises: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
     modular: bool = False
     computes: bool = True
 
@@ -27,12 +32,29 @@ class Backend:
     def is_ours(self) -> bool:
         return self.activation_format is not None and self.computes
 
+    @property
+    def form(self) -> str | None:
+        """Format of the activations; None are bfloat16 ones of vLLM's own."""
+        return self.activation_format or self.quantises
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the activations have fewer than 16 bits."""
+        return self.form not in (None, "a16w4")
+
 
 BACKENDS = {
     backend.name: backend
     for backend in (
         Backend("vllm"),
         Backend("marlin", moe_backend="marlin"),
+        Backend("humming", moe_backend="humming"),
+        Backend(
+            "humming-fp8_token",
+            moe_backend="humming",
+            quantises="fp8_token",
+            environment={"VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "float8e4m3"}'},
+        ),
         Backend("mxpert-a16w4", activation_format="a16w4"),
         Backend("mxpert-a8w4", activation_format="a8w4"),
         Backend("mxpert-fp8_token", activation_format="fp8_token"),
@@ -40,11 +62,13 @@ BACKENDS = {
         Backend("mxpert-a16w4-modular", activation_format="a16w4", modular=True),
         Backend("no-experts", activation_format="a16w4", computes=False),
         Backend("triton", moe_backend="triton"),
-        Backend("humming", moe_backend="humming"),
+        Backend("triton-unfused", moe_backend="triton_unfused"),
+        Backend("flashinfer", moe_backend="flashinfer_cutlass"),
     )
 }
-"""The most important first. "vllm" is what vLLM takes by itself: TRITON on Hopper for gpt-oss."""
+"""The most important first. "vllm" is what vLLM takes by itself: TRITON on Hopper for gpt-oss.
+Those of its own are all that vLLM 0.26 offers for gpt-oss on Hopper; 0.20 has no Humming."""
 
-DEFAULT = tuple(BACKENDS)[:8]
+DEFAULT = tuple(BACKENDS)[:10]
 IN_TREE = tuple(name for name, each in BACKENDS.items() if each.activation_format is None)
 OURS = tuple(name for name, each in BACKENDS.items() if each.is_ours)

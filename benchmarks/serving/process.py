@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import ROOT
+from benchmarks.serving.backends import BACKENDS
 
 ENGINE = ("-m", "benchmarks.serving.engine")
 
@@ -39,6 +40,7 @@ class EngineProcess:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "TRITON_CACHE_DIR": str(folder / "triton"),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in the process itself
+            **BACKENDS[spec["backend"]].environment,
         }
         self._process = subprocess.Popen(
             [sys.executable, *command, json.dumps(spec | {"folder": str(folder / "model")})],

@@ -24,7 +24,7 @@ from benchmarks.harness.tables import (
     save_figure,
     where,
 )
-from benchmarks.serving.backends import BACKENDS, IN_TREE
+from benchmarks.serving.backends import BACKENDS, IN_TREE, Backend
 from benchmarks.serving.rows import SCHEMA
 from mxpert.cli.plots import bar_style, styled
 
@@ -32,6 +32,8 @@ Cells = dict[tuple[str, str], str]
 BARS = {
     "vllm": 0,
     "marlin": 2,
+    "humming": 4,
+    "humming-fp8_token": 5,
     "mxpert-a16w4": 3,
     "mxpert-a8w4": 1,
     "mxpert-fp8_token": 7,
@@ -51,19 +53,26 @@ def rates(rows: Sequence[Row], model: str, phase: str) -> dict[str, dict[int, li
     return found
 
 
-def best_in_tree(found: Mapping[str, Mapping[int, list[float]]], size: int) -> float | None:
-    """Median of the fastest of vLLM's own backends; None if none ran."""
-    known = [median(found[name][size]) for name in IN_TREE if size in found.get(name, {})]
+def best_in_tree(
+    found: Mapping[str, Mapping[int, list[float]]], size: int, backend: Backend
+) -> float | None:
+    """Median of the fastest of vLLM's own backends that one of ours is compared with: those with
+    16-bit activations if ours has them, else all of them. None if none ran."""
+    known = [
+        median(found[name][size])
+        for name in IN_TREE
+        if size in found.get(name, {}) and (backend.is_narrow or not BACKENDS[name].is_narrow)
+    ]
     return max(known, default=None)
 
 
 def rate_table(rows: Sequence[Row], model: str, phase: str) -> str:
-    """Backends down, concurrency across: the median, and its ratio to the best in-tree backend."""
+    """Backends down, concurrency across: the median, and its ratio to `best_in_tree`."""
     found, cells = rates(rows, model, phase), Cells()
     sizes = sorted({size for by_size in found.values() for size in by_size})
     for name, by_size in found.items():
         for size, samples in by_size.items():
-            best, text = best_in_tree(found, size), f"{median(samples):,.0f}"
+            best, text = best_in_tree(found, size, BACKENDS[name]), f"{median(samples):,.0f}"
             if best is not None and BACKENDS[name].is_ours:
                 text += f" ({median(samples) / best:.2f}×)"
             cells[name, str(size)] = text
@@ -144,6 +153,7 @@ def of_model(document: Mapping[str, Any], model: str) -> str:
     )
     return page(
         f"## {model}",
+        baselines(document, model),
         rate_table(rows, model, "decode"),
         rate_table(rows, model, "prefill"),
         latency_table(rows, model),
@@ -154,6 +164,22 @@ def of_model(document: Mapping[str, Any], model: str) -> str:
     ).rstrip()
 
 
+def baselines(document: Mapping[str, Any], model: str) -> str:
+    """Which of vLLM's own backends were measured, with the name that vLLM gives them."""
+    chosen = {
+        row["backend"]: row["moe_method"].partition(" ")[2]
+        for row in document["engines"]
+        if row["model"] == model
+    }
+    timed = {row["backend"] for row in document["rows"] if row["model"] == model}
+    has = [name for name in IN_TREE if name in timed]
+    told = [f"{name} ({chosen[name]})" if chosen.get(name) else name for name in has]
+    kernels = {chosen[name].lower() for name in has if name in chosen}
+    absent = [name for name in IN_TREE if name not in timed and name not in kernels]
+    text = f"vLLM's own that were measured: {', '.join(told) or 'none'}"
+    return f"{text}; not measured: {', '.join(absent)}." if absent else f"{text}."
+
+
 def full(document: Mapping[str, Any]) -> str:
     """Everything: tables of each model, protocol, what was not measured."""
     meta = document["meta"]
@@ -161,7 +187,8 @@ def full(document: Mapping[str, Any]) -> str:
     return page(
         "# gpt-oss in vLLM",
         where(meta, ("vllm", "torch", "triton", "driver"))
-        + ". Random weights. In brackets: times the best of vLLM's own backends.",
+        + ". Random weights. In brackets: times the best of vLLM's own backends, for a16w4 the "
+        "best of those with bfloat16 activations.",
         *(of_model(document, model) for model in models),
         closing(meta),
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mxpert
+from benchmarks import ROOT
 from benchmarks.moe import cells, estimate, ours, peers
 from benchmarks.moe import run as compare
 from benchmarks.moe.rows import SCHEMA, row_key
@@ -19,6 +20,7 @@ from benchmarks.routing import run as routing
 from mxpert.cli.measure import RunWeights
 from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
+from mxpert.testing.problems import MODEL_SHAPES
 from support.launches import H200, without_device
 from tests.benchmarks.comparison_rows import row
 from tests.benchmarks.scripts import dry_run
@@ -77,6 +79,19 @@ def test_inputs_are_the_same_on_every_run(name: str) -> None:
         assert (once[0].logits.argmax(1)[::2] == 0).all()
 
 
+def test_recent_models_are_offered_and_described(tmp_path: Path) -> None:
+    """By the same names as in `mxpert bench` and in the documentation."""
+    page = (ROOT / "docs/performance.md").read_text("utf-8")
+    for name, model in cells.OFFERED.items():
+        assert name in MODEL_SHAPES
+        assert f"| {name} | {model.E} | {model.k} | {model.H} | {model.F} |" in page
+    assert not set(cells.RECENT) & set(cells.MODELS)
+    options = ["--models", ",".join(cells.RECENT), "--tokens", "1", "--stages", "layer"]
+    _, found = dry_run(compare.main, tmp_path / "x.json", *options, "--activations", "a8")
+    assert {each["model"] for each in found["rows"]} == set(cells.RECENT)
+    assert all(each["rel_l2"] < 2e-2 for each in found["rows"])
+
+
 def run(path: Path, *arguments: str) -> dict[str, Any]:
     _, found = dry_run(compare.main, path, "--models", "dsv3-ep8", "--tokens", "1,16", *arguments)
     SCHEMA.validate(found)
@@ -95,7 +110,9 @@ def test_a_dry_run_walks_all_cells(tmp_path: Path) -> None:
 
 
 def test_mxfp4_is_measured_beside_the_a8_peers() -> None:
-    assert compare.asked_peers(["mxfp4"], compare.PEERS) == [("humming", "fp8_token")]
+    found = compare.asked_peers(["mxfp4"], compare.PEERS)
+    a8 = ["humming fp8_token", "humming fp8_group", "flashinfer fp8_token"]
+    assert [" ".join(key) for key in found] == a8
 
 
 def test_a_resumed_run_measures_what_is_missing(
@@ -138,13 +155,16 @@ class FakePeer:
     """Two variants of different speed; its down stage cannot run."""
 
     impl, activation, same_weights = "humming", "bf16", True
+    factor = 1.0
 
-    def __init__(self, model: cells.Model) -> None:
-        self.model = model
+    def __init__(self, model: cells.Model, weights: mxpert.MoEWeights) -> None:
+        self.model, self.weights = model, weights
 
     def prepare(self, cell: cells.Cell, batches: Any) -> peers.Variants:
         def layer() -> torch.Tensor:
-            return torch.ones(cell.tokens, self.model.H, dtype=torch.bfloat16)
+            routed = mxpert.route_topk(batches[0].logits, self.model.k)
+            options = dict(activation=ours.ACTIVATION, activation_format="bf16")
+            return self.factor * mxpert.fused_moe(batches[0].x, self.weights, *routed, **options)
 
         def fail() -> None:
             raise RuntimeError("cannot")
@@ -158,7 +178,7 @@ class FakePeer:
 def fake_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(run: compare.Run, model: cells.Model, key: tuple[str, str]) -> FakePeer:
         if key == ("humming", "bf16"):
-            return FakePeer(model)
+            return FakePeer(model, run.models[model.name].weights.plain)
         raise ImportError(f"no {key[0]}")
 
     monkeypatch.setattr(compare, "make_peer", make)
@@ -171,17 +191,50 @@ def test_peers_fail_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = run(tmp_path / "x.json", "--peers", str(tmp_path), "--tokens", "1")
     theirs = {each["stage"]: each for each in found["rows"] if each["impl"] == "humming"}
     assert set(theirs) == set(cells.STAGES) - {"down"}
-    assert theirs["layer"]["rel_l2"] > 0.1
+    assert theirs["layer"]["rel_l2"] < 1e-2
     assert theirs["gate_up"]["rel_l2"] is None
     names = ("impl", "activation", "stage")
     failed = {tuple(each[name] for name in names) for each in found["meta"]["failures"]}
-    absent = {("triton_kernels", "bf16"), ("marlin", "bf16"), ("humming", "fp8_token")}
+    absent = set(peers.PEER_KEYS) - {("humming", "bf16")}
     assert {each for each in failed if each[0] != "mxpert"} == {
         ("humming", "bf16", "down"),
         *((*key, stage) for key in absent for stage in cells.STAGES),
     }
     assert found["meta"]["peers"]["marlin/bf16"].startswith("absent: ImportError")
     assert found["meta"]["peers"]["humming/bf16"] == "present"
+
+
+@pytest.mark.usefixtures("fake_peers")
+def test_a_peer_may_compute_the_layer_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its other stages are noted as absent, so that a resumed run does not look for them."""
+    prepare = FakePeer.prepare
+
+    def layer_alone(self: FakePeer, cell: cells.Cell, batches: Any) -> peers.Variants:
+        return {"": {"layer": prepare(self, cell, batches)["padding 0"]["layer"]}}
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(FakePeer, "prepare", layer_alone)
+    monkeypatch.setattr(FakePeer, "note", "half of its kernels", raising=False)
+    path, options = tmp_path / "x.json", ("--peers", str(tmp_path), "--tokens", "1")
+    found = run(path, *options)
+    theirs = {each["stage"] for each in found["rows"] if each["impl"] == "humming"}
+    absent = [each for each in found["meta"]["failures"] if each["error"] == compare.NO_STAGE]
+    assert theirs == {"layer"}
+    assert found["meta"]["peers"]["humming/bf16"] == "present: half of its kernels"
+    assert {each["stage"] for each in absent} == set(cells.STAGES) - {"layer"}
+    assert run(path, *options, "--resume")["rows"] == found["rows"]
+
+
+@pytest.mark.usefixtures("fake_peers")
+def test_a_wrong_peer_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(FakePeer, "factor", 1.1)
+    found = run(tmp_path / "x.json", "--peers", str(tmp_path), "--tokens", "1")
+    assert {each["impl"] for each in found["rows"]} == {"mxpert"}
+    told = {each["error"] for each in found["meta"]["failures"] if each["activation"] == "bf16"}
+    assert any("T=1 uniform bf16 layer — need relative L2 to float64" in text for text in told)
 
 
 def test_after_the_time_limit_nothing_is_measured(
@@ -192,7 +245,7 @@ def test_after_the_time_limit_nothing_is_measured(
     assert found["meta"]["left"] == ["dsv3-ep8 T=1 uniform", "dsv3-ep8 T=16 uniform"]
     text = capsys.readouterr().out
     assert "2 cells left: dsv3-ep8 T=1 uniform, dsv3-ep8 T=16 uniform" in text
-    assert "estimate for an H200, 2 cells, 8 variants: " in text
+    assert "estimate for an H200, 2 cells, 11 variants: " in text
 
 
 def test_the_cell_that_compiles_is_no_measure_of_those_after_it(
@@ -224,7 +277,7 @@ def test_a_whole_comparison_is_estimated_to_fit() -> None:
     )
     assert (len(named), len(every)) == (54, 65)
     assert before < now < 1.35 * before
-    assert now < 360
+    assert now < 480
 
 
 def test_a_cell_with_a_gap_is_measured_whole(tmp_path: Path) -> None:

@@ -166,3 +166,24 @@ def test_the_plot_has_no_panel_without_a_line(
     rows = [row(stage="gate_up_gemm"), row(stage="layer", model="kimi-e385")]
     render.plot({"meta": META, "rows": rows}, tmp_path / "moe.png")
     assert titles == ["dsv3-ep8, gate_up_gemm"] * 2
+
+
+def test_a_block_names_the_peers_and_scales_that_were_measured() -> None:
+    rows = [row(), row("humming", 30, activation="fp8_token"), row("marlin", 30)]
+    assert "the best of Marlin and Humming with" in layers.speed_up_block(
+        {"meta": META, "rows": rows}, "."
+    )
+    assert layers.peers_of([row()]) == "triton_kernels, Marlin, Humming and FlashInfer"
+    assert layers.peers_of([row("marlin")]) == "Marlin"
+
+    def scales(*extra: dict[str, Any]) -> str:
+        text = layers.layer_block({"meta": META, "rows": [*rows, *extra]}, ".")
+        return text.partition("which have ")[2].partition(" (")[0]
+
+    assert scales() == "one scale for each token"
+    group = row("humming", 20, activation="fp8_group")
+    assert scales(group) == "one scale for each token or for 128 values"
+    found = figures.speed_ups([row(activation="mxfp8"), *rows, group])
+    assert [each.peer["activation"] for each in found if each.activation == "mxfp8"] == [
+        "fp8_group"
+    ]

@@ -22,7 +22,8 @@ from benchmarks.serving.rows import SCHEMA
 FAKE = """
 import json, sys, time
 spec = json.loads(sys.argv[1])
-name, rate = spec["backend"], {"no-experts": 9000.0, "marlin": 100.0}.get(spec["backend"], 150.0)
+name, rates = spec["backend"], {"no-experts": 9000.0, "marlin": 100.0, "humming-fp8_token": 200.0}
+rate = rates.get(name, 150.0)
 print(json.dumps({"vllm": "0"}), flush=True)
 for line in sys.stdin:
     order = json.loads(line)
@@ -32,11 +33,11 @@ for line in sys.stdin:
     if order["do"] == "load":
         if name in BROKEN.split(","):
             sys.exit("no memory")
-        answer = {"load_s": 1.0, "moe_method": "fake", "weights_gib": 1.0}
+        answer = {"load_s": 1.0, "moe_method": METHODS.get(name, "fake"), "weights_gib": 1.0}
     if order["do"] == "first_requests":
         answer = {"first_request_s": 2.0, "warm_request_s": 1.0}
     if order["do"] == "log_probabilities":
-        shift = {"marlin": 0.01, RED: 5.0}.get(name, 0.001)
+        shift = {"marlin": 0.01, "humming-fp8_token": 0.05, RED: 5.0}.get(name, 0.001)
         answer = {"log_probabilities": [-1.0 - shift * (name != "vllm"), -2.0]}
     if order["do"] == "measure":
         if name == SLOW:
@@ -58,7 +59,9 @@ class Rig:
 
     def run(self, *arguments: str, broken: str = "", red: str = "", slow: str = "") -> int:
         program = self.folder / "fake.py"
-        names = {"LOG": str(self.log), "BROKEN": broken, "RED": red, "SLOW": slow}
+        methods = {"vllm": "Mxfp4 TRITON", "marlin": "Mxfp4 MARLIN"}
+        names: dict[str, Any] = {"LOG": str(self.log), "BROKEN": broken, "RED": red, "SLOW": slow}
+        names["METHODS"] = methods
         text = "\n".join(f"{name} = {value!r}" for name, value in names.items()) + FAKE
         program.write_text(text, encoding="utf-8")
         made = partial(EngineProcess, command=(str(program),))
@@ -175,6 +178,37 @@ def test_tables_and_plot(rig: Rig) -> None:
     assert rig.output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_ours_is_compared_with_activations_as_wide_or_wider(rig: Rig) -> None:
+    """8-bit activations of vLLM's own are no baseline of 16-bit ones; the page says who ran."""
+    names = "vllm,marlin,humming-fp8_token,mxpert-a16w4,mxpert-a8w4"
+    rig.run("--backends", names, "--rounds", "1")
+    gates = {row["backend"]: row for row in rig.document["gates"]}
+    assert gates["humming-fp8_token"]["passed"]  # within the noise of its format
+    assert gates["humming-fp8_token"]["bound"] > 2 * gates["mxpert-a16w4"]["bound"]
+    serving_render.main([str(rig.output)])
+    text = rig.output.with_suffix(".md").read_text("utf-8")
+    assert "| mxpert-a16w4 | 150 (1.00×) |" in text
+    assert "| mxpert-a8w4 | 150 (0.75×) |" in text
+    assert (
+        "vLLM's own that were measured: vllm (TRITON), marlin (MARLIN), humming-fp8_token" in text
+    )
+    assert "; not measured: humming, triton-unfused, flashinfer." in text
+
+
+def test_a_backends_variables_are_those_of_its_process(tmp_path: Path) -> None:
+    """A back end that differs by a variable alone would else be measured twice."""
+    program = tmp_path / "say.py"
+    name = "VLLM_HUMMING_INPUT_QUANT_CONFIG"
+    program.write_text(f"import os\nprint('{{\"it\":', os.environ.get('{name}', 0), '}}')\n")
+    found = {}
+    for backend in ("humming", "humming-fp8_token"):
+        spec = {"model": "tiny", "backend": backend}
+        engine = EngineProcess(spec, tmp_path / backend, command=(str(program),))
+        found[backend] = engine.answer(time.monotonic() + 30)["it"]
+        engine.stop()
+    assert found == {"humming": 0, "humming-fp8_token": {"dtype": "float8e4m3"}}
+
+
 def test_wrong_options_and_a_missing_vllm(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
     assert rig.run("--backends", "vlm") == 2
     assert "--backends — need some of vllm, marlin" in capsys.readouterr().err
@@ -196,7 +230,8 @@ def test_the_reference_is_vllm_and_the_pair_its_own_backends() -> None:
     found = {"mxpert-a16w4": [0.0, 0.0], "marlin": [0.1, 0.0], "vllm": [0.0, 0.2]}
     judged = gate.judge(found)
     assert judged["vllm"][0] == 0.0
-    assert judged["mxpert-a16w4"] == pytest.approx((0.1, 0.15))
+    margin = 1 + 3 * (0.1 / 2**0.5) / 0.15  # of 0.1 and 0.2
+    assert judged["mxpert-a16w4"] == pytest.approx((0.1, 0.15 * margin))
     del found["vllm"]
     assert gate.judge(found)["mxpert-a16w4"] == (0.0, gate.IN_TREE_PAIR)
     assert gate.judge({"no-experts": [0.0]}) == {}
@@ -267,3 +302,6 @@ def test_backends_are_named_once() -> None:
     assert DEFAULT[:2] == ("vllm", "marlin")
     assert {"mxpert-a16w4", "mxpert-a8w4", "mxpert-a4w4", "mxpert-fp8_token"} <= set(OURS)
     assert "no-experts" not in OURS
+    assert {"vllm", "marlin", "humming", "humming-fp8_token", "no-experts"} <= set(DEFAULT)
+    narrow = {name for name, each in BACKENDS.items() if each.is_narrow}
+    assert narrow == {"humming-fp8_token", "mxpert-a8w4", "mxpert-a4w4", "mxpert-fp8_token"}
