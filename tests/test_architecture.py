@@ -31,9 +31,8 @@ SOURCES = FILES + [
 CHIPS = ("hopper", "cdna4", "triton")
 OPS = ("moe", "grouped", "quantize", "routing", "training/rows")
 USES_TRITON = re.compile(
-    r"device/|testing/|core/(binary|launch|parallel_compile|replay|toolchain)\.py"
-    r"|distributed/exchange/|quantize/dual_host\.py"
-    r"|moe/(combine|epilogue|finish|tiles|token_rows)\.py"
+    r"device/|testing/|core/(binary|launch|replay|toolchain)\.py|distributed/exchange/"
+    r"|moe/(combine|epilogue|finish|tiles|token_rows)\.py|quantize/dual_host\.py"
     rf"|({'|'.join(OPS)})/.*({'|'.join(CHIPS)})"
 )
 """Files that may import Triton: device code, and the host code that launches it."""

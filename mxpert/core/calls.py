@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
@@ -18,11 +17,6 @@ from .target import current_device
 
 _MAX_CACHED = 1024
 """Geometries of an op on a device, each with some ten kilobytes of recorded launches."""
-
-current_call: contextvars.ContextVar[Callable[[], object] | None] = contextvars.ContextVar(
-    "mxpert_current_call", default=None
-)
-"""The host code of the call in progress, which can run again; see `parallel_compile`."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -121,10 +115,5 @@ def _launch(
     problem: Problem,
     inputs: _InputsT,
 ) -> _T:
-    call = functools.partial(kernel.launch, problem, config, inputs)
-    token = current_call.set(call)
-    try:
-        with isolated("cpu" if problem.target.kind == "cpu" else "cuda"):
-            return call()
-    finally:
-        current_call.reset(token)
+    with isolated("cpu" if problem.target.kind == "cpu" else "cuda"):
+        return kernel.launch(problem, config, inputs)

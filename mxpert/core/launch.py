@@ -30,7 +30,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..errors import message
 from .binary import CONVENTION, MAX_DESCRIPTORS, NUM_LEADING, Binary, DescriptorEncoder, binary_of
 from .geometry import taker
-from .parallel_compile import compile_call
 from .target import Kernel, current_device, on_device
 
 _STREAM, _FIXED, _LEADING = 3, 4, NUM_LEADING
@@ -211,8 +210,6 @@ class Launch:
         self, key: tuple[Any, ...], tensors: Mapping[str, torch.Tensor | None]
     ) -> Binary | None:
         """Launch through Triton and store the binary that it found or compiled."""
-        if _records.get() is None:  # the code of a recorded call must not run twice
-            compile_call()
         compiled = self.kernel[self.grid](**self.arguments(tensors))
         binary = binary_of(compiled, [name for name in self.kernel.arg_names if name in self.tiles])
         if binary is not None and self._binaries is not None:

@@ -29,7 +29,6 @@ from triton.runtime.driver import driver
 from .geometry import CachedCall, assembler
 from .kernel import Launchable
 from .launch import LaunchRecord, PreparedLaunches, has_hooks, is_direct, record_launches
-from .parallel_compile import ALLOCATIONS
 from .problem import Problem
 
 _MAX_SCRATCH = 128 << 20
@@ -46,6 +45,17 @@ _cuda_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 _ConfigT = TypeVar("_ConfigT")
 _InputsT = TypeVar("_InputsT")
 _T = TypeVar("_T")
+
+_aten = torch.ops.aten
+_ALLOCATIONS = frozenset(
+    (
+        _aten.empty.memory_format,
+        _aten.new_empty.default,
+        _aten.empty_strided.default,
+        _aten.new_empty_strided.default,
+        _aten.empty_like.default,
+    )
+)
 
 
 class Replayed(Generic[_ConfigT, _InputsT, _T]):
@@ -200,7 +210,7 @@ class _Allocations(TorchDispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> Any:  # what `func` returns
         result = func(*args, **(kwargs or {}))
-        if func in ALLOCATIONS:
+        if func in _ALLOCATIONS:
             self.made.append(result)
         elif not getattr(func, "is_view", False):
             self.foreign = True
