@@ -17,7 +17,14 @@ from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
 from . import few_tokens_split as few_tokens
 from .group_layout import group_weights
-from .tile_limits import FP8_FROM_ROWS, fp8_tile, takes_bfloat16_rows, tile_limits
+from .tile_limits import (
+    FP8_FROM_ROWS,
+    FP8_SHAPES,
+    fp8_tile,
+    prefill_shapes,
+    takes_bfloat16_rows,
+    tile_limits,
+)
 
 
 class HopperKernel(enum.StrEnum):
@@ -155,54 +162,6 @@ _MOST_IDLE = 1.1
 the third consumer has none in the last tile: with the 1024 rows (16 units) of kimi-k2 TP4, tiles of
 two consumers take 4 % less time."""
 
-_PREFILL_SHAPES: dict[bool, dict[str, tuple[int, int, int]]] = {
-    True: {"triple": (32, 3, 2), "wide": (64, 2, 2)},
-    False: {
-        "short": (32, 3, 2),
-        "triple": (32, 3, 3),
-        "narrow": (32, 2, 4),
-        "middle": (64, 2, 3),
-        "wide": (64, 2, 4),
-    },
-}
-"""block_m, consumers and blocks_per_tile of prefill tiles by name, ordered by rows, by hi_lo.
-
-Wide tiles decode each weight for more rows. Narrow tiles leave room for more stages. Registers hold
-the sums of up to 256 rows with two consumers and 96 with three; with hi and lo 128 and 64.
-"""
-
-_SHAPES_OF_SMALL_GROUPS: dict[bool, dict[str, tuple[int, int, int]]] = {
-    True: {"narrow": (32, 2, 2)},
-    False: {"short": (32, 3, 2), "narrow": (32, 2, 4)},
-}
-"""The same for e4m3 rows and weights with a scale for each 32 or 64. Sums of a group need registers
-beside those of the tile several times a depth unit: wider tiles have 20 to 200 spills in the main
-loop."""
-
-_SHAPES_OF_BFLOAT16_ROWS = {
-    "triple": (32, 3, 3),
-    "narrow": (32, 2, 4),
-    "middle": (64, 2, 3),
-    "wide": (64, 2, 4),
-}
-"""The same for bfloat16 rows."""
-
-_FP8_SHAPES: dict[str, tuple[int, int, int]] = {
-    "fp8_narrow": (32, 2, 4),
-    "fp8_triple": (64, 3, 2),
-    "fp8_middle": (64, 2, 3),
-    "fp8_wide": (64, 2, 4),
-}
-"""The same of PREFILL_FP8. Without decoded weights, three consumers hold the sums of 128 rows."""
-
-
-def _prefill_shapes(hi_lo: bool, weight_format: str) -> dict[str, tuple[int, int, int]]:
-    if takes_bfloat16_rows(hi_lo, weight_format):
-        return _SHAPES_OF_BFLOAT16_ROWS
-    weights = group_weights(weight_format)
-    small = weights is not None and weights.group < 128
-    return (_SHAPES_OF_SMALL_GROUPS if small else _PREFILL_SHAPES)[hi_lo]
-
 
 def stage_bytes(config: HopperGemmConfig, weight_format: str = MXFP4.name) -> int:
     """Bytes of a pipeline stage: weight codes, shifts, and activation rows (hi and lo)."""
@@ -270,7 +229,7 @@ def tiles(hi_lo: bool, weight_format: str = MXFP4.name) -> dict[str, HopperGemmC
     """All tiles by name, ordered by activation rows."""
     return {f"decode{rows}": _decode_config(rows, hi_lo, weight_format) for rows in BLOCKS_M} | {
         name: _prefill_config(*shape, hi_lo=hi_lo, weight_format=weight_format)
-        for name, shape in _prefill_shapes(hi_lo, weight_format).items()
+        for name, shape in prefill_shapes(hi_lo, weight_format).items()
     }
 
 
@@ -281,7 +240,7 @@ def fp8_tiles() -> dict[str, HopperGemmConfig]:
         name: _prefill_config(
             *shape, hi_lo=False, weight_format=MXFP4.name, kernel=HopperKernel.PREFILL_FP8
         )
-        for name, shape in _FP8_SHAPES.items()
+        for name, shape in FP8_SHAPES.items()
     }
 
 

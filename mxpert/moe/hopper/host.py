@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.kernel import NO_PERSISTENT_GRID
-from ...core.launch import CACHED_LAUNCHES, DescriptorSpec, Launch
+from ...core.launch import CACHED_LAUNCHES, Launch
 from ...core.problem import (
     Activation,
     Combine,
@@ -22,9 +22,8 @@ from ...core.problem import (
     leaves_sms,
     resident_programs,
 )
-from ...device.hopper import matrix_descriptor, rows_descriptor
+from ...device.hopper import rows_descriptor
 from ...device.pdl import PDL_LAUNCH
-from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
 from ...formats.tensor import MXTensor, Operand
 from ...formats.weight_tensor import WeightLike
@@ -36,6 +35,14 @@ from ..weights import MoEWeights
 from . import config as heuristics
 from .config import HopperGemmConfig, HopperKernel
 from .decode import _moe_gemm_decode_kernel
+from .descriptors import (
+    FP8_DESCRIPTOR,
+    X_DESCRIPTORS,
+    decode_weight_descriptors,
+    prefill_rows_descriptor,
+    prefill_weight_descriptors,
+    x_descriptors,
+)
 from .encode import SortedRows, encode_rows, fits_one_step
 from .epilogue import LINEAR
 from .few_tokens import few_tokens_layer, memory
@@ -49,9 +56,6 @@ from .tile_list import Schedules, tile_schedule
 
 _NUM_WARPS = 4
 """Warps of a warpgroup: of each consumer, and of the producer's partition."""
-
-_X_COPY_BYTES = 128
-"""Bytes of a row in the prefill kernel's copies of activation rows."""
 
 
 class _Stage:
@@ -336,7 +340,7 @@ class _Call(NamedTuple):
         else:
             _decode_launch(problem, config, gemm)(
                 out=out,
-                **dict.fromkeys(_x_descriptors(config.block_m), rows.codes),
+                **dict.fromkeys(x_descriptors(config.block_m), rows.codes),
                 sorted_token_ids=plan.sorted_token_ids,
                 block_expert_ids=plan.block_expert_ids,
                 num_valid=plan.num_valid,
@@ -345,45 +349,13 @@ class _Call(NamedTuple):
             )
 
 
-_X_DESCRIPTORS = {rows: f"x{rows}_desc" for rows in heuristics.BLOCKS_M}
-"""The decode kernel's descriptor parameters by rows of x; None above a config's block_m."""
-
-
-@functools.cache
-def _x_descriptors(block_m: int) -> dict[str, DescriptorSpec]:
-    return {
-        name: rows_descriptor(rows, heuristics.STAGE_DEPTH, torch.float8_e4m3fn)
-        for rows, name in _X_DESCRIPTORS.items()
-        if rows <= block_m
-    }
-
-
-_FP8_DESCRIPTOR = rows_descriptor(UNIT_ROWS, UNIT_CODES, torch.float8_e4m3fn, width=UNIT_CODES)
-_DECODE_DESCRIPTORS = {
-    "code_desc": matrix_descriptor(64, 128, torch.uint8),
-    "shift_desc": matrix_descriptor(16, 32, torch.uint8),
-}
-
-
-def _group_descriptors(gemm: _Gemm, depth_units: int) -> dict[str, DescriptorSpec] | None:
-    """Descriptors of codes and scales of a row unit and some depth units; None for MXFP4."""
-    weights = gemm.weights
-    if weights is None:
-        return None
-    return {
-        "code_desc": matrix_descriptor(depth_units * weights.code_rows, 128, torch.uint8),
-        "shift_desc": matrix_descriptor(depth_units * weights.groups, UNIT_ROWS, gemm.scale_dtype),
-    }
-
-
 @functools.lru_cache(CACHED_LAUNCHES)
 def _decode_launch(problem: MoEProblem, config: HopperGemmConfig, gemm: _Gemm) -> Launch:
-    # The last step of an odd depth must not read the next unit: decode is limited by bandwidth.
     tiles = {
-        **(_group_descriptors(gemm, 2) or _DECODE_DESCRIPTORS),
-        **_x_descriptors(config.block_m),
+        **decode_weight_descriptors(gemm.weights, gemm.scale_dtype),
+        **x_descriptors(config.block_m),
     }
-    unused = {name: None for name in _X_DESCRIPTORS.values() if name not in tiles}
+    unused = {name: None for name in X_DESCRIPTORS.values() if name not in tiles}
     constants = _gemm_constants(problem, config, gemm)
     early_stages = config.num_stages  # stage 2 starts while the last tiles of stage 1 still run
     if gemm.epilogue.kind != LINEAR:
@@ -415,9 +387,8 @@ def _prefill_launch(
     buffers, rows = heuristics.output_buffers(
         config, outputs * out_dtype.itemsize, problem.weight_format
     )
-    rows_dtype = torch.bfloat16 if config.bfloat16_rows else torch.float8_e4m3fn
     tiles = {
-        "x_desc": rows_descriptor(config.block_m, _X_COPY_BYTES // rows_dtype.itemsize, rows_dtype),
+        "x_desc": prefill_rows_descriptor(config),
         "out_desc": rows_descriptor(rows, outputs, out_dtype),
     }
     constants |= dict(
@@ -428,19 +399,12 @@ def _prefill_launch(
     )
     grid = (resident_programs(problem),)
     if config.kernel is HopperKernel.PREFILL_FP8:
-        tiles["weight_desc"] = _FP8_DESCRIPTOR
+        tiles["weight_desc"] = FP8_DESCRIPTOR
         skew = config.num_stages // 2 // (config.consumers - 1)  # half of them stay prefetched
         constants |= dict(ORDER=UNORDERED.value, SKEW=skew)
         return Launch(_moe_gemm_prefill_fp8_kernel, grid, tiles, **constants)
     constants |= _of_other_formats(config, gemm)
-    # With hi and lo and only two stages of 256 codes, copy half a stage at a time (32 rows are 128
-    # codes of depth): decoding then starts earlier.
-    code_rows = 32 if config.hi_lo and config.num_stages <= 2 else 64
-    of_mxfp4 = {
-        "code_desc": rows_descriptor(code_rows, 128, torch.uint8, width=128),
-        "shift_desc": rows_descriptor(code_rows // 4, 32, torch.uint8, width=32),
-    }
-    tiles |= _group_descriptors(gemm, 1) or of_mxfp4
+    tiles |= prefill_weight_descriptors(config, gemm.weights, gemm.scale_dtype)
     return Launch(_moe_gemm_prefill_kernel, grid, tiles, **constants)
 
 

@@ -176,6 +176,7 @@ def _make_pipeline(
     """Allocate the stages and initialise their mbarriers."""
     gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3, "registers suffice for two or three")
     gl.static_assert(STAGES >= 2, "a consumer holds two stages at once")
+    gl.static_assert(weight_desc.block_type.nbytes == _UNIT_ROWS * UNIT_CODES, "a unit's weights")
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     SHAPE: gl.constexpr = [STAGES * CONSUMERS, _UNIT_ROWS, UNIT_CODES]
     weights = gl.allocate_shared_memory(gl.float8e4nv, SHAPE, weight_desc.layout)
@@ -444,7 +445,6 @@ def _moe_gemm_prefill_fp8_kernel(
     gl.static_assert(num_warps == _CONSUMER_WARPS, "consumer 0 is the default partition")
     gl.static_assert(SKEW * (CONSUMERS - 1) < STAGES, "the producer fills no more than STAGES")
     gl.static_assert(x_desc.block_type.shape[0] == BLOCK_M, "a block's rows")
-    gl.static_assert(weight_desc.block_type.nbytes == _UNIT_ROWS * UNIT_CODES, "a unit's weights")
     pipe = _make_pipeline(weight_desc, x_desc, CONSUMERS, BLOCKS, STAGES)
     staging_0 = make_staging(out_desc, STAGING_BUFFERS)
     staging_1 = make_staging(out_desc, STAGING_BUFFERS)
@@ -464,10 +464,10 @@ def _moe_gemm_prefill_fp8_kernel(
     operands = Fp8Operands(weight_desc, x_desc, row_units, 0)
     producer = ProducerArgs(pipe, tile_counter, operands, tiles)
     consumer_0 = ConsumerArgs(
-        pipe, order, staging_0, epilogue, out_desc, parameters, tiles, ORDER, SKEW
+        pipe, order, staging_0, epilogue, out_desc, parameters, tiles, ORDER=ORDER, SKEW=SKEW
     )
     consumer_1 = ConsumerArgs(
-        pipe, order, staging_1, epilogue, out_desc, parameters, tiles, ORDER, SKEW
+        pipe, order, staging_1, epilogue, out_desc, parameters, tiles, ORDER=ORDER, SKEW=SKEW
     )
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -478,7 +478,7 @@ def _moe_gemm_prefill_fp8_kernel(
     else:
         last = make_staging(out_desc, STAGING_BUFFERS)
         consumer_2 = ConsumerArgs(
-            pipe, order, last, epilogue, out_desc, parameters, tiles, ORDER, SKEW
+            pipe, order, last, epilogue, out_desc, parameters, tiles, ORDER=ORDER, SKEW=SKEW
         )
         gl.warp_specialize(
             [

@@ -1,4 +1,4 @@
-"""Up to how many rows an expert each tile of the Hopper MoE kernels is the fastest, on any card."""
+"""Shapes of prefill tiles, and up to how many rows an expert each tile is the fastest on Hopper."""
 
 from __future__ import annotations
 
@@ -7,6 +7,46 @@ import re
 
 from ...core.problem import MoEProblem, Target
 from .group_layout import group_weights
+
+_PREFILL_SHAPES: dict[bool, dict[str, tuple[int, int, int]]] = {
+    True: {"triple": (32, 3, 2), "wide": (64, 2, 2)},
+    False: {
+        "short": (32, 3, 2),
+        "triple": (32, 3, 3),
+        "narrow": (32, 2, 4),
+        "middle": (64, 2, 3),
+        "wide": (64, 2, 4),
+    },
+}
+"""block_m, consumers and blocks_per_tile of prefill tiles by name, ordered by rows, by hi_lo.
+
+Wide tiles decode each weight for more rows. Narrow tiles leave room for more stages. Registers hold
+the sums of up to 256 rows with two consumers and 96 with three; with hi and lo 128 and 64.
+"""
+
+_SHAPES_OF_SMALL_GROUPS: dict[bool, dict[str, tuple[int, int, int]]] = {
+    True: {"narrow": (32, 2, 2)},
+    False: {"short": (32, 3, 2), "narrow": (32, 2, 4)},
+}
+"""The same for e4m3 rows and weights with a scale for each 32 or 64. Sums of a group need registers
+beside those of the tile several times a depth unit: wider tiles have 20 to 200 spills in the main
+loop."""
+
+_SHAPES_OF_BFLOAT16_ROWS = {
+    "triple": (32, 3, 3),
+    "narrow": (32, 2, 4),
+    "middle": (64, 2, 3),
+    "wide": (64, 2, 4),
+}
+"""The same for bfloat16 rows."""
+
+FP8_SHAPES: dict[str, tuple[int, int, int]] = {
+    "fp8_narrow": (32, 2, 4),
+    "fp8_triple": (64, 3, 2),
+    "fp8_middle": (64, 2, 3),
+    "fp8_wide": (64, 2, 4),
+}
+"""The same of PREFILL_FP8. Without decoded weights, three consumers hold the sums of 128 rows."""
 
 _DECODE_LIMITS = (("decode8", 1.5), ("decode32", 26))
 _LIMITS: dict[bool, tuple[tuple[str, float], ...]] = {
@@ -99,6 +139,15 @@ def takes_bfloat16_rows(hi_lo: bool, weight_format: str) -> bool:
     if weights is None:
         return False
     return weights.codes == "e2m1" or (hi_lo and weights.codes == "e4m3")
+
+
+def prefill_shapes(hi_lo: bool, weight_format: str) -> dict[str, tuple[int, int, int]]:
+    """Those of weights of a format, beside rows of two e4m3 parts (hi_lo) or of one."""
+    if takes_bfloat16_rows(hi_lo, weight_format):
+        return _SHAPES_OF_BFLOAT16_ROWS
+    weights = group_weights(weight_format)
+    small = weights is not None and weights.group < 128
+    return (_SHAPES_OF_SMALL_GROUPS if small else _PREFILL_SHAPES)[hi_lo]
 
 
 def balanced_rows(target: Target, hi_lo: bool, bytes_per_weight: float) -> float:
