@@ -28,8 +28,10 @@ def _nothing_to_wait_for():
 
 
 @pytest.fixture(autouse=True)
-def _no_dependent_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_dependent_launch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter does not run its instructions."""
+    if request.config.getoption("--gfx950"):
+        pytest.skip("Hopper's: gfx950 has no dependent launch")
     monkeypatch.setattr(tile_list, "launch_dependents_and_wait", _nothing_to_wait_for)
 
 
