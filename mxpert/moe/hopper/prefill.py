@@ -85,11 +85,11 @@ _UNIT_CODE_ROWS = gl.constexpr(32)
 _UNIT_SHIFT_ROWS = gl.constexpr(8)
 """Rows of 128 bytes of codes, and of 32 bytes of shifts, of a row unit and depth unit."""
 
-_CONSUMER_WARPS = gl.constexpr(4)
-_PRODUCER_WARPS = gl.constexpr(1)
-_PRODUCER_REGISTERS = gl.constexpr(24)
-_REGISTERS_OF_TWO = gl.constexpr(240)
-_REGISTERS_OF_THREE = gl.constexpr(160)
+CONSUMER_WARPS = gl.constexpr(4)
+PRODUCER_WARPS = gl.constexpr(1)
+PRODUCER_REGISTERS = gl.constexpr(24)
+REGISTERS_OF_TWO = gl.constexpr(240)
+REGISTERS_OF_THREE = gl.constexpr(160)
 
 
 @aggregate
@@ -453,7 +453,7 @@ def _moe_gemm_prefill_kernel(
     num_runs: int32 [1]. tiles_per_block: tiles of a run. STAGING_BUFFERS: TMA stores in flight.
     WEIGHTS: a `GroupWeights`, which has no `reference`; None for MXFP4.
     """
-    gl.static_assert(num_warps == _CONSUMER_WARPS, "consumer 0 is the default partition")
+    gl.static_assert(num_warps == CONSUMER_WARPS, "consumer 0 is the default partition")
     ORDER: gl.constexpr = ping_pong_policy(CONSUMERS, BLOCKS * BLOCK_M, HI_LO, WEIGHTS)
     gl.static_assert(x_desc.block_type.shape[0] == BLOCK_M, "a block's rows")
     pipe = make_prefill_pipeline(
@@ -481,8 +481,8 @@ def _moe_gemm_prefill_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consume, (consumer_0, 0)), (_consume, (consumer_1, 1)), (_produce, (producer,))],
-            [_CONSUMER_WARPS, _PRODUCER_WARPS],
-            [_REGISTERS_OF_TWO, _PRODUCER_REGISTERS],
+            [CONSUMER_WARPS, PRODUCER_WARPS],
+            [REGISTERS_OF_TWO, PRODUCER_REGISTERS],
         )
     else:
         last = make_staging(out_desc, STAGING_BUFFERS)
@@ -494,6 +494,6 @@ def _moe_gemm_prefill_kernel(
                 (_consume, (consumer_2, 2)),
                 (_produce, (producer,)),
             ],
-            [_CONSUMER_WARPS, _CONSUMER_WARPS, _PRODUCER_WARPS],
-            [_REGISTERS_OF_THREE, _REGISTERS_OF_THREE, _PRODUCER_REGISTERS],
+            [CONSUMER_WARPS, CONSUMER_WARPS, PRODUCER_WARPS],
+            [REGISTERS_OF_THREE, REGISTERS_OF_THREE, PRODUCER_REGISTERS],
         )

@@ -75,6 +75,11 @@ from .mainloop import (
     right_columns,
 )
 from .prefill import (
+    CONSUMER_WARPS,
+    PRODUCER_REGISTERS,
+    PRODUCER_WARPS,
+    REGISTERS_OF_THREE,
+    REGISTERS_OF_TWO,
     TileInfo,
     TileList,
     load_outputs,
@@ -88,12 +93,6 @@ from .weight_fragments import accumulator_layout
 _UNIT_ROWS = gl.constexpr(64)
 """Rows of 128 bytes of a row unit and depth unit."""
 
-_CONSUMER_WARPS = gl.constexpr(4)
-_PRODUCER_WARPS = gl.constexpr(1)
-_PRODUCER_REGISTERS = gl.constexpr(24)
-_REGISTERS_OF_TWO = gl.constexpr(240)
-_REGISTERS_OF_THREE = gl.constexpr(160)
-
 _CLAIM_STAGES = gl.constexpr(2 * CLAIM_LEAD.value)
 """The producer claims the next tile so many stages before the end of the current one."""
 
@@ -102,8 +101,8 @@ _CLAIM_STAGES = gl.constexpr(2 * CLAIM_LEAD.value)
 class Fp8Pipeline:
     """Stages in shared memory.
 
-    weights: e4m3 [STAGES * CONSUMERS, 64, 128]. x: CAPACITY rows of each stage. ready, free:
-    mbarriers [STAGES, 1]. tags: `make_tile_tags`. HI_LO: False; `load_rows` reads it.
+    weights: e4m3 [STAGES * CONSUMERS, 64, 128]. x: BLOCKS * BLOCK_M rows of each stage. ready and
+    free: mbarriers [STAGES, 1]. tags: `make_tile_tags`. HI_LO: False; `load_rows` reads it.
     """
 
     weights: gl.shared_memory_descriptor
@@ -120,7 +119,10 @@ class Fp8Pipeline:
 
 @aggregate
 class Fp8Operands:
-    """TMA descriptors of both operands. row_units: of an expert."""
+    """TMA descriptors of both operands.
+
+    row_units: of an expert. low_rows: 0; `load_rows` reads it.
+    """
 
     weight_desc: tma.tensor_descriptor
     x_desc: tma.tensor_descriptor
@@ -442,7 +444,7 @@ def _moe_gemm_prefill_fp8_kernel(
     weight_desc: e4m3 [E * row_units * depth_units * 64, 128]. ORDER: a ping-pong policy of
     `mainloop`. SKEW: see above. The other arguments are those of `prefill`.
     """
-    gl.static_assert(num_warps == _CONSUMER_WARPS, "consumer 0 is the default partition")
+    gl.static_assert(num_warps == CONSUMER_WARPS, "consumer 0 is the default partition")
     gl.static_assert(SKEW * (CONSUMERS - 1) < STAGES, "the producer fills no more than STAGES")
     gl.static_assert(x_desc.block_type.shape[0] == BLOCK_M, "a block's rows")
     pipe = _make_pipeline(weight_desc, x_desc, CONSUMERS, BLOCKS, STAGES)
@@ -472,8 +474,8 @@ def _moe_gemm_prefill_fp8_kernel(
     if CONSUMERS == 2:
         gl.warp_specialize(
             [(_consume, (consumer_0, 0)), (_consume, (consumer_1, 1)), (_produce, (producer,))],
-            [_CONSUMER_WARPS, _PRODUCER_WARPS],
-            [_REGISTERS_OF_TWO, _PRODUCER_REGISTERS],
+            [CONSUMER_WARPS, PRODUCER_WARPS],
+            [REGISTERS_OF_TWO, PRODUCER_REGISTERS],
         )
     else:
         last = make_staging(out_desc, STAGING_BUFFERS)
@@ -487,6 +489,6 @@ def _moe_gemm_prefill_fp8_kernel(
                 (_consume, (consumer_2, 2)),
                 (_produce, (producer,)),
             ],
-            [_CONSUMER_WARPS, _CONSUMER_WARPS, _PRODUCER_WARPS],
-            [_REGISTERS_OF_THREE, _REGISTERS_OF_THREE, _PRODUCER_REGISTERS],
+            [CONSUMER_WARPS, CONSUMER_WARPS, PRODUCER_WARPS],
+            [REGISTERS_OF_THREE, REGISTERS_OF_THREE, PRODUCER_REGISTERS],
         )
