@@ -19,6 +19,8 @@ import mxpert
 from benchmarks.moe.cells import Cell, Inputs
 from benchmarks.moe.ours import ACTIVATION, Call, Truth
 from mxpert.cli.measure import GateError, error_gate, intermediate_sizes
+from mxpert.formats.codec import decode, encode
+from mxpert.formats.spec import E4M3
 from mxpert.formats.token import FP8_TOKEN, quantize_token_rows
 from mxpert.moe.reference import activate
 from mxpert.moe.weights import MoEWeights
@@ -31,6 +33,10 @@ SPANS: dict[str, int | None] = {FP8_TOKEN: None, "fp8_group": 128}
 MULTIPLIER_ERROR = 2.0**-22
 """Of a value before it becomes a code: the rounded scale, its inverse and the product."""
 
+SLICE = 128
+"""Fewest values of the depth that a CTA of a peer sums alone. The sums of a tile's CTAs are rounded
+to bfloat16 and added in bfloat16."""
+
 FAST_EXPONENTIAL = 2.0**-20
 """Relative error of the activation: CUDA's __expf of up to 16, and four roundings."""
 
@@ -41,10 +47,38 @@ def as_encoded(rows: torch.Tensor, activation: str) -> torch.Tensor:
     if activation not in SPANS:
         return rows.bfloat16().double()
     count, width = rows.shape
-    span = SPANS[activation] or width
-    padded = torch.nn.functional.pad(rows.float(), (0, -width % span))
-    groups = quantize_token_rows(padded.view(-1, span))
+    groups = quantize_token_rows(_spans(rows, activation))
     return groups.dequantize(torch.float64).view(count, -1)[:, :width]
+
+
+def _spans(rows: torch.Tensor, activation: str) -> torch.Tensor:
+    """Rows [M, K] in float32, a line for each span; zeros fill up the last of a row."""
+    span = SPANS[activation] or rows.shape[1]
+    return torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % span)).view(-1, span)
+
+
+def encoding_error(found: torch.Tensor, rows: torch.Tensor, activation: str) -> float:
+    """Relative L2 between what a peer multiplies and the nearest right encodings of bfloat16 rows.
+
+    A bfloat16 value often lies exactly between two codes. The peer's rounded scale then decides for
+    one of them, and both are right: a value changed by `MULTIPLIER_ERROR` may become either.
+
+    Args:
+        found: float64 [M, K]. rows: bfloat16 [M, K].
+    """
+    if activation not in SPANS:
+        return relative_l2(found, rows.double())
+    spans, (count, width) = _spans(rows, activation), rows.shape
+    scale = quantize_token_rows(spans).scale.double().unsqueeze(-1)
+    exact = spans.double() / scale
+    ends = [
+        decode(encode((exact * stretch).float(), E4M3), E4M3, torch.float64) * scale
+        for stretch in (1 - MULTIPLIER_ERROR, 1 + MULTIPLIER_ERROR)
+    ]
+    low, high = (
+        each.view(count, -1)[:, :width] for each in (torch.minimum(*ends), torch.maximum(*ends))
+    )
+    return relative_l2(found, found.clamp(low, high))
 
 
 def decoded(rows: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -137,7 +171,7 @@ class PeerGate:
         activated = activate(ACTIVATION, gate_up[:, ::2], gate_up[:, 1::2])
         y = (second * weights[:, None]).view(len(tokens), top_k, -1).sum(1)
         return {
-            "x": relative_l2(x, as_encoded(self.inputs.x[tokens], self.activation)),
+            "x": encoding_error(x, self.inputs.x[tokens], self.activation),
             "gate_up_gemm": relative_l2(gate_up, first),
             "activation": relative_l2(h, as_encoded(activated, self.activation)),
             "down": relative_l2(steps.y[tokens], y),
@@ -146,23 +180,26 @@ class PeerGate:
     def step_gates(self, num_tokens: int) -> dict[str, float]:
         """Largest errors of the steps of so many tokens.
 
-        A product is rounded to bfloat16; the tensor cores drop bits of an e4m3 sum until it is
-        promoted, after a span or never. "down" is rounded before and after the sum of the slots.
+        A product is rounded to bfloat16 once or, if several CTAs share its depth, with each of
+        n parts and each sum of them: i of n equal parts have i / n of its square, so that the
+        squared errors add up to 1 + (n + 1) / 2 of one rounding's. The tensor cores drop bits of
+        an e4m3 sum until it is promoted, after a span or never. "down" is rounded once more after
+        the sum of the slots.
         """
         model = self.cell.model
         rows, encoded = num_tokens * model.k, self.activation in SPANS
         span = SPANS.get(self.activation) or max(model.H, model.F)
 
-        def sums(depth: int) -> float:
-            return UNPROMOTED_ERROR * math.sqrt(min(span, depth)) if encoded else 0.0
+        def product(depth: int) -> float:
+            parts = -(-depth // SLICE)
+            rounded = STAGE_GATE * math.sqrt(1 + (parts + 1) / 2 if parts > 1 else 1)
+            dropped = UNPROMOTED_ERROR * math.sqrt(min(span, depth)) if encoded else 0.0
+            return math.hypot(rounded, dropped)
 
-        def codes(error: float, count: int, width: int) -> float:
-            form = FP8_TOKEN if encoded else None
-            return requantisation_error(form, error, count * width, row=min(span, width))
-
+        form, row = FP8_TOKEN if encoded else None, min(span, model.F)
         return {
-            "x": codes(MULTIPLIER_ERROR, num_tokens, model.H) if encoded else 0.0,
-            "gate_up_gemm": math.hypot(STAGE_GATE, sums(model.H)),
-            "activation": codes(FAST_EXPONENTIAL, rows, model.F),
-            "down": math.hypot(STAGE_GATE, STAGE_GATE, sums(model.F)),
+            "x": MULTIPLIER_ERROR if encoded else 0.0,
+            "gate_up_gemm": product(model.H),
+            "activation": requantisation_error(form, FAST_EXPONENTIAL, rows * model.F, row=row),
+            "down": math.hypot(STAGE_GATE, product(model.F)),
         }

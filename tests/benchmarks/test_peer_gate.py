@@ -12,10 +12,19 @@ import mxpert
 from benchmarks.moe.cells import Cell, Model, random_inputs
 from benchmarks.moe.humming import input_config, paddings
 from benchmarks.moe.ours import ACTIVATION, Call, Truth, random_weights
-from benchmarks.moe.peer_gate import SPANS, PeerGate, Steps, as_encoded, decoded
+from benchmarks.moe.peer_gate import (
+    MULTIPLIER_ERROR,
+    SPANS,
+    PeerGate,
+    Steps,
+    as_encoded,
+    decoded,
+    encoding_error,
+)
 from mxpert.cli.measure import GateError
 from mxpert.formats.token import quantize_token_rows
 from mxpert.moe.reference import activate
+from mxpert.testing.numerics import rounding_rms
 
 MODEL = Model("small", 8, 2, 384, 320)
 CELL = Cell(MODEL, 4)
@@ -57,6 +66,43 @@ def check(gate: PeerGate, steps: Steps) -> float:
 def test_a_right_peer_passes(activation: str) -> None:
     gate = gate_of(activation)
     assert 1e-4 < check(gate, right_steps(gate)) < 4e-3
+
+
+def test_a_value_between_two_codes_may_become_either() -> None:
+    """With a scale of 1, 29 lies exactly between the codes of 28 and 30."""
+    x = torch.zeros(1, 384, dtype=torch.bfloat16)
+    x[0, :3] = torch.tensor([448.0, 29.0, 27.0])
+    ours = as_encoded(x, "fp8_group")
+    assert ours[0, :3].tolist() == [448.0, 28.0, 28.0]
+    for code, passes in ((28.0, True), (30.0, True), (32.0, False), (26.0, False)):
+        found = ours.clone()
+        found[0, 1] = code
+        assert (encoding_error(found, x, "fp8_group") <= MULTIPLIER_ERROR) == passes
+    found = ours.clone()
+    found[0, 2] = 26.0  # 27 lies between 26 and 28
+    assert encoding_error(found, x, "fp8_group") <= MULTIPLIER_ERROR
+
+
+def sliced(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """bfloat16 sums of bfloat16 sums of 128 values each."""
+    total = torch.zeros(len(weights), dtype=torch.bfloat16)
+    for part, other in zip(rows.split(128), weights.split(128, 1), strict=True):
+        total += (part.float() @ other.float().T).bfloat16()
+    return total
+
+
+def test_a_peer_may_add_slices_of_the_depth_in_bfloat16() -> None:
+    gate, k = gate_of("fp8_group"), MODEL.k
+    steps = right_steps(gate)
+    experts = mxpert.route_topk(gate.inputs.logits, k)[1].flatten().tolist()
+    first = [mxpert.dequantize(gate.weights.gate_up_proj[expert]).float() for expert in experts]
+    x = steps.x.repeat_interleave(k, 0)
+    gate_up = torch.stack([sliced(row, weight) for row, weight in zip(x, first, strict=True)])
+    h = activate(ACTIVATION, *gate_up.float().view(-1, MODEL.F, 2).unbind(-1))
+    errors = gate.step_errors(
+        replace(steps, gate_up=gate_up, h=as_encoded(h, "fp8_group")), torch.arange(CELL.tokens)
+    )
+    assert 1.1 * rounding_rms(8) < errors["gate_up_gemm"] <= gate.step_gates(4)["gate_up_gemm"]
 
 
 def other_span(gate: PeerGate, steps: Steps) -> Steps:
