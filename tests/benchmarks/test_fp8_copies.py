@@ -171,3 +171,15 @@ def test_tables_compare_both_forms() -> None:
     assert fp8_copies.layer_table([row("layer", 10.0)]).endswith("| 10 → – |")
     text = fp8_copies.gemm_table([row("layer", 1.0, 1.0), row("gate_up_gemm", 2000.0, 1250.0)])
     assert text.splitlines()[-1] == "| m, a8w4, MXFP8, gate_up | 500 → 800 (50 → 80 %) |"
+
+
+def test_the_page_has_both_tables_and_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = measured(tmp_path, monkeypatch, another_expert)
+    run.meta |= dict(device="a GPU", date="today", commit="abc", versions={})
+    run.meta |= dict(protocol=fp8_copies.PROTOCOL)
+    text = fp8_copies.markdown(run.as_json())
+    assert "Both forms give the same bits in 1 of 3 results." in text
+    assert text.count("|---|---:|") == 2
+    assert f"- {CELL} mxfp8 {COPIES}: GateError" in text
