@@ -42,6 +42,7 @@ RENDERERS = REPORTS | {
     "cliffs.json": "moe.cliffs",
     "row_encoding.json": "moe.row_encoding",
     "few_tokens.json": "moe.few_tokens",
+    "fp8_copies.json": "moe.fp8_copies",
     "options.json": "grouped.options",
     "loading.json": "models.loading",
 }

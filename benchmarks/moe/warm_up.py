@@ -44,18 +44,20 @@ SECONDS = 60.0
 """How long a comparison waits for these processes."""
 
 
-def unwritten_weights(model: Model) -> MoEWeights:
-    """Weights in the Hopper layout whose codes are whatever memory holds."""
+def unwritten_weights(model: Model, *, keep_fp8: bool = False) -> MoEWeights:
+    """Weights in the Hopper layout, with an FP8 copy or without one, whose codes are whatever
+    memory holds."""
+    layout = Layout.HOPPER_FRAGMENT_FP8 if keep_fp8 else Layout.HOPPER_FRAGMENT
 
     def projection(rows: int, depth: int) -> MXTensor:
         units, steps = -(-rows // 64), -(-depth // 128)
-        codes, shifts = (
-            torch.empty(model.E, units, steps, size, dtype=torch.uint8) for size in (4096, 256)
+        codes, shifts, fp8 = (
+            torch.empty(model.E, units, steps, size, dtype=torch.uint8)
+            for size in (4096, 256, 8192 if keep_fp8 else 0)
         )
         reference = torch.empty(model.E, units * 64, dtype=torch.uint8)
-        return MXTensor(
-            codes, shifts, MXFP4, -1, Layout.HOPPER_FRAGMENT, reference, (model.E, rows, depth)
-        )
+        shape, copy = (model.E, rows, depth), fp8 if keep_fp8 else None
+        return MXTensor(codes, shifts, MXFP4, -1, layout, reference, shape, fp8_codes=copy)
 
     return MoEWeights(
         projection(2 * model.F, model.H),
@@ -64,11 +66,11 @@ def unwritten_weights(model: Model) -> MoEWeights:
     )
 
 
-def compile_cells(cells: Sequence[Cell], activation: str) -> None:
+def compile_cells(cells: Sequence[Cell], activation: str, *, keep_fp8: bool = False) -> None:
     """Launch every stage of the cells where launches do nothing."""
     with without_device(record=False), on_device(H200):
         for cell in cells:
-            weights = unwritten_weights(cell.model)
+            weights = unwritten_weights(cell.model, keep_fp8=keep_fp8)
             mine = Ours(cell.model, RunWeights(weights, weights), activation)
             x = torch.empty(cell.tokens, cell.model.H, dtype=torch.bfloat16)
             batch = mine._batch(weights, Inputs(x, torch.empty(cell.tokens, cell.model.E)))
@@ -97,14 +99,17 @@ def start_peer(cells: Sequence[Cell], folder: Path) -> list[subprocess.Popen[str
     return [_start([name], found, "--peers", str(folder)) for name, found in counts.items()]
 
 
-def start(cells: Sequence[Cell], formats: Sequence[str]) -> list[subprocess.Popen[str]]:
+def start(
+    cells: Sequence[Cell], formats: Sequence[str], *, keep_fp8: bool = False
+) -> list[subprocess.Popen[str]]:
     """A process for each format, decode and prefill apart: they share few kernels."""
+    copy = ["--keep-fp8"] if keep_fp8 else []
     models = list(dict.fromkeys(cell.model.name for cell in cells))
     counts = sorted({cell.tokens for cell in cells})
     few = [count for count in counts if count <= DECODE_TOKENS]
     many = counts[len(few) :]
     return [
-        _start(models, part, "--activation", activation)
+        _start(models, part, "--activation", activation, *copy)
         for part in (many, few)
         if part
         for activation in formats
@@ -145,11 +150,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--activation", choices=FORMATS, help="our kernels of this format")
     what.add_argument("--peers", type=Path, help="those of triton_kernels in this directory")
+    text = "with --activation: the weights have an FP8 copy"
+    parser.add_argument("--keep-fp8", action="store_true", help=text)
     options = parser.parse_args(arguments)
     models = [OFFERED[name] for name in parse_list(options.models, list(OFFERED), "--models")]
     cells = [Cell(model, count) for model in models for count in parse_tokens(options.tokens)]
     if options.peers is None:
-        compile_cells(cells, options.activation)
+        compile_cells(cells, options.activation, keep_fp8=options.keep_fp8)
+    elif options.keep_fp8:
+        parser.error("--keep-fp8 needs --activation: peers have no such weights")
     else:
         add_to_path(options.peers)
         compile_peer(cells, torch.device("cuda"))

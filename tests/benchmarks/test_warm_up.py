@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.moe import cells, ours, warm_up
+from mxpert.formats.tensor import Layout
 
 NAMES = ("gpt-oss-20b", "dsv3-ep8")
 
@@ -39,6 +40,28 @@ def test_warming_up_takes_a_process_for_each_format(monkeypatch: pytest.MonkeyPa
     found = {(command[6], command[8]) for command in commands}
     assert found == set(itertools.product(counts, cells.FORMATS))
     assert {command[4] for command in commands} == {",".join(cells.MODELS)}
+
+
+def test_warming_up_for_fp8_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The flag reaches the process, and its weights have the copy."""
+    commands: list[list[str]] = []
+    layouts, call = [], ours.Ours._call
+
+    def record(self: Any, stage: str, weights: Any, batch: Any) -> Any:
+        layouts.append(weights.layout)
+        return call(self, stage, weights, batch)
+
+    monkeypatch.setattr(warm_up.subprocess, "Popen", lambda command, **_: commands.append(command))
+    monkeypatch.setattr(ours.Ours, "_call", record)
+    warm_up.start([cells.Cell(cells.MODELS[NAMES[0]], 2048)], ["mxfp8"], keep_fp8=True)
+    assert warm_up.main(commands[0][3:]) == 0
+    assert set(layouts) == {Layout.HOPPER_FRAGMENT_FP8}
+
+
+def test_peers_have_no_fp8_copies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        warm_up.main(["--tokens", "1", "--peers", str(tmp_path), "--keep-fp8"])
+    assert "--keep-fp8 needs --activation" in capsys.readouterr().err
 
 
 def test_warming_up_a_peer_takes_a_process_for_each_model(
