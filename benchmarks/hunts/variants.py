@@ -15,12 +15,16 @@ from benchmarks.grouped.ours import recipe_of
 from mxpert import GateUpOrder, ScaleSpan, SwiGLU
 from mxpert.configs import MoEConfig
 from mxpert.core.problem import ACTIVATION_FORMATS
-from mxpert.formats import MXTensor
+from mxpert.formats import MXFP4, MXTensor
+from mxpert.formats.weight_tensor import WeightFormatName
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape, random_moe_problem, random_routing
-from support.races import MoEHunt, Run, hopper_tiles, redraw
+from support.races import MoEHunt, Run, fp8_tiles, hopper_tiles, one_launch, redraw, tokens_for
 
 REPEATS = 50_000
+FORMAT_REPEATS = 10_000
 LARGE_REPEATS = 2_000
+
+WEIGHT_FORMATS: tuple[WeightFormatName, ...] = ("mxfp8_e4m3", "nvfp4", "int4_g32", "int4_g128")
 
 SMALL = MoEShape(640, 384, 64, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True)
 """Both stages have more tiles than a decode kernel has CTAs, over weights that fit into L2."""
@@ -121,13 +125,20 @@ def stages(a_format: str, config: MoEConfig) -> Callable[[torch.device, bool], H
 
 
 def layer(
-    shape: MoEShape, tokens: int, a_format: str, *, prepared: bool
+    shape: MoEShape,
+    tokens: int,
+    a_format: str,
+    *,
+    prepared: bool,
+    weight_format: WeightFormatName = "mxfp4",
 ) -> Callable[[torch.device, bool], Hunted]:
-    """A fused layer with the dispatcher's tiles; its routing is drawn anew, too."""
+    """A fused layer with the tiles that are pinned, else the dispatcher's. Its routing is drawn
+    anew, too, and so are its weights if they are MXFP4."""
 
     def make(device: torch.device, dry: bool) -> Hunted:
         chosen = TINY if dry else shape
-        inputs = random_moe_problem(chosen, 3 if dry else tokens, device=device)
+        count = 2 if dry else tokens
+        inputs = random_moe_problem(chosen, count, device=device, weight_format=weight_format)
         if prepared:
             inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
         generator = torch.Generator(device).manual_seed(1)
@@ -135,7 +146,10 @@ def layer(
         options: dict[str, Any] = {"activation": inputs.activation, "activation_format": a_format}
 
         def renew() -> None:
-            redraw(inputs, generator)
+            if weight_format == MXFP4.name:
+                redraw(inputs, generator)
+            else:
+                inputs.x.normal_(generator=generator)
             sizes = len(inputs.x), chosen.num_experts, chosen.top_k
             copy_into(arguments[2:], random_routing(*sizes, generator=generator))
 
@@ -146,6 +160,39 @@ def layer(
     return make
 
 
+def fp8_copy_variants() -> Iterator[Variant]:
+    """Every tile that reads FP8 copies of MXFP4 weights."""
+    for tile, config in fp8_tiles().items():
+        name, shape = f"hopper fp8 copy/mxfp8/{tile}", text_of(SMALL, "tiles filled to 0.7")
+        yield Variant(name, shape, stages("mxfp8", config), backend="hopper", config=config)
+
+
+def one_launch_variants() -> Iterator[Variant]:
+    """Layers of a few tokens in one launch, small and large."""
+    for a_format in ACTIVATION_FORMATS:
+        config = one_launch(a_format)
+        for tokens in (1, 2, 4):
+            name, shape = f"hopper one launch/{a_format}/T={tokens}", text_of(SMALL, f"T {tokens}")
+            make = layer(SMALL, tokens, a_format, prepared=True)
+            yield Variant(name, shape, make, backend="hopper", config=config)
+        shape = MODEL_SHAPES["gpt-oss-20b"]
+        name = f"large one launch/{a_format}/gpt-oss-20b"
+        make = layer(shape, 1, a_format, prepared=True)
+        yield Variant(name, text_of(shape, "T 1"), make, backend="hopper", config=config)
+
+
+def weight_format_variants() -> Iterator[Variant]:
+    """Every tile of the other weight formats, with activations of 16 and of 8 bits."""
+    for weight_format in WEIGHT_FORMATS:
+        for a_format in ("bf16", "mxfp8"):
+            for tile, config in hopper_tiles(a_format, weight_format).items():
+                tokens = tokens_for(SMALL, config)
+                name = f"hopper {weight_format} weights/{a_format}/{tile}"
+                make = layer(SMALL, tokens, a_format, prepared=True, weight_format=weight_format)
+                text = text_of(SMALL, f"T {tokens}")
+                yield Variant(name, text, make, FORMAT_REPEATS, backend="hopper", config=config)
+
+
 def moe_variants() -> Iterator[Variant]:
     """Every tile of the Hopper kernels and the portable kernels in every format; large layers."""
     for a_format in ACTIVATION_FORMATS:
@@ -153,6 +200,9 @@ def moe_variants() -> Iterator[Variant]:
             name, shape = f"hopper moe/{a_format}/{tile}", text_of(SMALL, "tiles filled to 0.7")
             make = stages(a_format, config)
             yield Variant(name, shape, make, backend="hopper", config=config)
+    yield from fp8_copy_variants()
+    yield from one_launch_variants()
+    yield from weight_format_variants()
     for a_format in ACTIVATION_FORMATS:
         for tokens in (16, 512):
             name, shape = f"triton moe/{a_format}/T={tokens}", text_of(SMALL, f"T {tokens}")

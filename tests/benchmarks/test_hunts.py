@@ -10,7 +10,7 @@ import pytest
 from benchmarks.hunts import run as hunts
 from benchmarks.hunts import variants as hunt_variants
 from mxpert.core.problem import ACTIVATION_FORMATS
-from support.races import hopper_tiles
+from support.races import fp8_tiles, hopper_tiles
 from tests.benchmarks.scripts import dry_run
 
 
@@ -24,8 +24,14 @@ def test_every_kernel_variant_is_hunted() -> None:
     for a_format in ACTIVATION_FORMATS:
         for tile in hopper_tiles(a_format):
             assert f"hopper moe/{a_format}/{tile}" in names
-        for kind in ("triton moe", "large layer"):
+        for kind in ("triton moe", "large layer", "hopper one launch", "large one launch"):
             assert any(name.startswith(f"{kind}/{a_format}/") for name in names)
+    for tile in fp8_tiles():
+        assert f"hopper fp8 copy/mxfp8/{tile}" in names
+    for weight_format in hunt_variants.WEIGHT_FORMATS:
+        for a_format in ("bf16", "mxfp8"):
+            for tile in hopper_tiles(a_format, weight_format):
+                assert f"hopper {weight_format} weights/{a_format}/{tile}" in names
     grouped = ("grouped/auto/forward", "grouped/exact/dgrad", "grouped/row/wgrad", "hopper dual/")
     rows = ("routing/plan", "routing/topk", "combine/forward", "combine/backward")
     for part in (*grouped, *rows):

@@ -17,6 +17,7 @@ import torch
 from mxpert.configs import HopperGemmConfig, HopperKernel
 from mxpert.core.problem import ActivationFormat, MoEConfig
 from mxpert.core.registry import override
+from mxpert.formats.spec import MXFP4
 from mxpert.formats.tensor import MXTensor
 from mxpert.moe.hopper.layout import decode_units
 from mxpert.moe.op import moe_down, moe_gate_up
@@ -140,6 +141,20 @@ def hunt(
     return Found(done, int(differing))
 
 
+def one_launch(a_format: str) -> MoEConfig:
+    """The layer of a few tokens in one launch."""
+    from mxpert.moe.hopper import config as heuristics
+
+    tile = HopperGemmConfig(
+        HopperKernel.FEW_TOKENS,
+        min(heuristics.BLOCKS_M),
+        heuristics._FEW_TOKENS_STAGES,
+        consumers=1,
+        hi_lo=a_format == "bf16",
+    )
+    return MoEConfig.of(tile, tile)
+
+
 def fp8_tiles() -> dict[str, MoEConfig]:
     """Every tile that reads an FP8 copy of the weights, by name."""
     from mxpert.moe.hopper import config as heuristics
@@ -150,13 +165,13 @@ def fp8_tiles() -> dict[str, MoEConfig]:
     }
 
 
-def hopper_tiles(a_format: str) -> dict[str, MoEConfig]:
-    """Every tile of the Hopper MoE kernels for an activation format, by name; those of decode with
-    their depth split, too."""
+def hopper_tiles(a_format: str, weight_format: str = MXFP4.name) -> dict[str, MoEConfig]:
+    """Every tile of the Hopper MoE kernels for two formats, by name; those of decode with their
+    depth split, too."""
     from mxpert.moe.hopper import config as heuristics
 
     found = {}
-    for name, config in heuristics.tiles(hi_lo=a_format == "bf16").items():
+    for name, config in heuristics.tiles(a_format == "bf16", weight_format).items():
         found[name] = MoEConfig(config.block_m, config, config)
         if config.kernel is HopperKernel.DECODE:
             found[name + "_split"] = MoEConfig(
