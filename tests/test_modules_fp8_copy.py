@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import mxpert
-from mxpert import MoEWeights
+from mxpert import MoEWeights, modules
 from mxpert.distributed import ExpertParallel
 from mxpert.formats.tensor import Layout
+from mxpert.moe.local_weights import take_experts
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from support.devices import prepared_for
 
@@ -43,13 +45,17 @@ def test_weights_with_a_copy_need_no_option() -> None:
 
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_a_rank_has_the_copy_of_its_experts(is_prepared: bool) -> None:
-    """Of all experts that are given, with the option or with a copy."""
+    """Taken out of all experts of the layer, which are given with the option or with a copy."""
     ranks = ExpertParallel(num_experts=4, top_k=2, hidden_size=96, max_tokens=8)
-    whole = replace(WEIGHTS)
-    with prepared_for("sm_90"):
-        weights = whole.prepare(device="cpu", keep_fp8=True) if is_prepared else whole
+
+    def local_weights(op: str, ranks: ExpertParallel, weights: MoEWeights) -> MoEWeights:
+        return take_experts(weights.unprepare(), ranks.local_experts)  # as one of several does
+
+    with prepared_for("sm_90"), mock.patch.object(modules, "local_weights", local_weights):
+        weights = WEIGHTS.prepare(device="cpu", keep_fp8=True) if is_prepared else WEIGHTS
         moe = layer(weights, expert_parallel=ranks, keep_fp8=not is_prepared)
     assert moe.experts.weights.layout is COPY
+    assert moe.experts.weights is not weights
 
 
 def wide(weights: MoEWeights) -> MoEWeights:
