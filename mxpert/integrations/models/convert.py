@@ -170,7 +170,7 @@ def _convert_layers(
                 forbid_saving(model, how.format.name)
     for module in converted:
         if how.keep_fp8:
-            module.keep_fp8()
+            module.keep_fp8(device)
         module.activation_format = how.activation_format
 
 

@@ -70,11 +70,15 @@ class MXExperts(PreparedExperts):
         """hidden_states [..., H], ids and weights [T, top_k] → the shape and dtype of the first."""
         return super().forward(hidden_states, topk_weights, topk_ids)
 
-    def keep_fp8(self) -> None:
-        """Make an e4m3 copy of the weights, unless they have one; see `MoEWeights.prepare`."""
+    def keep_fp8(self, device: torch.device | None) -> None:
+        """Make an e4m3 copy of the weights, unless they have one; see `MoEWeights.prepare`.
+
+        device: where the weights go; None leaves them on their device.
+        """
         weights = self.weights
         if not weights.layout.has_fp8_codes:
-            self._hold(weights.unprepare().prepare(device=weights.device, keep_fp8=True))
+            target = weights.device if device is None else device
+            self._hold(weights.unprepare().prepare(device=target, keep_fp8=True))
 
     def restored(self) -> dict[str, torch.nn.Parameter]:
         """Dequantised parameters in the names, shapes and order of the module that was replaced."""

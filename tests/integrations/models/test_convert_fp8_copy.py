@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mxpert.formats.tensor import Layout
+from mxpert import MoEWeights, ScaleRule
+from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.integrations.models import convert as module
 from mxpert.integrations.models.convert import convert, mx_experts
+from mxpert.moe.stacked import quantize_stacked
 from mxpert.training import MXFP8Recipe
 from support.devices import prepared_for
 from tests.integrations.families import build
@@ -57,6 +59,33 @@ def test_a_converted_model_gets_copies() -> None:
             experts.weights.unprepare().gate_up_proj.qdata, before.gate_up_proj.qdata
         )
         assert experts.get_buffer("down_proj_fp8_codes") is experts.weights.down_proj.fp8_codes
+
+
+def test_copies_are_made_on_the_device_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of layers that were converted on a CPU, too, where there are none."""
+    models, seen = [dense(), convert(dense(), "a8w4", progress=False)], []
+
+    class Prepared(Exception):  # noqa: N818  no error
+        pass
+
+    def prepare(weights: MoEWeights, *, device: torch.device, keep_fp8: bool) -> None:
+        seen.append((str(device), keep_fp8))
+        raise Prepared
+
+    monkeypatch.setattr(module, "_data_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(module, "quantize_stacked", lambda weight, **_: quantized(weight))
+    monkeypatch.setattr(MoEWeights, "prepare", prepare)
+    for model in models:
+        with pytest.raises(Prepared):
+            convert(model, "a8w4", device="cuda", keep_fp8=True, progress=False)
+    assert seen == [("cuda", True)] * 2
+
+
+def quantized(weight: torch.Tensor) -> MXTensor:
+    """On the weight's own device, since this machine may have no other."""
+    return quantize_stacked(
+        weight, transposed=False, scale_rule=ScaleRule.RCEIL, device=weight.device
+    )
 
 
 @pytest.mark.usefixtures("hopper")
