@@ -378,6 +378,17 @@ def _check_search(backend: str | None, time_budget: float) -> None:
     )
 
 
+def _named_models(
+    model: list[str] | None, shape: list[str] | None, grouped: list[str] | None, keep_fp8: bool
+) -> list[str]:
+    """The models of --model, or the default one; refuse --keep-fp8 with grouped GEMMs alone."""
+    models = list(model or ([] if shape or grouped else ["gpt-oss-120b"]))
+    need, remedy = "a --model or --shape beside --grouped", "omit it"
+    fits = bool(models or shape) or not keep_fp8
+    require(fits, "tune", "--keep-fp8", need=need, got="none", remedy=remedy)
+    return models
+
+
 def tune(
     model: list[str] = typer.Option(
         None,
@@ -443,12 +454,9 @@ def tune(
     names = parse_formats(formats, "tune", "--format")
     check_target(json_to, "tune")
     _check_search(backend, time_budget)
-    models = list(model or ([] if shape or grouped else ["gpt-oss-120b"]))
+    models = _named_models(model, shape, grouped, keep_fp8)
     held = check_weight_format(weight_format, "tune")
     check_copies(keep_fp8, names, held, backend, "tune")
-    need, remedy = "a --model or --shape beside --grouped", "omit it"
-    fits = bool(models or shape) or not keep_fp8
-    require(fits, "tune", "--keep-fp8", need=need, got="none", remedy=remedy)
     cells: list[AnyCell] = [
         *make_cells(models, list(shape or []), counts, names, held, keep_fp8=keep_fp8)
     ]
