@@ -27,6 +27,7 @@ from .moe import published_tensors as published
 from .moe.checks import check_gate, check_weight_on_input
 from .moe.local_weights import check_local_weights, local_weights
 from .moe.op import fused_moe
+from .moe.prepared_weights import check_keep_fp8
 from .moe.requantize import requantize_ as requantize_
 from .moe.stacked import quantize_weights as quantize_weights
 from .moe.weights import GateUpOrder, MoEWeights
@@ -294,10 +295,14 @@ class MoE(torch.nn.Module):
         expert_parallel: a mxpert.distributed.ExpertParallel with the layer's sizes, on the device
             of `weights`; None for all experts in this process.
         num_sms: most SMs that each GEMM of the experts occupies, as for `fused_moe`.
+        keep_fp8: keep an e4m3 copy of MXFP4 weights, as `MoEWeights.prepare` takes it. Weights that
+            are prepared with one keep theirs. Not in the state dict: `load_state_dict` makes it
+            again. ``.to("cpu")`` drops it.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, shape or device; a call with
-            more tokens than ``ep.max_tokens``, before anything is sent.
+            more tokens than ``ep.max_tokens``, before anything is sent; `keep_fp8` with bfloat16
+            activations, or for weights or a device without such a copy.
         UnsupportedError: a call in training mode whose input requires a gradient.
         PeerLostError: a rank of `expert_parallel` died or did not arrive in time.
 
@@ -335,10 +340,11 @@ class MoE(torch.nn.Module):
         apply_router_weight_on_input: bool = False,
         expert_parallel: ExpertParallel | None = None,
         num_sms: int | None = None,
+        keep_fp8: bool = False,
     ) -> None:
         super().__init__()
         op = "MoE"
-        parse_activation_format(activation_format, op)
+        check_keep_fp8(keep_fp8, parse_activation_format(activation_format, op), op)
         ranks = expert_parallel
         for name, value, kind in (
             ("weights", weights, MoEWeights),
@@ -348,6 +354,7 @@ class MoE(torch.nn.Module):
             if not isinstance(value, kind):
                 raise TypeError(message(op, name, kind.__name__, repr(value)))
         activation = parse_activation(activation, op)
+        keep_fp8 = keep_fp8 or weights.layout.has_fp8_codes
         if ranks is not None:
             require(ranks.top_k == top_k, op, "top_k", need=ranks.top_k, got=top_k)
             weights = local_weights(op, ranks, weights)
@@ -364,8 +371,11 @@ class MoE(torch.nn.Module):
         if router_bias is not None:
             self.router.bias = torch.nn.Parameter(router_bias.detach(), requires_grad=False)
         self.register_buffer("correction_bias", correction_bias)
-        if weights.layout is Layout.ROW_MAJOR and weights.fold_certificates is None:
-            weights = weights.prepare(device=weights.device)
+        is_prepared = (
+            weights.layout is not Layout.ROW_MAJOR or weights.fold_certificates is not None
+        )
+        if not is_prepared or (keep_fp8 and not weights.layout.has_fp8_codes):
+            weights = weights.prepare(device=weights.device, keep_fp8=keep_fp8)
         self.experts = PreparedExperts(
             weights,
             activation,

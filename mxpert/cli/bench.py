@@ -15,7 +15,6 @@ from rich.console import Console
 from ..core.files import short
 from ..core.problem import MoEOptions, OwnFormat
 from ..core.registry import Resolution, override
-from ..distributed.planner import LINKS
 from ..errors import require
 from ..explain import explain
 from ..formats.spec import MX_BLOCK_SIZE
@@ -49,16 +48,23 @@ from .measure import (
     rotations,
     time_calls,
     timing_columns,
+    weights_name,
 )
 from .options import (
     DEFAULT_FORMATS,
     FORMAT_NAMES,
     Formats,
     JsonFile,
+    KeepFp8,
+    LinkName,
     ListModels,
+    Plan,
+    Ranks,
+    RanksToStart,
     Tokens,
     WeightFormat,
     check_backend,
+    check_copies,
     check_model,
     check_target,
     check_weight_format,
@@ -144,6 +150,7 @@ class Request:
     routing: str
     backend: str | None
     weight_format: WeightFormatName = "mxfp4"
+    keep_fp8: bool = False
 
 
 def random_inputs(
@@ -283,7 +290,7 @@ def bench_case(
             "impl": f"mxpert/{first.resolution.kernel.backend}",
             "config": str(first.resolution.config),
             "activation": name,
-            "weights": weights.plain.weight_format,
+            "weights": weights_name(first.weights),
             "stage": stage,
             "rel_l2": error,
         }
@@ -304,7 +311,9 @@ def run_bench(request: Request, device: torch.device, console: Console) -> Row:
             ceilings = Ceilings.measure(device, request.formats)
         for model in request.models:
             advance(done, total, f"{model.name}: making weights")
-            weights = RunWeights.random(model.shape, device, request.weight_format)
+            weights = RunWeights.random(
+                model.shape, device, request.weight_format, keep_fp8=request.keep_fp8
+            )
             for num_tokens, name in cases:
                 advance(done, total, f"{model.name} T={num_tokens} {FORMAT_NAMES[name]}")
                 options = MoEOptions(model.shape.activation, name)
@@ -392,17 +401,6 @@ Scale = Annotated[
 Output = Annotated[
     Path, typer.Option(help="Folder for the report and the plot (PNG); made if absent.")
 ]
-Plan = Annotated[bool, typer.Option("--plan", help="Predict a layer over several GPUs, on paper.")]
-Ranks = Annotated[str, typer.Option(help="With --plan: numbers of GPUs, a list or a range.")]
-RanksToStart = Annotated[
-    int | None,
-    typer.Option(
-        "--expert-parallel",
-        metavar="N",
-        help="Measure a layer over N GPUs: this command starts a process for each.",
-    ),
-]
-LinkName = Annotated[str, typer.Option("--link", help=f"With --plan: {', '.join(LINKS)}.")]
 
 
 def bench(
@@ -413,6 +411,7 @@ def bench(
     routing: str = typer.Option("uniform", help="uniform, zipf, half or one_expert."),
     backend: str = typer.Option(None, help="Time this backend instead of the best one."),
     weight_format: WeightFormat = "mxfp4",
+    keep_fp8: KeepFp8 = False,
     scale: Scale = 0,
     expert_parallel: RanksToStart = None,
     plan: Plan = False,
@@ -445,6 +444,7 @@ def bench(
         mxpert bench --model gpt-oss-120b --tokens 1,64,1024 --format a16w4
         mxpert bench --model kimi-k2 --model deepseek-v3 --stage layer --routing zipf
         mxpert bench --model qwen3-235b --weight-format int4_g128 --tokens 1,64
+        mxpert bench --keep-fp8 --tokens 8192 --format a8w4
         mxpert bench --tokens 1 --json - | jq '.rows[].us'
         mxpert bench --expert-parallel 2 --model gpt-oss-120b --tokens 16,1024 --format a8w4
         mxpert bench --plan --model deepseek-v3 --ranks 8..72 --link nvlink5 --format a8w4
@@ -463,7 +463,8 @@ def bench(
     scale = scale or (1 if plan or device.type == "cuda" else CPU_SCALE)
     models = [Model.named(check_model(name, "bench"), scale) for name in model or ["gpt-oss-120b"]]
     held = check_weight_format(weight_format, "bench")
-    request = Request(models, counts, names, stages, routing, backend, held)
+    check_copies(keep_fp8, names, held, backend, "bench")
+    request = Request(models, counts, names, stages, routing, backend, held, keep_fp8)
     if plan or expert_parallel is not None:
         refuse_unused(plan, expert_parallel, request)
     shapes = {each.name: each.shape for each in models}
@@ -484,6 +485,7 @@ def refuse_unused(plan: bool, num_ranks: int | None, request: Request) -> None:
         ("--stage", tuple(request.stages) == STAGES),
         ("--backend", request.backend is None),
         ("--weight-format", request.weight_format == "mxfp4"),
+        ("--keep-fp8", not request.keep_fp8),
     ):
         require(is_unused, "bench", name, need=f"none with {option}", got="one")
 

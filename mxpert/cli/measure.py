@@ -14,6 +14,7 @@ import typer
 from ..core.problem import ReferenceConfig
 from ..core.registry import Explanation, Resolution, override
 from ..errors import UnsupportedError
+from ..formats.names import WITH_FP8
 from ..formats.token import FP8_TOKEN
 from ..formats.weight_tensor import WeightFormatName
 from ..moe.weights import MoEWeights
@@ -83,23 +84,28 @@ class RunWeights:
     prepared: MoEWeights
 
     @classmethod
-    def of(cls, weights: MoEWeights, device: torch.device) -> RunWeights:
-        """Move weights to `device` and prepare them."""
-        prepared = weights.prepare(device=device)
+    def of(cls, weights: MoEWeights, device: torch.device, *, keep_fp8: bool = False) -> RunWeights:
+        """Move weights to `device` and prepare them, with an FP8 copy if that is asked for."""
+        prepared = weights.prepare(device=device, keep_fp8=keep_fp8)
         return cls(prepared.unprepare(), prepared)
 
     @classmethod
     def random(
-        cls, shape: MoEShape, device: torch.device, weight_format: WeightFormatName = "mxfp4"
+        cls,
+        shape: MoEShape,
+        device: torch.device,
+        weight_format: WeightFormatName = "mxfp4",
+        *,
+        keep_fp8: bool = False,
     ) -> RunWeights:
-        """Random weights of a shape and a format, made on `device`."""
+        """Random weights of a shape and a format, made on `device`; `keep_fp8` as for `of`."""
         made = random_moe_problem(shape, 1, device=device, weight_format=weight_format)
-        return cls.of(made.weights, device)
+        return cls.of(made.weights, device, keep_fp8=keep_fp8)
 
     def resolve(
         self, explain_with: Callable[[MoEWeights], Explanation], backend: str | None
     ) -> tuple[MoEWeights, Resolution]:
-        """Choose prepared weights if a kernel reads them, else the stored ones.
+        """Choose prepared weights if a kernel reads them or they have an FP8 copy, else the stored.
 
         Args:
             explain_with: explains the op under test for given weights.
@@ -107,12 +113,22 @@ class RunWeights:
 
         Returns:
             The chosen weights, and the kernel and config that run with them.
+
+        Raises:
+            UnsupportedError: no kernel reads the chosen weights.
         """
         with override(backend=backend):
+            if self.prepared.layout.has_fp8_codes:  # asked for: without it is another measurement
+                return self.prepared, explain_with(self.prepared).resolution
             if self.prepared.layout is not self.plain.layout:
                 with contextlib.suppress(UnsupportedError):
                     return self.prepared, explain_with(self.prepared).resolution
             return self.plain, explain_with(self.plain).resolution
+
+
+def weights_name(weights: MoEWeights) -> str:
+    """As rows name weights: "mxfp4", "nvfp4", …, and "mxfp4+fp8" with an FP8 copy."""
+    return weights.weight_format + (WITH_FP8 if weights.layout.has_fp8_codes else "")
 
 
 def is_timed(device: torch.device) -> bool:

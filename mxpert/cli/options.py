@@ -14,10 +14,13 @@ import typer
 from ..core.backend import BACKENDS
 from ..core.files import is_file, kind_of_file, short
 from ..core.problem import SHORT_NAMES, OwnFormat, parse_activation_format
+from ..distributed.planner import LINKS
 from ..errors import UnsupportedError, message, require
+from ..formats.spec import MXFP4
 from ..formats.weight_rounding import WeightRounding
 from ..formats.weight_tensor import WeightFormatName
 from ..integrations.checkpoints.safetensors_files import CONFIG_FILE, CheckpointReader, read_json
+from ..moe.prepared_weights import check_keep_fp8
 from ..routing.plan import TOKEN_MASK
 from ..testing.problems import MODEL_SHAPES
 
@@ -38,6 +41,25 @@ Tokens = Annotated[str, typer.Option(help="Token counts, comma-separated.")]
 WeightFormat = Annotated[
     str, typer.Option(metavar="NAME", help=f"Weights: {', '.join(WEIGHT_NAMES)}.")
 ]
+KeepFp8 = Annotated[
+    bool,
+    typer.Option(
+        "--keep-fp8",
+        help="Keep an FP8 copy of MXFP4 weights, for prefill in 8 or 4 bits on Hopper. Name "
+        "--format without a16w4.",
+    ),
+]
+Plan = Annotated[bool, typer.Option("--plan", help="Predict a layer over several GPUs, on paper.")]
+Ranks = Annotated[str, typer.Option(help="With --plan: numbers of GPUs, a list or a range.")]
+RanksToStart = Annotated[
+    int | None,
+    typer.Option(
+        "--expert-parallel",
+        metavar="N",
+        help="Measure a layer over N GPUs: this command starts a process for each.",
+    ),
+]
+LinkName = Annotated[str, typer.Option("--link", help=f"With --plan: {', '.join(LINKS)}.")]
 DEFAULT_FORMATS = "a16w4,a8w4,a4w4"
 
 
@@ -135,6 +157,31 @@ def check_backend(backend: str | None, command: str) -> None:
         need=f"one of {', '.join(sorted(BACKENDS))}",
         got=short(str(backend)),
     )
+
+
+def check_copies(
+    keep_fp8: bool,
+    formats: Sequence[OwnFormat],
+    weight_format: WeightFormatName,
+    backend: str | None,
+    command: str,
+) -> None:
+    """Refuse --keep-fp8 beside options with which no kernel would read a copy.
+
+    >>> check_copies(True, ["mxfp8"], "mxfp4", None, "bench")
+    >>> check_copies(True, ["mxfp8"], "mxfp4", "triton", "bench")
+    Traceback (most recent call last):
+    ValueError: bench: --keep-fp8 — need a backend that reads FP8 copies, got 'triton'; omit it
+    """
+    option, remedy = "--keep-fp8", "omit it"
+    for name in formats:
+        check_keep_fp8(keep_fp8, name, command, option)
+    need, fits = "MXFP4 weights", not keep_fp8 or weight_format == MXFP4.name
+    require(fits, command, option, need=need, got=weight_format, remedy=remedy)
+    layout = None if backend is None else BACKENDS[backend].weight_layout
+    fits = not keep_fp8 or backend is None or getattr(layout, "with_fp8", None) is not None
+    need, got = "a backend that reads FP8 copies", repr(backend)
+    require(fits, command, option, need=need, got=got, remedy=remedy)
 
 
 def check_model(name: str, command: str) -> str:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from .. import __version__
-from ..core.backend import BACKENDS, layouts_for
+from ..core.backend import BACKENDS
 from ..core.files import is_file, kind_of_file
 from ..core.problem import GroupedProblem, Op, Target
 from ..core.tables import (
@@ -31,14 +31,15 @@ from ..core.tables import (
 from ..core.target import detect_target
 from ..core.toolchain import toolchain
 from ..errors import UnsupportedError, message, require
-from ..formats.weight_tensor import parse_weight_format
 from ..testing.timing import read_bandwidth
 from .options import (
     DEFAULT_FORMATS,
     Formats,
     JsonFile,
+    KeepFp8,
     ListModels,
     WeightFormat,
+    check_copies,
     check_target,
     check_weight_format,
     open_folder,
@@ -179,8 +180,7 @@ def choose_any(cell: AnyCell, target: Target, backend: str | None) -> Choice[Any
     """The kernel that would serve a cell on a target."""
     if isinstance(cell, GroupedCell):
         return cell.choose(target, backend)
-    held = parse_weight_format(cell.weight_format, "tune").name
-    return choose(cell, target, layouts_for(target.arch, held), backend)
+    return choose(cell, target, cell.layouts(target), backend)
 
 
 def invalid_any(row: AnyRow, target: Target) -> str | None:
@@ -378,6 +378,17 @@ def _check_search(backend: str | None, time_budget: float) -> None:
     )
 
 
+def _named_models(
+    model: list[str] | None, shape: list[str] | None, grouped: list[str] | None, keep_fp8: bool
+) -> list[str]:
+    """The models of --model, or the default one; refuse --keep-fp8 with grouped GEMMs alone."""
+    models = list(model or ([] if shape or grouped else ["gpt-oss-120b"]))
+    need, remedy = "a --model or --shape beside --grouped", "omit it"
+    fits = bool(models or shape) or not keep_fp8
+    require(fits, "tune", "--keep-fp8", need=need, got="none", remedy=remedy)
+    return models
+
+
 def tune(
     model: list[str] = typer.Option(
         None,
@@ -396,6 +407,7 @@ def tune(
     ),
     formats: Formats = DEFAULT_FORMATS,
     weight_format: WeightFormat = "mxfp4",
+    keep_fp8: KeepFp8 = False,
     grouped: Grouped = None,
     rows: RowCounts = DEFAULT_ROWS,
     operands: OperandNames = "mxfp8",
@@ -434,6 +446,7 @@ def tune(
         mxpert tune --model gpt-oss-120b --time-budget 300
         mxpert tune --shape 64,8,2048,1024 --tokens 1,16,256 --format a16w4
         mxpert tune --model qwen3-235b --weight-format nvfp4
+        mxpert tune --tokens 4096,8192 --format a8w4 --keep-fp8
         mxpert tune --grouped 32,4096,7168 --rows 65536 --operands mxfp8,bf16
         mxpert tune --dry-run --target nvidia-h200
     """
@@ -441,9 +454,12 @@ def tune(
     names = parse_formats(formats, "tune", "--format")
     check_target(json_to, "tune")
     _check_search(backend, time_budget)
-    models = list(model or ([] if shape or grouped else ["gpt-oss-120b"]))
+    models = _named_models(model, shape, grouped, keep_fp8)
     held = check_weight_format(weight_format, "tune")
-    cells: list[AnyCell] = [*make_cells(models, list(shape or []), counts, names, held)]
+    check_copies(keep_fp8, names, held, backend, "tune")
+    cells: list[AnyCell] = [
+        *make_cells(models, list(shape or []), counts, names, held, keep_fp8=keep_fp8)
+    ]
     row_counts = parse_numbers(rows, "tune", "--rows")
     cells += make_grouped_cells(grouped or [], row_counts, operands)
     here, console = _named_target(target, dry), make_console(stderr=True)

@@ -21,6 +21,7 @@ from ..core.registry import config_exists, explain_problem, override
 from ..core.stage_configs import StageConfig
 from ..core.tables import FORMATS, Source, TunedRow, row_key, table_name
 from ..errors import UnsupportedError, message, require
+from ..formats.names import WITH_FP8
 from ..formats.spec import MX_BLOCK_SIZE, MXFP4
 from ..formats.tensor import Layout
 from ..formats.weight_tensor import WeightFormatName, parse_weight_format
@@ -51,20 +52,25 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """One problem to tune: a layer shape, a token count and formats. model: its displayed name."""
+    """One problem to tune: a layer shape, a token count and formats.
+
+    model: its displayed name. keep_fp8: with an FP8 copy of the weights.
+    """
 
     model: str
     shape: MoEShape
     num_tokens: int
     activation_format: OwnFormat
     weight_format: WeightFormatName = "mxfp4"
+    keep_fp8: bool = False
 
     @property
     def name(self) -> str:
-        """As "gpt-oss-120b T=64 a16w4", with other weights "… bf16xnvfp4"."""
+        """As "gpt-oss-120b T=64 a16w4", with other weights or an FP8 copy "… bf16xnvfp4"."""
         shown = FORMAT_NAMES[self.activation_format]
-        if self.weight_format != MXFP4.name:
-            shown = f"{self.activation_format}x{self.weight_format}"
+        if self.weight_format != MXFP4.name or self.keep_fp8:
+            copy = WITH_FP8 if self.keep_fp8 else ""
+            shown = f"{self.activation_format}x{self.weight_format}{copy}"
         return f"{self.model} T={self.num_tokens} {shown}"
 
     @property
@@ -74,7 +80,22 @@ class Cell:
 
     def operands(self, device: torch.device) -> RunWeights:
         """Random weights, which cells of one shape share."""
-        return RunWeights.random(self.shape, device, self.weight_format)
+        return RunWeights.random(self.shape, device, self.weight_format, keep_fp8=self.keep_fp8)
+
+    def layouts(self, target: Target) -> list[Layout]:
+        """Layouts that the weights may have on a target, the fastest first.
+
+        Raises:
+            UnsupportedError: an FP8 copy on a target without one.
+        """
+        held = parse_weight_format(self.weight_format, "tune").name
+        known = [*layouts_for(target.arch, held)]
+        if not self.keep_fp8:
+            return known
+        copied = [copy for each in known if (copy := getattr(each, "with_fp8", None)) is not None]
+        need, got = "a device whose kernels read FP8 copies", target.name
+        require(bool(copied), "tune", "--keep-fp8", need=need, got=got, error=UnsupportedError)
+        return copied
 
     def trial(
         self, operands: RunWeights, target: Target, backend: str | None
@@ -179,10 +200,10 @@ def invalid_row(row: TunedRow, target: Target) -> str | None:
     """
     shape = MoEShape(row.hidden_size, row.intermediate_size, row.num_experts, row.top_k)
     activation_format, weight_format = FORMATS[row.formats]
-    held = cast("WeightFormatName", weight_format)
-    cell = Cell(row.place, shape, row.num_tokens, activation_format, held)
+    held, keep_fp8 = cast("WeightFormatName", weight_format), row.formats.endswith(WITH_FP8)
+    cell = Cell(row.place, shape, row.num_tokens, activation_format, held, keep_fp8)
     try:
-        choice = choose(cell, target, layouts_for(target.arch, weight_format), row.backend)
+        choice = choose(cell, target, cell.layouts(target), row.backend)
     except (UnsupportedError, ValueError) as error:
         return f"{row.place}: {error}"
     if config_exists(choice.problem, row):
@@ -216,6 +237,8 @@ def make_cells(
     tokens: Sequence[int],
     formats: Sequence[OwnFormat],
     weight_format: WeightFormatName = "mxfp4",
+    *,
+    keep_fp8: bool = False,
 ) -> list[Cell]:
     """All cells without duplicates, ordered by shape so that each shape's weights are made once."""
     named = [(name, MODEL_SHAPES[check_model(name, "tune")]) for name in models]
@@ -237,7 +260,7 @@ def make_cells(
         sizes = (shape.num_experts, shape.top_k, *widths)
         for activation_format in formats:
             for count in tokens:
-                cell = Cell(name, shape, count, activation_format, weight_format)
+                cell = Cell(name, shape, count, activation_format, weight_format, keep_fp8)
                 cells.setdefault((*sizes, activation_format, count), cell)
     return list(cells.values())
 

@@ -16,6 +16,7 @@ import torch
 from ..formats.names import ACTIVATION_FORMATS as ACTIVATION_FORMATS
 from ..formats.names import FORMAT_OF as FORMAT_OF
 from ..formats.names import SHORT_NAMES as SHORT_NAMES
+from ..formats.names import WITH_FP8
 from ..formats.names import ActivationFormat as ActivationFormat
 from ..formats.names import OwnFormat as OwnFormat
 from ..formats.names import activation_mx_format as activation_mx_format
@@ -319,7 +320,7 @@ class MoEProblem:
 
         Weights with an FP8 copy have rows of their own: other kernels may read them.
         """
-        copy = "+fp8" if self.weight_layout.has_fp8_codes else ""
+        copy = WITH_FP8 if self.weight_layout.has_fp8_codes else ""
         return f"{self.options.activation_format}x{self.weight_format}{copy}"
 
     @property

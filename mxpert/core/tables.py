@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ..errors import message, require
+from ..formats.names import WITH_FP8
 from ..formats.spec import MXFP4, MXFP8_E4M3
 from ..formats.weight_tensor import WEIGHT_FORMATS
 from .environment import cache_directory
@@ -43,6 +44,11 @@ FORMATS: dict[str, tuple[OwnFormat, str]] = {
     f"{activation}x{weight}": (activation, weight)
     for weight in (MXFP4.name, MXFP8_E4M3.name, *WEIGHT_FORMATS)
     for activation in ACTIVATION_FORMATS
+}
+FORMATS |= {
+    f"{name}{WITH_FP8}": both
+    for name, both in FORMATS.items()
+    if both[1] == MXFP4.name and both[0] != "bf16"
 }
 """Formats of activations and weights of a layer, by the name that rows have."""
 _MXFP8 = ("mxfp8_e4m3", "mxfp8_e5m2")

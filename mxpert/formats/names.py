@@ -1,4 +1,4 @@
-"""The names of activation formats: one list for the API, the command line and the servers."""
+"""The names of formats: one list for the API, the command line and the servers."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ FORMAT_OF: dict[str, OwnFormat] = {
     "a8w4_token": "fp8_token",
 }
 """Every name that an argument takes → the activation format that it stands for."""
+
+WITH_FP8 = "+fp8"
+"""End of the name of MXFP4 weights with an FP8 copy, as tuned tables and reports hold it."""
 
 
 def parse_activation_format(

@@ -62,11 +62,13 @@ class ContainerRequest:
     Args:
         activation_format: of the layers. expert_parallel: the ranks that share them.
         weight_rounding: as `load_expert_weights` takes it.
+        keep_fp8: as `MoEWeights.prepare` takes it.
     """
 
     activation_format: OwnFormat
     expert_parallel: ExpertParallel | None = None
     weight_rounding: WeightRounding | None = None
+    keep_fp8: bool = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> ContainerRequest:
         return self  # Transformers copies configs; this is no state of a model
@@ -156,7 +158,9 @@ class ContainerQuantizer(HfQuantizer):
                 experts=None if ranks is None else ranks.local_experts,
             )
             weights = rounded(weights, self._request.weight_rounding)
-            prepared = experts.prepared(self._request.activation_format, weights)
+            prepared = experts.prepared(
+                self._request.activation_format, weights, keep_fp8=self._request.keep_fp8
+            )
             del weights  # else two layers would be held
             found.replace_by(prepared.eval())
         other = sorted({each.weights.weight_format for each in mx_experts(model)} - {MXFP4.name})

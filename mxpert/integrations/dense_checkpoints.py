@@ -49,11 +49,11 @@ class LocalExpertsConfig(QuantizationConfigMixin):
     """Names the quantiser to Transformers while a model is loaded; it is never saved.
 
     Args:
-        ranks: whose experts to read.
+        ranks: whose experts to read. keep_fp8: as `MoEWeights.prepare` takes it.
     """
 
-    def __init__(self, ranks: ExpertParallel) -> None:
-        self.quant_method, self.ranks = _METHOD, ranks
+    def __init__(self, ranks: ExpertParallel, *, keep_fp8: bool) -> None:
+        self.quant_method, self.ranks, self.keep_fp8 = _METHOD, ranks, keep_fp8
 
     def to_dict(self) -> dict[str, Any]:
         """Its name alone: a config is printed and hashed as JSON."""
@@ -72,7 +72,7 @@ class LocalExpertsQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: LocalExpertsConfig, **kwargs: object) -> None:
         super().__init__(quantization_config, **kwargs)
-        self._ranks = quantization_config.ranks
+        self._ranks, self._keep_fp8 = quantization_config.ranks, quantization_config.keep_fp8
         self._sources: dict[str, ExpertSource] = {}
 
     def is_serializable(self) -> bool:
@@ -113,7 +113,8 @@ class LocalExpertsQuantizer(HfQuantizer):
         stored = stored_experts(model)
         for experts in with_progress(stored, progress=True):
             weights = expert_weights_from(self._local_tensors(experts), experts.order)
-            experts.source.replace_by(experts.prepared(self._format, weights).eval())
+            prepared = experts.prepared(self._format, weights, keep_fp8=self._keep_fp8)
+            experts.source.replace_by(prepared.eval())
         mark_quantized(model, [experts.source for experts in stored], _SCALE_RULE)
         forbid_saving(model)
         return model

@@ -57,6 +57,7 @@ class LoadRequest:
         scale_rule: that made the checkpoint's codes, where it states one.
         unconverted: patterns of modules that the checkpoint does not have in MXFP4.
         expert_parallel: the ranks that share the layers.
+        keep_fp8: as `MoEWeights.prepare` takes it.
     """
 
     activation_format: OwnFormat
@@ -64,6 +65,7 @@ class LoadRequest:
     scale_rule: ScaleRule | None = None
     unconverted: tuple[str, ...] = ()
     expert_parallel: ExpertParallel | None = None
+    keep_fp8: bool = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> LoadRequest:
         return self  # Transformers copies configs; this is no state of a model
@@ -144,7 +146,9 @@ class MXQuantizer(HfQuantizer):
             _refuse_missing([f"{name}.{tensor}" for tensor in each.misshapen()])
         for experts in stored.values():
             weights = None if ranks is None else self._local_weights(model, experts)
-            prepared = experts.prepared(request.activation_format, weights)
+            prepared = experts.prepared(
+                request.activation_format, weights, keep_fp8=request.keep_fp8
+            )
             experts.source.replace_by(prepared.eval())
         mark_quantized(model, [each.source for each in stored.values()], request.scale_rule)
         self.quantization_config = model.config.quantization_config

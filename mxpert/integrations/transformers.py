@@ -6,7 +6,8 @@ checkpoints (gpt-oss, or written by ``mxpert quantize`` or by a converted model)
 scales to prepared weights without being dequantised, and so do experts in other containers beside
 dense layers (see docs/which-checkpoints-run.md). With ``expert_parallel=`` (a
 mxpert.distributed.ExpertParallel) each rank reads its own experts alone, and quantises those of a
-bf16 checkpoint one by one; ``weight_rounding="e4m3"`` rounds NVFP4 weights to one e4m3 each.
+bf16 checkpoint one by one; ``weight_rounding="e4m3"`` rounds NVFP4 weights to one e4m3 each;
+``keep_fp8=True`` keeps an FP8 copy of MXFP4 weights on Hopper, for prefill in 8 or 4 bits.
 "mxpert" computes with bf16 activations (a16w4); "mxpert_mxfp8" or "mxpert_a8w4", "mxpert_mxfp4" or
 "mxpert_a4w4", and "mxpert_fp8_token" with narrower ones.
 

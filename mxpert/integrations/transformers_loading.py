@@ -16,6 +16,7 @@ from ..core.problem import ActivationFormat
 from ..distributed import ExpertParallel
 from ..errors import UnsupportedError, message, require
 from ..formats.spec import ScaleRule
+from ..moe.prepared_weights import check_keep_fp8
 from .checkpoints.containers import METHODS
 from .checkpoints.published_experts import stored_gate_up_order
 from .checkpoints.rounded import check_rounding
@@ -58,11 +59,12 @@ def load_pretrained(
     """``from_pretrained``, and the preparation of experts where the call asks for it.
 
     Args:
-        original: Transformers' own function. cls, args, kwargs: of the call. Two more keyword
-            arguments are known, ``expert_parallel`` and ``weight_rounding``.
+        original: Transformers' own function. cls, args, kwargs: of the call. Three more keyword
+            arguments are known, ``expert_parallel``, ``weight_rounding`` and ``keep_fp8``.
     """
     expert_parallel = kwargs.pop("expert_parallel", None)
     weight_rounding = kwargs.pop("weight_rounding", None)
+    keep_fp8 = kwargs.pop("keep_fp8", False)
     require(
         isinstance(expert_parallel, ExpertParallel | None),
         _OP,
@@ -75,18 +77,21 @@ def load_pretrained(
     asked = _asked(kwargs.get("experts_implementation"), kwargs.get("config"), stated)
     if asked is None:
         ours = {"expert_parallel": expert_parallel, "weight_rounding": weight_rounding}
+        ours["keep_fp8"] = keep_fp8 or None
         for name, value in ours.items():
             need, got = f"{_OPTION} with it", repr(kwargs.get("experts_implementation"))
             require(value is None, _OP, name, need=need, got=got)
         _refuse_own_checkpoint(stated)
         return original(cls, *args, **kwargs)
+    check_keep_fp8(keep_fp8, IMPLEMENTATIONS[asked], _OP)
     warn_of_newer()
     if kwargs.get("experts_implementation") is None:
         kwargs["experts_implementation"] = asked
     load = functools.partial(original, cls, *args)
     if _is_container(cls, args, kwargs, stated):
         kwargs["config"] = unquantized_config(cls, _place(args, kwargs), kwargs, _hub(kwargs))
-        request = ContainerRequest(IMPLEMENTATIONS[asked], expert_parallel, weight_rounding)
+        options = expert_parallel, weight_rounding, keep_fp8
+        request = ContainerRequest(IMPLEMENTATIONS[asked], *options)
         quantization = _quantization(stated)
         is_fp8 = quantization.get("quant_method") == "fp8"  # of the other layers
         kwargs["quantization_config"] = (
@@ -95,7 +100,7 @@ def load_pretrained(
         return _load_container(load, kwargs)
     method = _quantization(stated).get("quant_method", "dense weights")
     check_rounding(weight_rounding, method, "the checkpoint", _OP)
-    return _load(load, kwargs, asked, stated, expert_parallel)
+    return _load(load, kwargs, asked, stated, expert_parallel, keep_fp8)
 
 
 def _is_container(
@@ -158,6 +163,7 @@ def _load(
     asked: str,
     stated: Mapping[str, Any],
     ranks: ExpertParallel | None,
+    keep_fp8: bool,
 ) -> Any:
     """Load with Transformers' own function, then prepare or convert the experts."""
     quantization = _quantization(stated)
@@ -180,15 +186,16 @@ def _load(
             _stated_rule(quantization.get("mxpert")),
             tuple(quantization.get("modules_to_not_convert") or ()),
             ranks,
+            keep_fp8,
         ).config()
     elif ranks is not None and not quantization and not _names_another_source(kwargs):
-        kwargs["quantization_config"] = LocalExpertsConfig(ranks)
+        kwargs["quantization_config"] = LocalExpertsConfig(ranks, keep_fp8=keep_fp8)
     wants_info = kwargs.pop("output_loading_info", False)
     model, info = original(**kwargs, output_loading_info=True)
     if isinstance(getattr(model, "hf_quantizer", None), MXQuantizer):
         model.hf_quantizer.finish(model, info)
     elif not mx_experts(model):
-        _convert(model, info, activation_format, unconverted, ranks)
+        _convert(model, info, activation_format, unconverted, ranks, keep_fp8)
     return (model, info) if wants_info else model
 
 
@@ -198,6 +205,7 @@ def _convert(
     activation_format: ActivationFormat,
     unconverted: list[str],
     ranks: ExpertParallel | None,
+    keep_fp8: bool,
 ) -> None:
     """Convert dense experts, except for those that the caller named."""
     experts = {name: each for name, each in model.named_modules() if is_experts(each)}
@@ -205,7 +213,7 @@ def _convert(
     for name, module in experts.items():
         if not should_convert_module(name, unconverted):
             run_as_transformers(model, module)
-    convert(model, activation_format, expert_parallel=ranks)
+    convert(model, activation_format, expert_parallel=ranks, keep_fp8=keep_fp8)
 
 
 def _take_mxfp4_options(kwargs: dict[str, Any]) -> list[str]:

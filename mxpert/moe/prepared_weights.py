@@ -27,8 +27,7 @@ def prepare(
 ) -> MoEWeights:
     """`MoEWeights.prepare`."""
     op = "prepare"
-    if type(keep_fp8) is not bool:
-        raise TypeError(message(op, "keep_fp8", "a bool", repr(keep_fp8)))
+    _require_bool(keep_fp8, op, "keep_fp8")
     check_holds_data(device, op, "device", "load the weights first")
     if layout is not None:
         layout = Layout.parse(layout, op, "layout", "None chooses")
@@ -52,6 +51,31 @@ def prepare(
         layout = _with_fp8(layout, moved.device, certificates)
     moved = replace(moved, fold_certificates=certificates)
     return _pack(moved, layout, certificates) if isinstance(layout, WeightLayout) else moved
+
+
+def check_keep_fp8(
+    keep_fp8: object, activation_format: str, op: str, argument: str = "keep_fp8"
+) -> None:
+    """Refuse an FP8 copy that no kernel would read; `prepare` refuses weights and devices.
+
+    Args:
+        keep_fp8: as `prepare` takes it. activation_format: its own name.
+        op, argument: what the message starts with.
+
+    Raises:
+        TypeError: `keep_fp8` is no bool.
+        ValueError: a copy beside bfloat16 activations.
+    """
+    _require_bool(keep_fp8, op, argument)
+    need, got = "activations in 8 or 4 bits, whose GEMMs read the copy", repr(activation_format)
+    remedy = "choose a8w4, a4w4 or a8w4-token, or omit it"
+    fits = not keep_fp8 or activation_format != "bf16"
+    require(fits, op, argument, need=need, got=got, remedy=remedy)
+
+
+def _require_bool(keep_fp8: object, op: str, argument: str) -> None:
+    if type(keep_fp8) is not bool:
+        raise TypeError(message(op, argument, "a bool", repr(keep_fp8)))
 
 
 def _with_fp8(

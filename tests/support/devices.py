@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
+from unittest import mock
 
 from mxpert.core.backend import BACKENDS
 from mxpert.core.problem import Target
+from mxpert.moe import prepared_weights
 
 DEVICES: Mapping[str, Target] = MappingProxyType(
     {
@@ -31,3 +34,10 @@ HOPPER_CARDS: Mapping[str, Target] = MappingProxyType(
 )
 """Clock and bandwidth are what the driver's clocks and bus widths give. It does not tell that the
 tensor cores of an H20 are slowed down to 296 TFLOP/s."""
+
+
+@contextmanager
+def prepared_for(arch: str) -> Iterator[None]:
+    """Weights on any device are prepared as on one of this architecture; ops see the real one."""
+    with mock.patch.object(prepared_weights, "detect_target", return_value=DEVICES[arch]):
+        yield

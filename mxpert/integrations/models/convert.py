@@ -14,6 +14,7 @@ from ...distributed import ExpertParallel
 from ...errors import UnsupportedError, message, require, require_device
 from ...formats.spec import MX_BLOCK_SIZE, MXFP4, MXFormat, ScaleRule, ScaleRuleLike
 from ...formats.weight_tensor import AnyWeightFormat, WeightFormatName, parse_weight_format
+from ...moe.prepared_weights import check_keep_fp8
 from ...moe.stacked import quantize_experts, quantize_stacked
 from ...moe.weights import MoEWeights
 from ...moe.weights_state import BIASES, PROJECTIONS
@@ -37,6 +38,7 @@ def convert(
     weight_format: WeightFormatName | None = None,
     recipe: MXFP8Recipe | None = None,
     expert_parallel: ExpertParallel | None = None,
+    keep_fp8: bool = False,
     progress: bool = True,
 ) -> _Model:
     """Put mxpert under a Transformers model: its experts in MXFP4, or trained in MXFP8.
@@ -69,6 +71,9 @@ def convert(
             expert are mxpert.training.grouped_linear with this recipe.
         expert_parallel: a mxpert.distributed.ExpertParallel with the model's sizes. With a recipe
             parameters are copies of this rank's experts; see mxpert.training.MXMoE.
+        keep_fp8: keep an e4m3 copy of MXFP4 weights, as `mxpert.MoEWeights.prepare` takes it; also
+            for a model in MXFP4. Name the `device` of a model that is not there yet. Saving writes
+            no copies.
         progress: show a progress bar on standard error.
 
     Returns:
@@ -77,11 +82,13 @@ def convert(
     Raises:
         ValueError: no experts, sizes that are not multiples of 32 or not those of
             `expert_parallel`, weights that are not loaded or not finite; options for dense weights
-            where the model is in MXFP4 already.
+            where the model is in MXFP4 already; `keep_fp8` with a recipe, bfloat16 activations, or
+            a device or weights without such a copy.
         TypeError: wrong types.
         UnsupportedError: an activation or tensors that mxpert does not know, or a model quantised
             by another library. In every case the model is unchanged. Where memory ends in
-            between, layers are converted or unchanged; call `convert` again for the others.
+            between, or a later layer can have no copy, layers are converted or unchanged; call
+            `convert` again for the others.
 
     Example:
         >>> import torch, transformers, mxpert
@@ -99,6 +106,9 @@ def convert(
     rule = None if scale_rule is None else ScaleRule.parse(scale_rule, op, "scale_rule")
     format = MXFP4 if weight_format is None else parse_weight_format(weight_format, op)
     held = None if weight_format is None else format.name
+    check_keep_fp8(keep_fp8, activation_format, op)
+    need, remedy = "False with a recipe", "training keeps the parameters as they are"
+    require(recipe is None or not keep_fp8, op, "keep_fp8", need=need, got=True, remedy=remedy)
     _check_arguments(model, rule, recipe, expert_parallel, held)
     target = None if device is None else _data_device(device, op)
     if recipe is not None:
@@ -109,7 +119,8 @@ def convert(
         need, got = f"None for {format.name}", rule and rule.value
         remedy = "rules are for scales that are powers of two, in mxfp4 and mxfp8"
         require(is_mx or rule is None, op, "scale_rule", need=need, got=got, remedy=remedy)
-        how = _Quantised(format, ScaleRule.RCEIL if rule is None else rule, activation_format)
+        rule = ScaleRule.RCEIL if rule is None else rule
+        how = _Quantised(format, rule, activation_format, keep_fp8)
         _convert_layers(model, how, target, expert_parallel, progress)
     if expert_parallel is not None:
         forbid_saving(model)
@@ -127,11 +138,12 @@ def _data_device(device: torch.device | str, op: str) -> torch.device:
 
 @dataclass(frozen=True)
 class _Quantised:
-    """What layers become: format and scale rule of weights, format of activations."""
+    """What layers become: format and scale rule of weights, format of activations, FP8 copies."""
 
     format: AnyWeightFormat
     scale_rule: ScaleRule
     activation_format: OwnFormat
+    keep_fp8: bool
 
 
 def _convert_layers(
@@ -157,6 +169,8 @@ def _convert_layers(
             elif done:
                 forbid_saving(model, how.format.name)
     for module in converted:
+        if how.keep_fp8:
+            module.keep_fp8(device)
         module.activation_format = how.activation_format
 
 
@@ -423,7 +437,7 @@ def _convert_layer(
             projections[name] = bias.to(target, torch.float32).contiguous()
     weights = MoEWeights(**projections, gate_up_order=found.order)
     experts = MXExperts(
-        weights.prepare(device=target),
+        weights.prepare(device=target, keep_fp8=how.keep_fp8),
         found.activation,
         source=found,
         activation_format=how.activation_format,

@@ -70,6 +70,16 @@ class MXExperts(PreparedExperts):
         """hidden_states [..., H], ids and weights [T, top_k] → the shape and dtype of the first."""
         return super().forward(hidden_states, topk_weights, topk_ids)
 
+    def keep_fp8(self, device: torch.device | None) -> None:
+        """Make an e4m3 copy of the weights, unless they have one; see `MoEWeights.prepare`.
+
+        device: where the weights go; None leaves them on their device.
+        """
+        weights = self.weights
+        if not weights.layout.has_fp8_codes:
+            target = weights.device if device is None else device
+            self._hold(weights.unprepare().prepare(device=target, keep_fp8=True))
+
     def restored(self) -> dict[str, torch.nn.Parameter]:
         """Dequantised parameters in the names, shapes and order of the module that was replaced."""
         weights, found = self.weights.unprepare(), self._source
@@ -145,13 +155,20 @@ class StoredExperts(torch.nn.Module):
         return [name for name, each in self.named_buffers() if tuple(each.shape) != shapes[name]]
 
     def prepared(
-        self, activation_format: ActivationFormat, weights: MoEWeights | None = None
+        self,
+        activation_format: ActivationFormat,
+        weights: MoEWeights | None = None,
+        *,
+        keep_fp8: bool,
     ) -> MXExperts:
-        """The loaded tensors, or given weights, prepared for the device that they are on."""
+        """The loaded tensors, or given weights, prepared for the device that they are on.
+
+        keep_fp8: as `MoEWeights.prepare` takes it.
+        """
         if weights is None:
             weights = expert_weights_from(dict(self.named_buffers()), self.order)
         return MXExperts(
-            weights.prepare(device=weights.device),
+            weights.prepare(device=weights.device, keep_fp8=keep_fp8),
             self._source.activation,
             activation_format=parse_activation_format(activation_format, "MXExperts"),
             source=self._source,

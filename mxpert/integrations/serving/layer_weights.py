@@ -28,6 +28,7 @@ def prepare_layer(
     columns: int | None = None,
     stored: StoredLayer | None = None,
     weight_rounding: WeightRounding | None = None,
+    keep_fp8: bool = False,
 ) -> MoEWeights:
     """Prepare a layer's loaded weights; the prepared tensors become its parameters.
 
@@ -44,20 +45,24 @@ def prepare_layer(
         stored: how experts in another form are read, which have no biases; their parameters go
             before others come.
         weight_rounding: as `mxpert.load_expert_weights` takes it.
+        keep_fp8: as `MoEWeights.prepare` takes it.
 
     Returns:
         The layer's MoEWeights, prepared for the device of its parameters.
 
     Raises:
-        ValueError: reloaded weights that do not fit the layout of the previous ones.
+        ValueError: reloaded weights that do not fit the layout of the previous ones; `keep_fp8` for
+            weights or a device without such a copy.
     """
     try:
         weights = _loaded(layer, order, bias_suffix, stored)
         if columns is not None and columns < weights.intermediate_size:
             clear_padding(weights, columns)
         weights = rounded(weights, weight_rounding)
-        layout = None if previous is None else previous.layout
-        prepared = weights.prepare(device=weights.device, layout=layout)
+        if previous is None:
+            prepared = _prepared_first(weights, keep_fp8, op)
+        else:  # whose layout says whether there are copies
+            prepared = weights.prepare(device=weights.device, layout=previous.layout)
     except ValueError as error:
         if previous is None:
             raise
@@ -67,6 +72,14 @@ def prepare_layer(
         prepared = previous
     _install(layer, prepared, bias_suffix)
     return prepared
+
+
+def _prepared_first(weights: MoEWeights, keep_fp8: bool, op: str) -> MoEWeights:
+    """Prepared for their device; an error starts with `op`, which users search a log for."""
+    try:
+        return weights.prepare(device=weights.device, keep_fp8=keep_fp8)
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None
 
 
 def _loaded(

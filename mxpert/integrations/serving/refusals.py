@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...errors import UnsupportedError, message
+from ...errors import UnsupportedError, message, require
 
 FORMATS = "experts in MXFP4, MXFP8, NVFP4 or INT4"
 """What plugins serve."""
@@ -24,6 +24,21 @@ def refuse_first(op: str, refused: Iterable[Refusal]) -> None:
     """
     for argument, need, got, remedy in refused:
         raise UnsupportedError(message(op, argument, need, got, remedy))
+
+
+def refuse_copies(keep_fp8: bool, format: str, prefix: str, op: str, argument: str) -> None:
+    """Refuse `keep_fp8` for experts that cannot become MXFP4, before they are loaded.
+
+    Args:
+        format: of the experts, as stored. prefix: the layer's name.
+        op, argument: what the message starts with.
+
+    Raises:
+        ValueError: another format than MXFP4, and than NVFP4, which may be a cast of it.
+    """
+    fits = not keep_fp8 or format in ("MXFP4", "NVFP4")
+    need, got = "MXFP4 weights, which alone have an FP8 copy", f"{format} ({prefix})"
+    require(fits, op, argument, need=need, got=got, remedy="omit it")
 
 
 @contextmanager

@@ -33,12 +33,12 @@ from ..checkpoints.rounded import check_rounding
 from ..serving.layer import ServedLayer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import columns_of_rank, prepare_layer
 from ..serving.loads import FROM_CHECKPOINTS, Loads
-from ..serving.refusals import FORMATS
+from ..serving.refusals import FORMATS, refuse_copies
 from ..serving.reload import model_of
 from ..serving.requantize import Share
 from ..serving.stored_layers import StoredLayer
 from ._layer_formats import Experts, experts_of
-from ._plugin import BACKENDS, OP, ROUNDED
+from ._plugin import BACKENDS, KEPT, OP, ROUNDED
 from ._refusals import activation_of, refuse_other_than_mxfp4, refuse_unsupported
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class ServedMethod(FusedMoEMethodBase):
         activation_format: as `mxpert.fused_moe` takes it. prefix: the layer's name, for the log.
         experts: how SGLang's parameters hold them; None as MXFP4 of ``"quant_method": "mxfp4"``.
         weight_rounding: as `mxpert.load_expert_weights` takes it.
+        keep_fp8: as `mxpert.MoEWeights.prepare` takes it.
     """
 
     def __init__(
@@ -120,9 +121,11 @@ class ServedMethod(FusedMoEMethodBase):
         prefix: str,
         experts: Experts | None = None,
         weight_rounding: WeightRounding | None = None,
+        *,
+        keep_fp8: bool = False,
     ) -> None:
         super().__init__()
-        self.weight_rounding = weight_rounding
+        self.weight_rounding, self.keep_fp8 = weight_rounding, keep_fp8
         self.activation_format, self.prefix = activation_format, prefix
         self.experts = experts or Experts("MXFP4")
         stored = self.experts.stored
@@ -213,6 +216,7 @@ class ServedMethod(FusedMoEMethodBase):
             columns=self.columns,
             stored=self.stored,
             weight_rounding=self.weight_rounding,
+            keep_fp8=self.keep_fp8,
         )
         if self.info is None:
             self._require_loaded(layer, config)
@@ -376,9 +380,13 @@ def method_of(
     held = experts.format
     if rounding is not None:
         held += " (rounded to e4m3, but for casts of MXFP4)"
+    keep_fp8 = backend.endswith(KEPT)
+    refuse_copies(keep_fp8, experts.format, prefix, OP, "--moe-runner-backend")
+    if keep_fp8:
+        held += " (with FP8 copies)"
     text = "mxpert %s computes the %s experts: activations %s"
     _log_once(text, mxpert.__version__, held, SHORT_NAMES[BACKENDS[backend]])
-    return ServedMethod(BACKENDS[backend], prefix, experts, rounding)
+    return ServedMethod(BACKENDS[backend], prefix, experts, rounding, keep_fp8=keep_fp8)
 
 
 _logged: set[tuple[object, ...]] = set()

@@ -16,9 +16,14 @@ if TYPE_CHECKING:
 ROUNDED = "_e4m3"
 """End of a backend's name that asks for NVFP4 weights rounded to e4m3."""
 
-BACKENDS = IMPLEMENTATIONS | {f"{name}{ROUNDED}": own for name, own in IMPLEMENTATIONS.items()}
+KEPT = "_keep_fp8"
+"""End of a backend's name that asks for FP8 copies of MXFP4 weights."""
+
+BACKENDS = {
+    f"{name}{end}": own for end in ("", ROUNDED, KEPT) for name, own in IMPLEMENTATIONS.items()
+}
 """Value of ``--moe-runner-backend`` → activation format of the experts: "mxpert" is bf16, and
-"mxpert_NAME" any name that the API takes; each of them with ROUNDED, too."""
+"mxpert_NAME" any name that the API takes; each of them with ROUNDED or KEPT at its end, too."""
 
 OLDEST, BELOW = (0, 5, 21), (0, 5, 24)
 """Supported versions of SGLang: from OLDEST on, below BELOW."""

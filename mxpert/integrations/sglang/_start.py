@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ...moe.prepared_weights import check_keep_fp8
 from ..serving.refusals import Refusal, one_line_in_commands, refuse_first
 from ..serving.versions import require_version
-from ._plugin import BACKENDS, BELOW, NAMES, OLDEST, OP
+from ._plugin import BACKENDS, BELOW, KEPT, NAMES, OLDEST, OP
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -31,11 +32,13 @@ def check(result: object, server_args: ServerArgs) -> None:
         result: what TARGET returned. server_args: SGLang's ServerArgs.
 
     Raises:
-        UnsupportedError: one line. In a command of SGLang the process ends with it.
+        ValueError, UnsupportedError: one line. In a command of SGLang the process ends with it.
     """
     if server_args.moe_runner_backend in BACKENDS:
         with one_line_in_commands("sglang"):
             require_supported()
+            backend = server_args.moe_runner_backend
+            check_keep_fp8(backend.endswith(KEPT), BACKENDS[backend], OP, "--moe-runner-backend")
             refuse_first(OP, refused_options(server_args))
             refuse_first(OP, refused_model(server_args))
 

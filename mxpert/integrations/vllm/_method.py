@@ -24,6 +24,7 @@ from ..checkpoints.rounded import check_rounding
 from ..serving.layer import ServedLayer, warm_up_layer, warn_of_unfolded
 from ..serving.layer_weights import columns_of_rank, prepare_layer
 from ..serving.loads import FROM_CHECKPOINTS, Loads
+from ..serving.refusals import refuse_copies
 from ..serving.reload import model_of
 from ..serving.requantize import Share
 from ..serving.stored_layers import StoredLayer
@@ -69,6 +70,7 @@ class ServedMethod(FusedMoEMethodBase):
         if experts.format != "MXFP4":
             refuse_other_than_mxfp4(moe, experts.format)
         check_rounding(options.weight_rounding, experts.format, prefix, OP)
+        refuse_copies(options.keep_fp8, experts.format, prefix, OP, '"keep_fp8"')
         self.experts, stored = experts, experts.stored
         self.stored = None if stored is None else StoredLayer(stored, OP, prefix)
         self.block = MX_BLOCK_SIZE if stored is None else math.lcm(MX_BLOCK_SIZE, stored.group)
@@ -203,6 +205,7 @@ class ServedMethod(FusedMoEMethodBase):
             columns=self.columns,
             stored=self.stored,
             weight_rounding=self.options.weight_rounding,
+            keep_fp8=self.options.keep_fp8,
         )
         if self.moe_kernel is not None:
             loaded = self.moe_kernel.fused_experts.layer.weights
@@ -242,7 +245,8 @@ class ServedMethod(FusedMoEMethodBase):
         if weights.rounding_certificates is not None:
             return "NVFP4 (rounded to e4m3)"
         is_cast = self.experts.format == "NVFP4" and weights.weight_format == "mxfp4"
-        return "MXFP4 (stored as NVFP4)" if is_cast else self.experts.format
+        format = "MXFP4 (stored as NVFP4)" if is_cast else self.experts.format
+        return f"{format} (with FP8 copies)" if self.options.keep_fp8 else format
 
     def _warm_up(self, layer: torch.nn.Module, prepared: ServedLayer) -> None:
         ids_dtype = None if self.is_monolithic else self.topk_indices_dtype

@@ -10,6 +10,7 @@ from typing import get_args
 from ...errors import message, require
 from ...formats.names import FORMAT_OF, SHORT_NAMES, OwnFormat
 from ...formats.weight_rounding import WeightRounding
+from ...moe.prepared_weights import check_keep_fp8
 from ..serving.versions import in_range, require_version
 
 KEY = "mxpert"
@@ -42,10 +43,12 @@ class Options:
     Args:
         activation_format: of the experts; an entry that is a name alone is this one.
         weight_rounding: as `mxpert.load_expert_weights` takes it.
+        keep_fp8: as `mxpert.MoEWeights.prepare` takes it.
     """
 
     activation_format: OwnFormat
     weight_rounding: WeightRounding | None = None
+    keep_fp8: bool = False
 
 
 def requested_options(additional_config: object) -> Options | None:
@@ -59,14 +62,15 @@ def requested_options(additional_config: object) -> Options | None:
         The options; None if the plugin is off.
 
     Raises:
-        ValueError: an unknown format or option, or a key that looks like a misspelt "mxpert".
+        ValueError: an unknown format or option, a key that looks like a misspelt "mxpert", or
+            `keep_fp8` with bfloat16 activations.
 
     Example:
         >>> requested_options({"mxpert": "a8w4"})
-        Options(activation_format='mxfp8', weight_rounding=None)
+        Options(activation_format='mxfp8', weight_rounding=None, keep_fp8=False)
         >>> rounded = {"activation_format": "a8w4", "weight_rounding": "e4m3"}
         >>> requested_options({"mxpert": rounded})
-        Options(activation_format='mxfp8', weight_rounding='e4m3')
+        Options(activation_format='mxfp8', weight_rounding='e4m3', keep_fp8=False)
     """
     if not isinstance(additional_config, Mapping):
         return None
@@ -83,17 +87,20 @@ def requested_options(additional_config: object) -> Options | None:
     if asked is None:
         return None
     stated = asked if isinstance(asked, Mapping) else {"activation_format": asked}
-    name, rounding = (stated.get(field.name) for field in fields(Options))
+    name, rounding = stated.get("activation_format"), stated.get("weight_rounding")
+    keep_fp8 = stated.get("keep_fp8", False)
     found = FORMAT_OF.get(name) if isinstance(name, str) else None
     known = not stated.keys() - {field.name for field in fields(Options)}
-    if found is None or not known or rounding not in (None, *get_args(WeightRounding)):
+    known = known and rounding in (None, *get_args(WeightRounding)) and type(keep_fp8) is bool
+    if found is None or not known:
         names = ", ".join(f"{short!r} ({own!r})" for own, short in SHORT_NAMES.items())
-        more = '{"activation_format": one of these, "weight_rounding": "e4m3"}'
+        more = '{"activation_format": one of these, "weight_rounding": "e4m3", "keep_fp8": true}'
         need = f"one of {names}, or {more}"
         raise ValueError(
             message(OP, f"--additional-config {KEY!r}", need, repr(asked), "or no key")
         )
-    return Options(found, rounding)
+    check_keep_fp8(keep_fp8, found, OP, '"keep_fp8"')
+    return Options(found, rounding, keep_fp8)
 
 
 def require_supported(version: str) -> None:

@@ -20,6 +20,20 @@ def test_every_format_switches_the_plugin_on(name: str) -> None:
     assert requested_options({"mxpert": rounded}) == Options(FORMAT_OF[name], "e4m3")
 
 
+@pytest.mark.parametrize("name", FORMAT_OF)
+def test_copies_are_kept_with_narrow_activations_alone(name: str) -> None:
+    asked = {"mxpert": {"activation_format": name, "keep_fp8": True}}
+    if FORMAT_OF[name] != "bf16":
+        assert requested_options(asked) == Options(FORMAT_OF[name], keep_fp8=True)
+        return
+    match = (
+        r'^mxpert for vLLM: "keep_fp8" — need activations in 8 or 4 bits, .*, got \'bf16\'; choose'
+    )
+    with pytest.raises(ValueError, match=match):
+        requested_options(asked)
+    assert requested_options({"mxpert": {"activation_format": name, "keep_fp8": False}})
+
+
 @pytest.mark.parametrize("config", [None, {}, {"another_plugin": {"x": 1}}, {"mxpert": None}, 7])
 def test_without_the_option_it_is_off(config: object) -> None:
     assert requested_options(config) is None
@@ -30,6 +44,8 @@ WRONG = [
     {"weight_rounding": "e4m3"},
     {"activation_format": "a16w4", "weight_rounding": "e5m2"},
     {"activation_format": "a16w4", "weight_rounded": "e4m3"},
+    {"activation_format": "a8w4", "keep_fp8": 1},
+    {"activation_format": "a8w4", "keep_fp8": None},
 ]
 
 
@@ -41,7 +57,7 @@ def test_a_wrong_value_names_the_allowed_ones_in_one_line(value: object) -> None
     assert "\n" not in text
     assert repr(value) in text
     assert all(repr(name) in text for name in (*SHORT_NAMES, *SHORT_NAMES.values()))
-    assert '"weight_rounding": "e4m3"' in text
+    assert '"weight_rounding": "e4m3", "keep_fp8": true' in text
 
 
 @pytest.mark.parametrize("key", ["mxprt", "MXPERT", "mxpert_format", "mx-pert", "mxperts"])

@@ -171,9 +171,20 @@ def weights_of(layer: Any) -> mxpert.MoEWeights:
     return weights
 
 
+def admit(layer: Any, max_tokens: int) -> None:
+    """Let SGLang prefill as many tokens at once."""
+    served.get_server_args().chunked_prefill_size = max_tokens
+
+
+def recreate(layer: Any) -> None:
+    """SGLang's loaders find the layer's parameters as they are."""
+
+
 class TestStoredExperts(StoredExperts):
     created, fill = staticmethod(created), staticmethod(fill)
     process, weights_of = staticmethod(process), staticmethod(weights_of)
+    admit, recreate = staticmethod(admit), staticmethod(recreate)
+    kept: ClassVar = {"backend": "mxpert_a8w4_keep_fp8"}
     rounded: ClassVar = {"backend": "mxpert_e4m3"}
 
 

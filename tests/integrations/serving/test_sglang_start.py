@@ -23,7 +23,7 @@ from sglang.srt.layers.moe.moe_runner import runner
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 
-from mxpert.integrations.sglang._plugin import NAMES, lazy_core
+from mxpert.integrations.sglang._plugin import KEPT, NAMES, lazy_core
 
 pytestmark = pytest.mark.usefixtures("sglang_plugin")
 OTHERS = {"moe_runner_backend": "triton", "enable_eplb": True}
@@ -43,7 +43,9 @@ def sglang_checks(**arguments: Any) -> None:
 
 
 def test_served_options_and_other_backends_pass() -> None:
-    for backend in plugin.BACKENDS:
+    for backend, activation_format in plugin.BACKENDS.items():
+        if backend.endswith(KEPT) and activation_format == "bf16":
+            continue  # refused below
         sglang_checks(moe_runner_backend=backend, moe_a2a_backend="none", cpu_offload_gb=0)
     sglang_checks(**OTHERS)
 
@@ -63,6 +65,13 @@ def test_refusals_name_the_option(option: str, changes: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match=f"mxpert for SGLang: {option} — need") as error:
         sglang_checks(**served(**changes))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("backend", ["mxpert_keep_fp8", "mxpert_a16w4_keep_fp8"])
+def test_copies_beside_bf16_are_refused(backend: str) -> None:
+    match = r"^mxpert for SGLang: --moe-runner-backend — need activations in 8 or .* got 'bf16'; "
+    with pytest.raises(ValueError, match=match + "choose a8w4, a4w4 or a8w4-token, or omit it$"):
+        sglang_checks(**served(moe_runner_backend=backend))
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def created(
     config: Any = None,
     rank: int = 0,
     ranks: int = 1,
-    option: str | dict[str, str] = "a16w4",
+    option: str | dict[str, Any] = "a16w4",
     **changes: Any,
 ) -> Any:
     """A layer of vLLM's class with the method and the parameters that vLLM gives it."""
@@ -189,9 +189,23 @@ def weights_of(layer: Any) -> mxpert.MoEWeights:
     return weights
 
 
+def admit(layer: Any, max_tokens: int) -> None:
+    """Let vLLM schedule batches of this size."""
+    layer.quant_method.max_tokens = max_tokens
+
+
+def recreate(layer: Any) -> None:
+    """Fresh parameters in place of the prepared ones, as in vLLM's reload."""
+    for name in dict(layer.named_parameters()):
+        delattr(layer, name)
+    create(layer, layer.quant_method, INTERMEDIATE)
+
+
 class TestStoredExperts(StoredExperts):
     created, fill = staticmethod(created), staticmethod(fill)
     process, weights_of = staticmethod(process), staticmethod(weights_of)
+    admit, recreate = staticmethod(admit), staticmethod(recreate)
+    kept: ClassVar = {"option": {"activation_format": "a8w4", "keep_fp8": True}}
     rounded: ClassVar = {"option": {"activation_format": "a16w4", "weight_rounding": "e4m3"}}
 
 
@@ -252,13 +266,6 @@ def test_a_reload_writes_into_the_same_tensors(case: str) -> None:
 
 def addresses_of(layer: Any) -> list[int]:
     return [getattr(layer, name).data_ptr() for name in PREPARED]
-
-
-def recreate(layer: Any) -> None:
-    """Fresh parameters in place of the prepared ones, as in vLLM's reload."""
-    for name in dict(layer.named_parameters()):
-        delattr(layer, name)
-    create(layer, layer.quant_method, INTERMEDIATE)
 
 
 TRAINED = ("ModelOpt NVFP4", "compressed-tensors MXFP8", "compressed-tensors INT4 g32")

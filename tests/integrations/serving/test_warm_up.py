@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +14,9 @@ import torch
 
 import mxpert
 from mxpert.formats import MXFP4, Layout, MXTensor
+from mxpert.integrations.serving import layer as serving
 from mxpert.moe import warm_up as module
+from mxpert.moe.hopper.tile_limits import FP8_FROM_ROWS
 
 Options = dict[str, Any]
 
@@ -30,7 +33,11 @@ def unwritten(experts: int, hidden: int, inner: int, layout: Layout) -> mxpert.M
             torch.empty(experts, units, steps, size, dtype=torch.uint8) for size in (4096, 256)
         )
         reference = torch.empty(experts, units * 64, dtype=torch.uint8)
-        return MXTensor(codes, shifts, MXFP4, -1, layout, reference, (experts, rows, depth))
+        copy = torch.empty(experts, units, steps, 8192, dtype=torch.uint8)
+        return MXTensor(
+            *(codes, shifts, MXFP4, -1, layout, reference, (experts, rows, depth)),
+            fp8_codes=copy if layout.has_fp8_codes else None,
+        )
 
     return mxpert.MoEWeights(
         projection(2 * inner, hidden),
@@ -79,8 +86,13 @@ MAX_TOKENS = 2500
 ROUTER_DTYPES = [(torch.float32, torch.int32), (torch.bfloat16, torch.int64)]
 
 
-@pytest.mark.parametrize("activation_format", ["bf16", "mxfp8"])
-@pytest.mark.parametrize("layout", [Layout.HOPPER_FRAGMENT, Layout.ROW_MAJOR], ids=lambda x: x.name)
+FORMATS = [
+    *itertools.product([Layout.HOPPER_FRAGMENT, Layout.ROW_MAJOR], ["bf16", "mxfp8"]),
+    (Layout.HOPPER_FRAGMENT_FP8, "mxfp8"),
+]
+
+
+@pytest.mark.parametrize("layout, activation_format", FORMATS, ids=lambda x: getattr(x, "name", x))
 @pytest.mark.parametrize("dtypes", ROUTER_DTYPES, ids=["float32-int32", "bfloat16-int64"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_kernel_is_left_to_compile(
@@ -108,6 +120,28 @@ def test_no_kernel_is_left_to_compile(
     assert counts[0] == 1
     assert counts[-1] == MAX_TOKENS
     assert len(counts) < 40
+    many_rows = MAX_TOKENS * top_k / experts >= FP8_FROM_ROWS
+    assert any(is_fp8(key) for key in warm) == (layout.has_fp8_codes and many_rows)
+
+
+def is_fp8(key: Any) -> bool:
+    """Whether a binary is one of the GEMM that reads FP8 copies."""
+    return "prefill_fp8" in key[0][0].__name__
+
+
+def test_a_server_compiles_for_copies_beside_layers_without() -> None:
+    """Both kinds of layers of one shape, in either order."""
+    layers = [
+        serving.ServedLayer(unwritten(4, 256, 256, layout), mxpert.SiLU(), "mxfp8")
+        for layout in (Layout.HOPPER_FRAGMENT, Layout.HOPPER_FRAGMENT_FP8)
+    ]
+    compiled = []
+    with mock.patch.object(serving, "_warm", set()):
+        for layer in layers:
+            with launched_binaries() as binaries:
+                serving.warm_up_layer(layer, 1024, top_k=2, logger=logging.getLogger("mxpert"))
+            compiled.append(any(map(is_fp8, binaries)))
+    assert compiled == [False, True]
 
 
 def test_an_expert_map_is_a_binary_of_its_own() -> None:
