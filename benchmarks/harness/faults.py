@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 FATAL = 3
 """Exit code of a script whose CUDA context is lost."""
+
+_CPP_PLACE = re.compile(r" \(/\S+:\d+\)")
 
 
 class FatalError(RuntimeError):
@@ -26,5 +30,10 @@ def check_alive(device: torch.device) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """One line of an error."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:400]
+    """One line of an error, without the source place and the stack that a C++ library appends.
+
+    >>> describe(RuntimeError("no such tile (/build/moe.h:3)\\n1 0x7f f() + 2"))
+    'RuntimeError: no such tile'
+    """
+    text = _CPP_PLACE.split(" ".join(str(error).split()))[0]
+    return f"{type(error).__name__}: {text}"[:400]
