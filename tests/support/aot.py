@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import hashlib
 import re
 import subprocess
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import triton
+from triton.runtime.cache import get_cache_manager
 
 from mxpert.testing.ahead_of_time import TARGETS as EVERY_TARGET
 from mxpert.testing.ahead_of_time import Specialization, compile_call, specialize
@@ -198,6 +200,21 @@ def _tool(cubin: bytes, tool: str, option: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@functools.cache
+def _disassembler() -> bytes:
+    """What tells one release of nvdisasm from another."""
+    return hashlib.sha256((_NVIDIA_TOOLS / "nvdisasm").read_bytes()).digest()
+
+
+def _disassembled(cubin: bytes) -> str:
+    """The listing of a cubin. Triton's cache keeps it, as it keeps the cubin."""
+    kept = get_cache_manager(hashlib.sha256(_disassembler() + cubin).hexdigest())
+    path = kept.get_file("listing.sass")
+    if path is None:
+        path = kept.put(_tool(cubin, "nvdisasm", "-c"), "listing.sass", binary=False)
+    return Path(path).read_text("utf-8")
+
+
 def _nvidia_metrics(kernel: Any) -> Metrics:
     """The listing is made when a test asks for it: it costs up to half as much as compilation."""
     cubin: bytes = kernel.asm["cubin"]
@@ -205,7 +222,7 @@ def _nvidia_metrics(kernel: Any) -> Metrics:
     resources = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
     return Metrics(
         "cuda",
-        functools.cache(lambda: _tool(cubin, "nvdisasm", "-c")),
+        functools.cache(lambda: _disassembled(cubin)),
         registers=resources["REG"],
         shared_memory=kernel.metadata.shared,
         scratch=resources["STACK"] + resources["LOCAL"],
