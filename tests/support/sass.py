@@ -7,6 +7,7 @@ covers its group. ptxas before CUDA 13.3 may reuse such a register before the wa
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,14 +29,17 @@ _WITHOUT_RESULT = re.compile(
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of SASS: text, mnemonic, predicate, operands."""
+    """One line of SASS: text, mnemonic, predicate, operands.
+
+    What follows from them is kept: a scan comes to an instruction once for each state.
+    """
 
     text: str
     name: str
     guarded: bool
     operands: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def writes(self) -> frozenset[int]:
         """General registers that the instruction writes, all registers of wide results included."""
         if _WITHOUT_RESULT.match(self.name):
@@ -57,7 +61,7 @@ class Instruction:
             return 4
         return 2 if "64" in parts or "WIDE" in parts else 1
 
-    @property
+    @functools.cached_property
     def register_operand(self) -> frozenset[int]:
         """Registers of operand A that this wgmma reads asynchronously; empty for others."""
         if not _MATRIX.match(self.name):
@@ -66,12 +70,12 @@ class Instruction:
         start = int(found[1]) if found else 0
         return frozenset(range(start, start + A_REGISTERS)) if found else frozenset()
 
-    @property
+    @functools.cached_property
     def commits(self) -> bool:
         """Whether this wgmma closes a group."""
         return "gsb0" in self.operands
 
-    @property
+    @functools.cached_property
     def waits_for(self) -> int | None:
         """Number of groups that may be in flight after this wait; None if it is no wait."""
         if not self.name.startswith("WARPGROUP.DEPBAR"):
@@ -136,14 +140,17 @@ State = tuple[tuple[frozenset[int], ...], frozenset[int]]
 def _run(block: Block, state: State) -> Iterator[tuple[Instruction, frozenset[int]] | State]:
     """Yield writes to registers in flight, then the state after the block."""
     closed, current = state
+    busy = frozenset().union(*closed, current)
     for one in block.instructions:
         left = one.waits_for
-        if left is not None:
-            closed = closed[len(closed) - left :] if left < len(closed) else closed
-        busy = frozenset().union(*closed, current)
+        if left is not None and left < len(closed):
+            closed = closed[len(closed) - left :]
+            busy = frozenset().union(*closed, current)
         if hit := one.writes & busy:
             yield one, hit
-        current |= one.register_operand
+        if one.register_operand:
+            current |= one.register_operand
+            busy |= current
         if one.commits:
             closed, current = (*closed, current), frozenset()
     yield closed, current
