@@ -28,6 +28,9 @@ GFX950 = (
     "tests/quantize/test_dual_cdna4.py",
 )
 """Tests that execute gfx950 code on the CPU."""
+DEFAULTS = {"PYTHONDONTWRITEBYTECODE": ""}
+"""Variables of all processes. Where images forbid bytecode files, each of the suite's processes
+would compile the package and its tests again: a fifth of what tests of imports cost."""
 CLOSING = re.compile(r"^=* ?(?P<counts>\d+ [a-z].*) in [\d.]+s.*$")
 NO_TESTS_COLLECTED = 5
 
@@ -69,7 +72,7 @@ def run(arguments: list[str], environment: dict[str, str]) -> tuple[int, Counter
     with subprocess.Popen(
         command,
         cwd=ROOT,
-        env=os.environ | environment,
+        env=os.environ | DEFAULTS | environment,
         text=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
