@@ -25,7 +25,7 @@ BACKEND = Backend(
     training_span=ScaleSpan.AUTO,
     gpus=(
         Support("H200", ("sm_90",), "hopper", Status.MEASURED, r"\bH200\b"),
-        Support("H100 SXM", ("sm_90",), "hopper", Status.TESTED, r"\bH100 80GB HBM3\b"),
+        Support("H100 SXM", ("sm_90",), "hopper", Status.MEASURED, r"\bH100 80GB HBM3\b"),
         Support("H100 PCIe and NVL, GH200, H800, H20", ("sm_90",), "hopper", Status.SAME_BINARIES),
     ),
     devices=tuple(

@@ -19,7 +19,6 @@ class Status(enum.Enum):
     """What is known of the kernels on a GPU."""
 
     MEASURED = "measured"
-    TESTED = "tested; results files for H200 only"
     SAME_BINARIES = "not run; the binaries of the H200"
     COMPILED = "compiled, not run"
     EMULATED = "emulated: its code runs on a CPU in the tests"

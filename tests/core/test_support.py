@@ -35,7 +35,7 @@ def nvidia(arch: str, name: str) -> Target:
     [
         (nvidia("sm_90", "NVIDIA H200"), Status.MEASURED),
         (nvidia("sm_90", "NVIDIA H200 NVL"), Status.MEASURED),
-        (nvidia("sm_90", "NVIDIA H100 80GB HBM3"), Status.TESTED),
+        (nvidia("sm_90", "NVIDIA H100 80GB HBM3"), Status.MEASURED),
         (nvidia("sm_90", "NVIDIA H100 PCIe"), Status.SAME_BINARIES),
         (nvidia("sm_90", "NVIDIA GH200 480GB"), Status.SAME_BINARIES),
         (nvidia("sm_90", "NVIDIA H20"), Status.SAME_BINARIES),
