@@ -120,15 +120,18 @@ class FlashInfer:
                 *(x, self.gate_up, None, self.down, None, self.model.k, *_ONE_GPU, False, False),
                 gemm,
             )
-            run(-1, True, True, _SWIGLU)
-            times = {}
+            times: dict[int, float] = {}
             for tactic in range(first, first + counts[gemm - 1]):
                 try:
+                    if not times:  # a call that prepares also runs its kernel
+                        run(tactic, True, True, _SWIGLU)
                     times[tactic] = self._seconds(
                         functools.partial(run, tactic, False, True, _SWIGLU)
                     )
                 except RuntimeError:  # a kernel that was left out, or a tile that does not fit
                     continue
+            if not times:
+                raise RuntimeError(f"none of its kernels runs GEMM {gemm}")
             best.append(min(times, key=lambda tactic: times[tactic]))
         return best
 

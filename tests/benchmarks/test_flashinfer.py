@@ -109,8 +109,16 @@ def test_the_layer_is_ours(peer: Any) -> None:
 def test_kernels_that_were_left_out_are_not_chosen(peer: Any) -> None:
     made = peer("bf16")
     assert made._tuned(4) == [1, 2]
-    gemm_1, gemm_2 = [(1, -1, True), (1, 0, False), (1, 1, False)], [(2, -1, True)]
-    assert made.runner.profiled == gemm_1 + gemm_2 + [(2, each, False) for each in (2, 3, 4)]
+    gemm_1 = [(1, 0, True), (1, 1, True), (1, 1, False)]  # the first kernel is left out
+    gemm_2 = [(2, 2, True), (2, 2, False), (2, 3, False), (2, 4, False)]
+    assert made.runner.profiled == gemm_1 + gemm_2
+
+
+def test_a_gemm_without_any_kernel_is_named(peer: Any) -> None:
+    made = peer("bf16")
+    made.runner.get_gemm1_tactic_count = lambda: 1
+    with pytest.raises(RuntimeError, match="none of its kernels runs GEMM 1"):
+        made._tuned(4)
 
 
 def test_narrow_activations_have_a_factor_for_each_expert(peer: Any) -> None:
