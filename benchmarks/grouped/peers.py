@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import importlib
-import math
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +29,8 @@ DEEPGEMM_ROWS, TORCH_ROWS = 128, 16
 SLAB_ROWS = 8192
 """Rows quantised at once, for the memory of the float32 between."""
 COMPILE_WORKERS = 6
+QUIET_SECONDS = 30.0
+"""A compiler that finishes nothing for so long hangs."""
 
 
 @dataclass(frozen=True)
@@ -273,9 +274,14 @@ class Compiler:
         }
 
     def wait(self, deadline: float) -> Jobs:
-        """What is ready by then; the rest is given up."""
-        left = max(0.0, deadline - time.monotonic())
-        concurrent.futures.wait(self.futures.values(), left if left < math.inf else None)
+        """What is ready by then, or when nothing more gets ready; the rest is given up."""
+        pending = set(self.futures.values())
+        while pending and (left := deadline - time.monotonic()) > 0:
+            done, pending = concurrent.futures.wait(
+                pending, min(left, QUIET_SECONDS), concurrent.futures.FIRST_COMPLETED
+            )
+            if not done:
+                break
         jobs = {key: _outcome(future) for key, future in self.futures.items()}
         workers = list((self.pool._processes or {}).values())
         self.pool.shutdown(wait=False, cancel_futures=True)

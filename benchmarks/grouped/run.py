@@ -1,6 +1,6 @@
 """MXFP8 grouped GEMM for training beside torch and DeepGEMM: same GPU, same process, same data.
 
-    python -m benchmarks.grouped.run --peers DIR [--output FILE]
+    python -m benchmarks.grouped.run --peers DIR [--output FILE] [--resume]
 
 Forward, dgrad and wgrad of sixteen shapes with balanced, random and skewed groups, as kernels and
 as a whole layer with its quantisation; then the quantisers. Nothing is timed before it was compared
@@ -36,7 +36,7 @@ from benchmarks.grouped.cells import (
 from benchmarks.grouped.ours import OURS, Ours, Variant, check
 from benchmarks.grouped.peers import Compiler, DeepGemm, Jobs, torch_variants
 from benchmarks.grouped.quantiser import cases, check_case, make_quantiser_row
-from benchmarks.grouped.rows import KEY_COLUMNS, make_row
+from benchmarks.grouped.rows import KEY_COLUMNS, SCHEMA, make_row
 from benchmarks.harness.document import FACTS, Document, Row
 from benchmarks.harness.faults import FATAL, FatalError, check_alive
 from benchmarks.harness.script import Script, machine, within
@@ -168,7 +168,9 @@ def run_cells(run: Run) -> None:
         run.document.meta["peers"]["deepgemm"] = summary(run.jobs)
         print(f"deepgemm: {run.document.meta['peers']['deepgemm']}", flush=True)
     left: list[tuple[str, Shape]] = []
-    every = [(balance, shape) for balance in run.balances for shape in run.shapes]
+    done = {(row["balance"], row["shape"]) for row in run.document.rows.values()}
+    cells = [(balance, shape) for balance in run.balances for shape in run.shapes]
+    every = [cell for cell in cells if (cell[0], str(cell[1])) not in done]
     for balance, shape in within(every, run.deadline, left):
         run_cell(run, shape, balance)
         if run.device.type == "cuda":
@@ -241,9 +243,12 @@ def prepare_run(options: argparse.Namespace) -> Run:
     if options.peers is not None:
         add_to_path(options.peers)
     device, meta = options.device, make_meta(options)
-    meta["ceilings"] = measure_ceilings(device)
     document = Document(options.path, meta, KEY_COLUMNS, ("cell", "variant"), saves_left=False)
     document.sections["quantiser"] = []
+    if options.resume and options.path.is_file():
+        take_over(document, SCHEMA.load(options.path))
+    else:
+        meta["ceilings"] = measure_ceilings(device)
     has_deepgemm = options.peers is not None and (options.peers / "deep_gemm").is_dir()
     if not has_deepgemm:
         meta["peers"]["deepgemm"] = "absent: no --peers directory with deep_gemm"
@@ -253,6 +258,16 @@ def prepare_run(options: argparse.Namespace) -> Run:
     if has_deepgemm and device.type == "cuda":
         run.compiler = Compiler(options.peers, shapes)
     return run
+
+
+def take_over(document: Document, old: Row) -> None:
+    """Go on where an earlier run ended, with its ceilings and its failures."""
+    document.resume(old)
+    document.sections["quantiser"] = old["quantiser"]
+    document.meta["ceilings"] = old["meta"]["ceilings"]
+    document.meta["kernels"] = old["meta"]["kernels"]
+    for each in old["meta"]["failures"]:
+        document.fail((each["cell"], each["variant"]), each["error"])
 
 
 def measure(options: argparse.Namespace, run: Run) -> int:
@@ -278,7 +293,9 @@ def measure(options: argparse.Namespace, run: Run) -> int:
     return 1 if red else 0
 
 
-SCRIPT = Script("grouped_gemm", __doc__, measure, prepare_run, add_options, limit=math.inf)
+SCRIPT = Script(
+    "grouped_gemm", __doc__, measure, prepare_run, add_options, limit=math.inf, resumes=True
+)
 main = SCRIPT.main
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
 import math
+import multiprocessing
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -326,6 +329,36 @@ def test_after_the_time_limit_nothing_is_measured(
     code, found = dry_run(grouped_gemm.main, tmp_path / "x.json", "--time-limit", "0")
     assert (code, found["rows"]) == (0, [])
     assert "time limit" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_where_it_ended(tmp_path: Path) -> None:
+    path, kept = tmp_path / "x.json", ("--balances", "balanced", "--modes", "row")
+    _, first = dry_run(grouped_gemm.main, path, "--shapes", "1", *kept)
+    code, both = dry_run(grouped_gemm.main, path, "--shapes", "1,5", "--resume", *kept)
+    assert code == 0
+    assert both["rows"][: len(first["rows"])] == first["rows"]
+    assert len(both["rows"]) > len(first["rows"])
+    assert both["quantiser"][: len(first["quantiser"])] == first["quantiser"]
+    assert both["meta"]["ceilings"] == first["meta"]["ceilings"]
+    failures = first["meta"]["failures"]  # a kernel that CPUs have not
+    assert failures
+    assert both["meta"]["failures"][: len(failures)] == failures
+
+
+def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "QUIET_SECONDS", 0.3)
+    compiler = peers.Compiler.__new__(peers.Compiler)
+    compiler.pool = concurrent.futures.ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))
+    calls = {"forward": (bool, 1), "dgrad": (time.sleep, 60)}
+    compiler.futures = {
+        (TINY, "bf16", op): compiler.pool.submit(*call) for op, call in calls.items()
+    }
+    compiler.futures[TINY, "bf16", "forward"].result()
+    began = time.monotonic()
+    jobs = compiler.wait(began + 30)
+    assert time.monotonic() - began < 10
+    assert jobs[TINY, "bf16", "forward"].pad_depth
+    assert jobs[TINY, "bf16", "dgrad"].error == "its compiler was not ready in time"
 
 
 def test_row_passes_are_timed_beside_torch(
