@@ -202,6 +202,11 @@ class _Allocations(TorchDispatchMode):
         self.made: list[torch.Tensor] = []
         self.foreign = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Leave `__torch_dispatch__` as it is: torch's wrapper imports its compiler for seconds."""
+        return False
+
     def __torch_dispatch__(
         self,
         func: Callable[..., Any],

@@ -6,6 +6,9 @@ A mock driver records the launches (support.launches).
 from __future__ import annotations
 
 import functools
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -40,6 +43,32 @@ PINNED = MoEConfig(32, *[HopperGemmConfig("decode", 32, 3, hi_lo=True)] * 2)
 def launches() -> Iterator[Launches]:
     with without_device() as made, on_device(H200):
         yield made
+
+
+RECORD = """
+import sys, torch, mxpert
+from mxpert.core import replay
+from mxpert.core.target import on_device
+from support.launches import H200, without_device
+recordings, record = [], replay._record
+def noted(*arguments):
+    result = record(*arguments)
+    recordings.append(result[1])
+    return result
+replay._record = noted
+with without_device(record=False), on_device(H200):
+    for _ in range(4):
+        mxpert.route_topk(torch.randn(17, 32), 2)
+print(len(recordings), None in recordings, "torch._dynamo" in sys.modules)
+"""
+
+
+def test_recording_a_call_imports_no_compiler() -> None:
+    """torch wraps dispatch modes so that their first use imports torch._dynamo: seconds."""
+    options: Any = dict(capture_output=True, text=True, check=True, timeout=120)
+    options["env"] = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", RECORD], **options)
+    assert done.stdout.split() == ["1", "False", "False"]
 
 
 class Layer:
