@@ -66,6 +66,12 @@ class Run:
     compiler: Compiler | None = None
     jobs: Jobs = field(default_factory=dict)
 
+    def missing(self) -> list[tuple[str, Shape]]:
+        """Cells without a row, balanced ones first."""
+        done = {(row["balance"], row["shape"]) for row in self.document.rows.values()}
+        cells = [(balance, shape) for balance in self.balances for shape in self.shapes]
+        return [cell for cell in cells if (cell[0], str(cell[1])) not in done]
+
 
 def attempt(run: Run, place: str, name: str, step: Callable[[], Any]) -> Any:
     """The result of a step, or None where it failed, which is noted."""
@@ -168,10 +174,7 @@ def run_cells(run: Run) -> None:
         run.document.meta["peers"]["deepgemm"] = summary(run.jobs)
         print(f"deepgemm: {run.document.meta['peers']['deepgemm']}", flush=True)
     left: list[tuple[str, Shape]] = []
-    done = {(row["balance"], row["shape"]) for row in run.document.rows.values()}
-    cells = [(balance, shape) for balance in run.balances for shape in run.shapes]
-    every = [cell for cell in cells if (cell[0], str(cell[1])) not in done]
-    for balance, shape in within(every, run.deadline, left):
+    for balance, shape in within(run.missing(), run.deadline, left):
         run_cell(run, shape, balance)
         if run.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -256,7 +259,8 @@ def prepare_run(options: argparse.Namespace) -> Run:
     what = shapes, options.balances, options.modes
     run = Run(device, document, *what, options.deadline, pause, has_deepgemm)
     if has_deepgemm and device.type == "cuda":
-        run.compiler = Compiler(options.peers, shapes)
+        left = dict.fromkeys(shape for _, shape in run.missing())
+        run.compiler = Compiler(options.peers, list(left))
     return run
 
 
@@ -264,10 +268,8 @@ def take_over(document: Document, old: Row) -> None:
     """Go on where an earlier run ended, with its ceilings and its failures."""
     document.resume(old)
     document.sections["quantiser"] = old["quantiser"]
-    document.meta["ceilings"] = old["meta"]["ceilings"]
-    document.meta["kernels"] = old["meta"]["kernels"]
-    for each in old["meta"]["failures"]:
-        document.fail((each["cell"], each["variant"]), each["error"])
+    document.keep_failures(old)
+    document.meta |= {name: old["meta"][name] for name in ("ceilings", "kernels")}
 
 
 def measure(options: argparse.Namespace, run: Run) -> int:

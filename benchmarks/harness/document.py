@@ -153,6 +153,11 @@ class Document:
         for row in old["rows"]:
             self.add(row)
 
+    def keep_failures(self, old: Row) -> None:
+        """Take over what failed in an earlier run: it would fail again."""
+        for each in old["meta"].get("failures", []):
+            self.fail(tuple(each[name] for name in self.blame), each["error"])
+
     def as_json(self) -> Row:
         """Everything so far."""
         failures: Any

@@ -15,7 +15,7 @@ from benchmarks.grouped.ours import recipe_of
 from mxpert import GateUpOrder, ScaleSpan, SwiGLU
 from mxpert.configs import MoEConfig
 from mxpert.core.problem import ACTIVATION_FORMATS
-from mxpert.formats import MXFP4, MXTensor
+from mxpert.formats import MXTensor
 from mxpert.formats.token import FP8_TOKEN
 from mxpert.formats.weight_tensor import WeightFormatName
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape, random_moe_problem, random_routing
@@ -141,7 +141,7 @@ def layer(
 
     def make(device: torch.device, dry: bool) -> Hunted:
         chosen = TINY_GROUPS if dry else shape
-        count = 2 if dry else tokens
+        count = 3 if dry else tokens
         inputs = random_moe_problem(chosen, count, device=device, weight_format=weight_format)
         if prepared:
             inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
@@ -150,10 +150,7 @@ def layer(
         options: dict[str, Any] = {"activation": inputs.activation, "activation_format": a_format}
 
         def renew() -> None:
-            if weight_format == MXFP4.name:
-                redraw(inputs, generator)
-            else:
-                inputs.x.normal_(generator=generator)
+            redraw(inputs, generator)
             sizes = len(inputs.x), chosen.num_experts, chosen.top_k
             copy_into(arguments[2:], random_routing(*sizes, generator=generator))
 
@@ -164,11 +161,18 @@ def layer(
     return make
 
 
-def fp8_copy_variants() -> Iterator[Variant]:
-    """Every tile that reads FP8 copies of MXFP4 weights."""
-    for tile, config in fp8_tiles().items():
-        name, shape = f"hopper fp8 copy/mxfp8/{tile}", text_of(SMALL, "tiles filled to 0.7")
-        yield Variant(name, shape, stages("mxfp8", config), backend="hopper", config=config)
+def tile_variants() -> Iterator[Variant]:
+    """Both stages with every tile that reads MXFP4 weights, or their FP8 copies."""
+    tiles = [
+        (f"hopper moe/{a_format}/{tile}", a_format, config)
+        for a_format in ACTIVATION_FORMATS
+        for tile, config in hopper_tiles(a_format).items()
+    ]
+    copies = fp8_tiles().items()
+    tiles += [(f"hopper fp8 copy/mxfp8/{tile}", "mxfp8", config) for tile, config in copies]
+    for name, a_format, config in tiles:
+        make, shape = stages(a_format, config), text_of(SMALL, "tiles filled to 0.7")
+        yield Variant(name, shape, make, backend="hopper", config=config)
 
 
 def one_launch_variants() -> Iterator[Variant]:
@@ -200,12 +204,7 @@ def weight_format_variants() -> Iterator[Variant]:
 
 def moe_variants() -> Iterator[Variant]:
     """Every tile of the Hopper kernels and the portable kernels in every format; large layers."""
-    for a_format in ACTIVATION_FORMATS:
-        for tile, config in hopper_tiles(a_format).items():
-            name, shape = f"hopper moe/{a_format}/{tile}", text_of(SMALL, "tiles filled to 0.7")
-            make = stages(a_format, config)
-            yield Variant(name, shape, make, backend="hopper", config=config)
-    yield from fp8_copy_variants()
+    yield from tile_variants()
     yield from one_launch_variants()
     yield from weight_format_variants()
     for a_format in ACTIVATION_FORMATS:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from benchmarks.harness.script import parse_list, parse_tokens
 from mxpert.errors import message
 from mxpert.routing.op import route_topk
 from mxpert.testing.problems import MODEL_SHAPES
@@ -22,6 +23,9 @@ ACTIVATION_FORMATS = {"a16": ("bf16",), "a8": ("mxfp8", "fp8_token"), "a4": ("mx
 e4m3 with one scale for each token or for 128 values."""
 
 FORMATS = tuple(name for names in ACTIVATION_FORMATS.values() for name in names)
+NAMES = {"bf16": "a16w4", "mxfp8": "a8w4, MXFP8", "fp8_token": "a8w4, token", "mxfp4": "a4w4"}
+"""Our formats in tables of ours alone."""
+
 WIDTHS = {"bf16": "a16", "fp8_token": "a8", "fp8_group": "a8", "mxfp8": "a8", "mxfp4": "a4"}
 """Activation as it stands in the rows → the width of the activations."""
 
@@ -138,6 +142,16 @@ def ordered_cells(
         return ROUTINGS.index(cell.routing), tier, model, cell.tokens
 
     return sorted(cells, key=rank)
+
+
+def parse_cells(models: str, tokens: str, offered: Mapping[str, Model] = NAMED) -> list[Cell]:
+    """Cells of --models and --tokens, both comma-separated.
+
+    >>> [str(cell) for cell in parse_cells("dsv3-ep8", "1,4")]
+    ['dsv3-ep8 T=1 uniform', 'dsv3-ep8 T=4 uniform']
+    """
+    chosen = parse_list(models, list(offered), "--models")
+    return [Cell(offered[name], count) for name in chosen for count in parse_tokens(tokens)]
 
 
 def tiny(model: Model) -> Model:

@@ -24,12 +24,10 @@ from benchmarks.harness.document import FACTS, Row
 from benchmarks.harness.run import Run
 from benchmarks.harness.script import Script, machine, parse_list, parse_tokens
 from benchmarks.harness.tables import closing, conditions, page, row_table
-from benchmarks.harness.timing import measure_ceilings
 from benchmarks.moe import warm_up
 from benchmarks.moe.cells import FORMATS, NAMED, Cell, Inputs, Model, mean_hit, random_inputs
 from benchmarks.moe.ours import ACTIVATION, Call, Truth, random_weights
 from benchmarks.moe.protocol import DATA, DECODE_IDLE_SECONDS
-from benchmarks.moe.row_encoding import stand_in
 from mxpert.cli.measure import RunWeights, check_gate, intermediate_sizes
 from mxpert.configs import MoEConfig
 from mxpert.core.describe import describe
@@ -224,12 +222,7 @@ def execute(
 ) -> int:
     """Measure; 0 if every config gave right results and has a time."""
     run, *what = prepared
-    if run.dry:
-        with stand_in():
-            measure(run, *what)
-    else:
-        run.meta["ceilings"] = measure_ceilings(run.device)
-        measure(run, *what)
+    warm_up.measure_compiled(run, options, lambda: measure(run, *what))
     if not run.dry:
         print(row_table(list(run.rows.values()), COLUMNS))
     return run.end(SCRIPT, options, "models")

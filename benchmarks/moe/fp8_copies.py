@@ -21,24 +21,32 @@ import torch
 
 from benchmarks.harness.document import FACTS, Row
 from benchmarks.harness.run import Run, times_of
-from benchmarks.harness.script import Script, machine, parse_list, parse_tokens
+from benchmarks.harness.script import Script, machine, parse_list
 from benchmarks.harness.tables import closing, conditions, page, pivot
-from benchmarks.harness.timing import measure_ceilings
 from benchmarks.moe import warm_up
 from benchmarks.moe.cells import (
     FORMATS,
     GEMM_STAGES,
     NAMED,
+    NAMES,
     Cell,
     Inputs,
     Model,
     mean_hit,
+    parse_cells,
     random_inputs,
 )
 from benchmarks.moe.figures import token_columns
 from benchmarks.moe.ours import GEMM_KERNELS, Call, Ours, Truth, random_weights
-from benchmarks.moe.protocol import DATA, LEAST_REPEATS, WARMUP, idle_seconds
-from benchmarks.moe.row_encoding import NAMES, stand_in
+from benchmarks.moe.protocol import (
+    DATA,
+    FEW_REPEATS_FROM,
+    LEAST_REPEATS,
+    MOST_REPEATS,
+    WARMUP,
+    idle_seconds,
+    repeats_of,
+)
 from benchmarks.moe.rows import work_of
 from mxpert.cli.measure import RunWeights
 from mxpert.core.launch import ThroughTriton, record_launches
@@ -53,13 +61,11 @@ ACTIVATIONS = tuple(name for name in FORMATS if name != "bf16")
 """Formats of rows with which kernels read a copy."""
 STAGES = (*GEMM_STAGES, "layer")
 ORDINARY, COPIES = FORMS = "ordinary", "fp8_copies"
-REPEATS = 12
-FEW_REPEATS_FROM = 8192
 PROTOCOL = {
     "data": DATA,
     "power": "idle 50 ms (10 ms at T ≤ 256) before each format of a cell",
     "timing": "CUDA-graph replays, stages and forms of the weights in turns, L2 swept before "
-    f"each; us is the median of {REPEATS}, from T = {FEW_REPEATS_FROM} on of {LEAST_REPEATS}",
+    f"each; us is the median of {MOST_REPEATS}, from T = {FEW_REPEATS_FROM} on of {LEAST_REPEATS}",
     "stages": "*_gemm: GEMM kernel with its epilogue and the list of its tiles; layer: from "
     "logits, top-k and sort included",
     "gate": "relative L2 to float64 of a few tokens, each form and stage, before it is timed",
@@ -136,7 +142,7 @@ def time_right(run: Run, cell: Cell, activation: str, right: Right) -> dict[str,
     }
     run.synchronize()
     time.sleep(idle_seconds(cell.tokens))
-    repeats = LEAST_REPEATS if cell.tokens >= FEW_REPEATS_FROM else REPEATS
+    repeats = repeats_of(cell.tokens)
     failed: dict[str, Exception] = {}
     timings = time_graph(calls, device=run.device, repeats=repeats, warmup=WARMUP, failures=failed)
     for name in (f"{form} {stage}" for form in right for stage in STAGES):
@@ -175,8 +181,9 @@ def measure_format(run: Run, cell: Cell, forms: Mapping[str, RunWeights], activa
             row |= dict(hit=hit, rows_per_expert=cell.tokens * model.k / hit, same_bits=same[stage])
             for form, (_, errors) in right.items():
                 if timing := timings.get(f"{form} {stage}"):
-                    figures = cell, stage, hit, timing, errors[stage], run.meta["ceilings"]
-                    row["times"][form] = figures_of(*figures)
+                    row["times"][form] = figures_of(
+                        cell, stage, hit, timing, errors[stage], run.meta["ceilings"]
+                    )
     for row in rows.values():
         run.add(row)
 
@@ -265,8 +272,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def prepare(options: argparse.Namespace) -> tuple[Run, list[Cell], list[str]]:
     """The document, the cells and the formats."""
-    models = [NAMED[name] for name in parse_list(options.models, list(NAMED), "--models")]
-    cells = [Cell(model, count) for model in models for count in parse_tokens(options.tokens)]
+    cells = parse_cells(options.models, options.tokens)
     run = Run.of(
         options,
         machine(options, *FACTS, protocol=PROTOCOL, ceilings={}),
@@ -279,18 +285,12 @@ def prepare(options: argparse.Namespace) -> tuple[Run, list[Cell], list[str]]:
 def execute(options: argparse.Namespace, prepared: tuple[Run, list[Cell], list[str]]) -> int:
     """Measure; 0 if both forms gave right results in every cell that was started."""
     run, cells, formats = prepared
-    if run.dry:
-        with stand_in():
-            measure(run, cells, formats)
-    else:
-        processes = [
-            each
-            for keep_fp8 in (False, True)
-            for each in warm_up.start(cells, formats, keep_fp8=keep_fp8)
-        ]
-        run.meta["ceilings"] = measure_ceilings(run.device)
-        warm_up.wait(processes, min(warm_up.SECONDS, (options.deadline - options.began) / 2))
-        measure(run, cells, formats)
+    warm_up.measure_compiled(
+        run,
+        options,
+        lambda: measure(run, cells, formats),
+        lambda: [*warm_up.start(cells, formats), *warm_up.start(cells, formats, keep_fp8=True)],
+    )
     return run.end(SCRIPT, options)
 
 

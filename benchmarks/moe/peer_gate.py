@@ -181,10 +181,10 @@ class PeerGate:
         """Largest errors of the steps of so many tokens.
 
         A product is rounded to bfloat16 once or, if several CTAs share its depth, with each of
-        n parts and each sum of them: i of n equal parts have i / n of its square, so that the
-        squared errors add up to 1 + (n + 1) / 2 of one rounding's. The tensor cores drop bits of
-        an e4m3 sum until it is promoted, after a span or never. "down" is rounded once more after
-        the sum of the slots.
+        n parts and each sum of them. The sum of i of n equal parts has i / n of the product's
+        square, so that the squared errors add up to 1 + (n + 1) / 2 times that of one rounding.
+        The tensor cores drop bits of an e4m3 sum until it is promoted, after a span or never.
+        "down" is rounded once more after the sum of the slots.
         """
         model = self.cell.model
         rows, encoded = num_tokens * model.k, self.activation in SPANS

@@ -17,6 +17,9 @@ BUDGET_US = 30_000
 """Device time of one variant's replays: long cells get fewer of them."""
 
 LEAST_REPEATS, MOST_REPEATS = 5, 12
+FEW_REPEATS_FROM = 8192
+"""From so many tokens on, scripts that measure mxpert alone take the least repeats."""
+
 WARMUP = 3
 IDLE = (
     f"idle {1000 * IDLE_SECONDS:.0f} ms ({1000 * DECODE_IDLE_SECONDS:.0f} ms at T ≤ "
@@ -50,6 +53,11 @@ def idle_seconds(tokens: int) -> float:
 def num_repeats(us: float) -> int:
     """Timed replays of a variant that takes so many µs."""
     return min(MOST_REPEATS, max(LEAST_REPEATS, int(BUDGET_US / us)))
+
+
+def repeats_of(tokens: int) -> int:
+    """Timed replays of a variant, where its time is not estimated."""
+    return LEAST_REPEATS if tokens >= FEW_REPEATS_FROM else MOST_REPEATS
 
 
 def make_meta(options: argparse.Namespace) -> Row:

@@ -12,13 +12,11 @@ The dry run compiles the kernels and launches nothing.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import itertools
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -28,18 +26,26 @@ import torch
 import mxpert
 from benchmarks.harness.document import FACTS, Row
 from benchmarks.harness.run import Run, times_of
-from benchmarks.harness.script import Script, machine, parse_list, parse_tokens
+from benchmarks.harness.script import Script, machine, parse_list
 from benchmarks.harness.tables import closing, conditions, page, paragraphs, pivot
-from benchmarks.harness.timing import measure_ceilings
 from benchmarks.moe import warm_up
-from benchmarks.moe.cells import FORMATS, NAMED, Cell, Inputs, Model, mean_hit, random_inputs
+from benchmarks.moe.cells import (
+    FORMATS,
+    NAMED,
+    NAMES,
+    Cell,
+    Inputs,
+    Model,
+    mean_hit,
+    parse_cells,
+    random_inputs,
+)
 from benchmarks.moe.figures import token_columns
 from benchmarks.moe.ours import ACTIVATION, Call, random_weights
-from benchmarks.moe.protocol import DATA, LEAST_REPEATS, WARMUP, idle_seconds
+from benchmarks.moe.protocol import DATA, WARMUP, idle_seconds, repeats_of
 from mxpert.configs import HopperKernel, MoEConfig
 from mxpert.core.describe import describe
 from mxpert.core.problem import MoEProblem, Op
-from mxpert.core.target import on_device
 from mxpert.errors import message
 from mxpert.moe.hopper.config import two_stage_heuristic
 from mxpert.moe.hopper.encode import SortedRows, encode_rows
@@ -48,13 +54,8 @@ from mxpert.moe.inputs import GateUpInputs
 from mxpert.moe.weights import MoEWeights
 from mxpert.routing.plan import RoutingPlan
 from mxpert.testing.timing import time_graph
-from support.launches import H200, without_device
 
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 8192, 32768)
-NAMES = {"bf16": "a16w4", "mxfp8": "a8w4, MXFP8", "fp8_token": "a8w4, token", "mxfp4": "a4w4"}
-"""Our formats in the tables."""
-REPEATS = 12
-FEW_REPEATS_FROM = 8192
 PROTOCOL = {
     "data": DATA,
     "power": "idle 50 ms (10 ms at T ≤ 256) before each format of a cell",
@@ -189,7 +190,7 @@ def measure_format(run: Run, cell: Cell, weights: MoEWeights, activation: str) -
         check_same(layers[0], calls)
         torch.cuda.synchronize()
         time.sleep(idle_seconds(cell.tokens))
-        repeats = LEAST_REPEATS if cell.tokens >= FEW_REPEATS_FROM else REPEATS
+        repeats = repeats_of(cell.tokens)
         timings = time_graph(calls, device=run.device, repeats=repeats, warmup=WARMUP)
         row["times"] = {name: times_of(timing) for name, timing in timings.items()}
     run.add(row)
@@ -281,8 +282,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def prepare(options: argparse.Namespace) -> tuple[Run, list[Cell], list[str]]:
     """The document, the cells and the formats."""
-    models = [NAMED[name] for name in parse_list(options.models, list(NAMED), "--models")]
-    cells = [Cell(model, count) for model in models for count in parse_tokens(options.tokens)]
+    cells = parse_cells(options.models, options.tokens)
     run = Run.of(
         options,
         machine(options, *FACTS, protocol=PROTOCOL, ceilings={}),
@@ -292,25 +292,12 @@ def prepare(options: argparse.Namespace) -> tuple[Run, list[Cell], list[str]]:
     return run, cells, parse_list(options.formats, FORMATS, "--formats")
 
 
-def stand_in() -> AbstractContextManager[object]:
-    """A device on which kernels are compiled and launches do nothing."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(without_device(record=False))
-    stack.enter_context(on_device(H200))
-    return stack
-
-
 def execute(options: argparse.Namespace, prepared: tuple[Run, list[Cell], list[str]]) -> int:
     """Measure; 0 if every cell that was started has its times."""
     run, cells, formats = prepared
-    if run.dry:
-        with stand_in():
-            measure(run, cells, formats)
-    else:
-        processes = warm_up.start(cells, formats)
-        run.meta["ceilings"] = measure_ceilings(run.device)
-        warm_up.wait(processes, min(warm_up.SECONDS, (options.deadline - options.began) / 2))
-        measure(run, cells, formats)
+    warm_up.measure_compiled(
+        run, options, lambda: measure(run, cells, formats), lambda: warm_up.start(cells, formats)
+    )
     return run.end(SCRIPT, options)
 
 

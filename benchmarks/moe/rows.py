@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from benchmarks.harness.document import META, NUMBER, OPTIONAL, Row, Schema, Section
 from benchmarks.harness.run import times_of
@@ -23,12 +22,6 @@ SECTION = Section(
 )
 SCHEMA = Schema("moe.run", {"rows": SECTION}, META, optional_meta=("peers", "failures", "left"))
 Key = tuple[str, int, str, str, str, str]
-
-
-def row_key(row: Mapping[str, Any]) -> Key:
-    """What makes a row unique."""
-    model, tokens, routing, impl, activation, stage = (row[name] for name in KEY_COLUMNS)
-    return model, tokens, routing, impl, activation, stage
 
 
 def work_of(model: Model, tokens: int, stage: str, hit: float) -> Work:

@@ -44,7 +44,7 @@ from benchmarks.moe.peers import (
     make,
 )
 from benchmarks.moe.protocol import SUSTAINED_US, WARMUP, idle_seconds, make_meta, num_repeats
-from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA, Key, make_row, row_key, work_of
+from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA, Key, make_row, work_of
 from mxpert.cli.measure import GateError, RunWeights
 from mxpert.errors import require
 from mxpert.testing.timing import BYTES_PER_MX_WEIGHT, Timing, time_graph
@@ -421,8 +421,7 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
         old = SCHEMA.load(path)
         document.resume(old)
         document.meta = old["meta"]
-        for each in old["meta"].get("failures", []):
-            document.fail(row_key(each), each["error"])
+        document.keep_failures(old)
     else:
         document.meta["ceilings"] = measure_ceilings(device)
         if options.peers is None:

@@ -10,16 +10,21 @@ take no memory. With --peers, those of triton_kernels, which are launched on the
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
 
 from benchmarks import ROOT
-from benchmarks.harness.script import bare_parser, parse_list, parse_tokens
+from benchmarks.harness.run import Run
+from benchmarks.harness.script import bare_parser
+from benchmarks.harness.timing import measure_ceilings
 from benchmarks.moe.cells import (
     DECODE_TOKENS,
     FORMATS,
@@ -28,6 +33,7 @@ from benchmarks.moe.cells import (
     Cell,
     Inputs,
     Model,
+    parse_cells,
     random_inputs,
 )
 from benchmarks.moe.ours import Ours, random_weights
@@ -66,9 +72,17 @@ def unwritten_weights(model: Model, *, keep_fp8: bool = False) -> MoEWeights:
     )
 
 
+def stand_in() -> AbstractContextManager[object]:
+    """A device on which kernels are compiled and launches do nothing."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(without_device(record=False))
+    stack.enter_context(on_device(H200))
+    return stack
+
+
 def compile_cells(cells: Sequence[Cell], activation: str, *, keep_fp8: bool = False) -> None:
     """Launch every stage of the cells where launches do nothing."""
-    with without_device(record=False), on_device(H200):
+    with stand_in():
         for cell in cells:
             weights = unwritten_weights(cell.model, keep_fp8=keep_fp8)
             mine = Ours(cell.model, RunWeights(weights, weights), activation)
@@ -142,6 +156,26 @@ def wait(processes: Sequence[subprocess.Popen[str]], seconds: float = SECONDS) -
                 print(f"warm-up: {errors[-300:]}", flush=True)
 
 
+def measure_compiled(
+    run: Run,
+    options: argparse.Namespace,
+    measure: Callable[[], None],
+    compilers: Callable[[], list[subprocess.Popen[str]]] = list,
+) -> None:
+    """Measure, after the ceilings and after other processes have compiled the kernels.
+
+    A dry run compiles them itself and launches nothing.
+    """
+    if run.dry:
+        with stand_in():
+            measure()
+        return
+    processes = compilers()
+    run.meta["ceilings"] = measure_ceilings(run.device)
+    wait(processes, min(SECONDS, (options.deadline - options.began) / 2))
+    measure()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile; 0 if every cell was launched."""
     parser = bare_parser(__doc__)
@@ -153,8 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = "with --activation: the weights have an FP8 copy"
     parser.add_argument("--keep-fp8", action="store_true", help=text)
     options = parser.parse_args(arguments)
-    models = [OFFERED[name] for name in parse_list(options.models, list(OFFERED), "--models")]
-    cells = [Cell(model, count) for model in models for count in parse_tokens(options.tokens)]
+    cells = parse_cells(options.models, options.tokens, OFFERED)
     if options.peers is None:
         compile_cells(cells, options.activation, keep_fp8=options.keep_fp8)
     elif options.keep_fp8:

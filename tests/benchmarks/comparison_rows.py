@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.grouped import rows as grouped_rows
 from benchmarks.grouped.cells import SHAPES
 from benchmarks.grouped.ours import Variant
 from benchmarks.moe import cells
-from benchmarks.moe.rows import make_row
+from benchmarks.moe.rows import KEY_COLUMNS, Key, make_row
 from mxpert.testing.timing import Timing
 
 CEILINGS = {"read_tbs": 4.0, "copy_tbs": 3.5, "bf16_tflops": 700.0, "fp8_tflops": 1300.0}
@@ -21,6 +22,12 @@ META: dict[str, Any] = dict(
     protocol={"power": "idle", "pause": "none"},
     ceilings=CEILINGS,
 )
+
+
+def row_key(row: Mapping[str, Any]) -> Key:
+    """What makes a row unique."""
+    model, tokens, routing, impl, activation, stage = (row[name] for name in KEY_COLUMNS)
+    return model, tokens, routing, impl, activation, stage
 
 
 def row(

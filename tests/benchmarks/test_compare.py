@@ -15,14 +15,14 @@ import mxpert
 from benchmarks import ROOT
 from benchmarks.moe import cells, estimate, ours, peers
 from benchmarks.moe import run as compare
-from benchmarks.moe.rows import SCHEMA, row_key
+from benchmarks.moe.rows import SCHEMA
 from benchmarks.routing import run as routing
 from mxpert.cli.measure import RunWeights
 from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
 from mxpert.testing.problems import MODEL_SHAPES
 from support.launches import H200, without_device
-from tests.benchmarks.comparison_rows import row
+from tests.benchmarks.comparison_rows import row, row_key
 from tests.benchmarks.scripts import dry_run
 
 FUNCTION = 4

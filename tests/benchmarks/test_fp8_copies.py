@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
-from benchmarks.moe import fp8_copies, row_encoding
+from benchmarks.moe import fp8_copies, warm_up
 from benchmarks.moe.cells import GEMM_STAGES, NAMED, Cell, Inputs, random_inputs, tiny
 from benchmarks.moe.fp8_copies import COPIES, ORDINARY
 from benchmarks.moe.ours import Batch, Ours, random_weights
@@ -124,7 +124,7 @@ def test_one_bit_of_a_row_counts_and_padding_does_not(
 @pytest.mark.parametrize("activation", fp8_copies.ACTIVATIONS)
 def test_the_gemm_that_is_timed_reads_the_copy_from_128_rows_on(activation: str) -> None:
     model = NAMED["gpt-oss-20b"]
-    with row_encoding.stand_in():
+    with warm_up.stand_in():
         forms = fp8_copies.unwritten_forms(model)
         ours = {form: Ours(model, each, activation) for form, each in forms.items()}
         few, many = (random_inputs(Cell(model, count), CPU)[0] for count in (512, 2048))

@@ -15,10 +15,10 @@ from benchmarks.harness.document import Document
 from benchmarks.harness.script import RESULTS, Script, Seconds, within
 from benchmarks.harness.tables import absences, page
 from benchmarks.models import rows as whole_model
-from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA, row_key
+from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA
 from mxpert.core.problem import Target
 from mxpert.core.target import on_device
-from tests.benchmarks.comparison_rows import CEILINGS, META, grouped_document, row
+from tests.benchmarks.comparison_rows import CEILINGS, META, grouped_document, row, row_key
 
 TIMES = {"ms": 4.0, "ms_spread": 0.1, "moe_ms": 1.0, "step_ms_hooked": 5.0}
 COSINES = {"layer_cosine": 0.99999, "logits_cosine": 0.999}

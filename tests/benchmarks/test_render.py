@@ -11,8 +11,8 @@ import pytest
 from benchmarks import ROOT
 from benchmarks.harness.document import Document
 from benchmarks.moe import figures, goals, layers, render
-from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA, row_key
-from tests.benchmarks.comparison_rows import META, row
+from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA
+from tests.benchmarks.comparison_rows import META, row, row_key
 
 
 def test_the_gemms_share_needs_all_three_times() -> None:

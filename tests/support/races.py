@@ -145,14 +145,7 @@ def one_launch(a_format: str) -> MoEConfig:
     """The layer of a few tokens in one launch."""
     from mxpert.moe.hopper import config as heuristics
 
-    tile = HopperGemmConfig(
-        HopperKernel.FEW_TOKENS,
-        min(heuristics.BLOCKS_M),
-        heuristics._FEW_TOKENS_STAGES,
-        consumers=1,
-        hi_lo=a_format == "bf16",
-    )
-    return MoEConfig.of(tile, tile)
+    return heuristics.one_launch(a_format == "bf16")
 
 
 def fp8_tiles() -> dict[str, MoEConfig]:
@@ -189,8 +182,10 @@ def tokens_for(shape: MoEShape, config: MoEConfig) -> int:
 
 
 def redraw(inputs: MoEInputs, generator: torch.Generator) -> None:
-    """Other activations, and other weights, drawn in their stored form."""
+    """Other activations, and other MXFP4 weights, drawn in their stored form."""
     inputs.x.normal_(generator=generator)
+    if inputs.weights.weight_format != MXFP4.name:
+        return
     for part in inputs.weights.mx_projections:
         part.qdata.random_(0, 256, generator=generator)
         if part.reference is None:

@@ -343,12 +343,17 @@ def _preferred_tiles(problem: MoEProblem) -> tuple[HopperGemmConfig, HopperGemmC
     return _preferred(problem, Op.MOE_GATE_UP), _preferred(problem, Op.MOE_DOWN)
 
 
-def _few_tokens(problem: MoEProblem, num_stages: int) -> MoEConfig:
-    """Config of a layer in one launch."""
+def one_launch(hi_lo: bool, num_stages: int = _FEW_TOKENS_STAGES) -> MoEConfig:
+    """Config of a layer in one launch, with rows of two e4m3 parts (`hi_lo`) or of one."""
     tile = HopperGemmConfig(
-        HopperKernel.FEW_TOKENS, min(BLOCKS_M), num_stages, consumers=1, hi_lo=uses_hi_lo(problem)
+        HopperKernel.FEW_TOKENS, min(BLOCKS_M), num_stages, consumers=1, hi_lo=hi_lo
     )
     return MoEConfig.of(tile, tile)
+
+
+def _few_tokens(problem: MoEProblem, num_stages: int) -> MoEConfig:
+    """`one_launch` for the rows of a problem."""
+    return one_launch(uses_hi_lo(problem), num_stages)
 
 
 def _prefers_one_launch(problem: MoEProblem) -> bool:
