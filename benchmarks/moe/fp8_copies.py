@@ -49,7 +49,8 @@ from benchmarks.moe.protocol import (
 )
 from benchmarks.moe.rows import work_of
 from mxpert.cli.measure import RunWeights
-from mxpert.core.launch import ThroughTriton, record_launches
+from mxpert.core.compilation import ThroughTriton
+from mxpert.core.launch import record_launches
 from mxpert.core.target import on_device
 from mxpert.formats.tensor import MXTensor
 from mxpert.moe.hopper.prefill_fp8 import _moe_gemm_prefill_fp8_kernel

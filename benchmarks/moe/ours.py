@@ -227,7 +227,8 @@ class Ours:
         """The Hopper GEMM kernel with its epilogue, as the stage itself launched it: its rows are
         encoded already, as the peers' kernels are given quantised rows. The schedule of its tiles,
         where it has one, is made anew each time."""
-        from mxpert.core.launch import ThroughTriton, record_launches
+        from mxpert.core.compilation import ThroughTriton
+        from mxpert.core.launch import record_launches
 
         with on_device(executor=ThroughTriton()), record_launches() as records:
             self._call(stage.removesuffix("_gemm"), weights, batch)()

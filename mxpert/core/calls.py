@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from .ambient import isolated
+from .compilation import whole_call
 from .geometry import CachedCall, Described
 from .kernel import Launchable
 from .known import KnownArguments
@@ -115,5 +116,6 @@ def _launch(
     problem: Problem,
     inputs: _InputsT,
 ) -> _T:
-    with isolated("cpu" if problem.target.kind == "cpu" else "cuda"):
-        return kernel.launch(problem, config, inputs)
+    launches = functools.partial(kernel.launch, problem, config, inputs)
+    with isolated("cpu" if problem.target.kind == "cpu" else "cuda"), whole_call(launches):
+        return launches()

@@ -29,8 +29,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..errors import message
 from .binary import CONVENTION, MAX_DESCRIPTORS, NUM_LEADING, Binary, DescriptorEncoder, binary_of
+from .compilation import THROUGH_TRITON, compile_whole_call
 from .geometry import taker
-from .target import Kernel, current_device, on_device
+from .target import Kernel, current_device
 
 _STREAM, _FIXED, _LEADING = 3, 4, NUM_LEADING
 """Indices of the stream, of the first argument after it, and of the kernel's first argument."""
@@ -80,22 +81,6 @@ class DescriptorSpec:
         return TensorDescriptor.from_tensor(rows, block)
 
 
-class ThroughTriton:
-    """The executor that launches by Triton's own code."""
-
-    def execute(
-        self, kernel: Kernel, grid: tuple[int, ...], arguments: Mapping[str, Any], *, warmup: bool
-    ) -> Any:
-        """Launch a kernel on the current device, or only compile it."""
-        return kernel.run(grid=grid, warmup=warmup, **arguments)
-
-    def reach(self, name: str, tensor: torch.Tensor, *, shared: bool = False) -> None:
-        """Does nothing: devices reach all memory."""
-
-
-_TRITON = ThroughTriton()
-
-
 class Launch:
     """A kernel with its grid and all arguments except the tensors.
 
@@ -141,10 +126,11 @@ class Launch:
             or self.kernel.pre_run_hooks
         ):
             with torch.cuda.device_of(_first(tensors)):  # Triton launches on the current device
-                (_TRITON if executor is None else executor).execute(
+                (THROUGH_TRITON if executor is None else executor).execute(
                     self.kernel, self.grid, self.arguments(tensors), warmup=place.compiles_only
                 )
-            _record(self, tensors, None)
+            if not place.compiles_only:
+                _record(self, tensors, None)
             return
         active = driver.active
         device = active.get_current_device()
@@ -210,6 +196,7 @@ class Launch:
         self, key: tuple[Any, ...], tensors: Mapping[str, torch.Tensor | None]
     ) -> Binary | None:
         """Launch through Triton and store the binary that it found or compiled."""
+        compile_whole_call()
         compiled = self.kernel[self.grid](**self.arguments(tensors))
         binary = binary_of(compiled, [name for name in self.kernel.arg_names if name in self.tiles])
         if binary is not None and self._binaries is not None:
@@ -239,12 +226,6 @@ def record_launches() -> Iterator[list[LaunchRecord]]:
         yield records
     finally:
         _records.reset(token)
-
-
-def compile_only() -> contextlib.AbstractContextManager[None]:
-    """Compile the kernels of this thread's or task's launches inside the block; launch none."""
-    executor = current_device().executor
-    return on_device(executor=_TRITON if executor is None else executor, compiles_only=True)
 
 
 def _record(launch: Launch, tensors: dict[str, torch.Tensor | None], binary: Binary | None) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..core.compilation import compile_together
 from ..core.problem import MoEProblem
 from ..quantize.op import quantize
 from .inputs import FusedMoEInputs
@@ -72,11 +73,9 @@ def compile_alone(
             to run the local layer with.
     """
     if ranks.transport.name == "SYMMETRIC":
-        from ..core.launch import compile_only  # needs Triton
-
-        with compile_only():
-            for num_tokens in alone:
-                step(num_tokens)
+        for num_tokens in alone:
+            step(num_tokens)
+            with compile_together():
                 run(num_tokens)
         return
     assert problem.local_top_k is not None  # for the type checker: a problem of several ranks

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
-from mxpert.core.launch import ThroughTriton
+from mxpert.core.compilation import ThroughTriton
 from mxpert.core.problem import DualProblem, Op, Target
 from mxpert.core.target import on_device
 from mxpert.formats import MXTensor, ScaleRule, ScaleSpan

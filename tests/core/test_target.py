@@ -12,7 +12,7 @@ import torch
 
 import mxpert
 from mxpert.core import target
-from mxpert.core.launch import ThroughTriton, compile_only
+from mxpert.core.compilation import ThroughTriton, compile_only
 from mxpert.core.ops import OPS
 from mxpert.core.problem import MoEOptions, MoEProblem, Op, SiLU, Target
 from mxpert.distributed.symmetric import SymmetricExchange

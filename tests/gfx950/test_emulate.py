@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 
 import gfx950emu
 import mxpert
-from mxpert.core.launch import compile_only
+from mxpert.core.compilation import compile_only
 from mxpert.core.problem import Target
 from mxpert.core.target import current_device, detect_target, on_device
 from mxpert.formats.tensor import Layout

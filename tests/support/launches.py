@@ -20,7 +20,8 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime.driver import driver
 
 from mxpert.core.binary import CONVENTION, NUM_LEADING, Convention
-from mxpert.core.launch import ThroughTriton, record_launches
+from mxpert.core.compilation import ThroughTriton
+from mxpert.core.launch import record_launches
 from mxpert.core.problem import Target
 from mxpert.core.target import on_device
 

@@ -108,7 +108,7 @@ def test_kernels_are_compiled_without_an_exchange() -> None:
 def test_compile_only_compiles_and_launches_nothing() -> None:
     """On the mock driver: the launch after the block finds the binary that the block compiled."""
     pytest.importorskip("triton")
-    from mxpert.core.launch import compile_only
+    from mxpert.core.compilation import compile_only
     from mxpert.distributed.exchange import host
     from support.launches import H200, without_device
 

@@ -1,0 +1,220 @@
+"""The first call compiles all its kernels in threads; the launches find the binaries."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.nvidia import driver as nvidia
+
+import mxpert
+from benchmarks.moe.cells import MODELS
+from benchmarks.moe.warm_up import unwritten_weights
+from mxpert.core import launch
+from mxpert.core.compilation import compile_together, whole_call
+from mxpert.core.environment import MOST_THREADS, THREADS_VARIABLE, compile_threads
+from mxpert.core.launch import Launch, record_launches
+from mxpert.core.target import current_device, on_device
+from support.launches import H200, without_device
+
+Compiled = list[tuple[str, bool]]
+"""Of each compilation, the kernel's name and whether a thread of the pool made it."""
+
+
+@triton.jit
+def _fill_kernel(out, VALUE: tl.constexpr):
+    tl.store(out + tl.arange(0, 16), tl.full([16], VALUE, tl.int32))
+
+
+@triton.jit
+def _add_kernel(out, VALUE: tl.constexpr):
+    place = out + tl.arange(0, 16)
+    tl.store(place, tl.load(place) + VALUE)
+
+
+@triton.jit
+def _broken_kernel(out, VALUE: tl.constexpr):
+    tl.static_assert(VALUE < 0, "it never compiles")
+    tl.store(out, VALUE)
+
+
+def in_pool() -> bool:
+    """Whether this thread compiles for others."""
+    return threading.current_thread().name.startswith("mxpert-compile")
+
+
+def in_pass_ahead() -> bool:
+    """Whether launches only compile."""
+    return current_device().compiles_only
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiled]:
+    """Compilations of a process that knows no binary, with two threads on any machine."""
+    found: Compiled = []
+
+    def note(src: Any, **_: object) -> None:
+        found.append((src.name, in_pool()))
+
+    monkeypatch.setenv(THREADS_VARIABLE, "2")
+    monkeypatch.setattr(launch, "_BINARIES", {})
+    for kernel in (_fill_kernel, _add_kernel, _broken_kernel):
+        kernel.device_caches.clear()
+    with knobs.compilation.scope(), knobs.cache.scope():
+        knobs.compilation.listener = note
+        knobs.cache.dir = str(tmp_path)
+        yield found
+
+
+def launches(*kernels: Any) -> Callable[[], None]:
+    """A call that launches these kernels."""
+    made = [Launch(kernel, (1,), VALUE=7) for kernel in kernels]
+    out = torch.zeros(16, dtype=torch.int32)
+
+    def call() -> None:
+        for each in made:
+            each(out=out)
+
+    return call
+
+
+def run(call: Callable[[], object], times: int = 1) -> int:
+    """Number of launches of an op's call, made so often."""
+    with without_device() as launched:
+        for _ in range(times):
+            with whole_call(call):
+                call()
+    return len(launched)
+
+
+def test_the_first_launch_without_a_binary_compiles_the_call(compiled: Compiled) -> None:
+    call = launches(_fill_kernel, _add_kernel, _fill_kernel)
+    assert run(call, times=2) == 6
+    assert sorted(compiled) == [("_add_kernel", True), ("_fill_kernel", True)]
+
+
+def test_what_launches_a_binary_is_built_in_threads_too(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builders: list[bool] = []
+    build = nvidia.CudaLauncher.__init__
+
+    def note(self: Any, *arguments: Any) -> None:
+        builders.append(in_pool())
+        build(self, *arguments)
+
+    monkeypatch.setattr(nvidia.CudaLauncher, "__init__", note)
+    run(launches(_fill_kernel, _add_kernel))
+    assert builders == [True, True, False, False]  # at the launch it comes from the cache
+
+
+def test_a_launch_is_recorded_once(compiled: Compiled) -> None:
+    with record_launches() as records:
+        run(launches(_fill_kernel, _add_kernel))
+    assert [each.launch.kernel for each in records] == [_fill_kernel, _add_kernel]
+    assert all(each.binary for each in records)
+
+
+def test_a_known_binary_is_not_compiled_again(compiled: Compiled) -> None:
+    assert run(launches(_fill_kernel)) == 1
+    assert run(launches(_fill_kernel, _add_kernel)) == 2
+    assert sorted(compiled) == [("_add_kernel", True), ("_fill_kernel", True)]
+
+
+def test_an_inner_call_belongs_to_the_outer(compiled: Compiled) -> None:
+    first, last, runs = launches(_fill_kernel), launches(_add_kernel), []
+
+    def inner() -> None:
+        runs.append(in_pass_ahead())
+        first()
+
+    def outer() -> None:
+        with whole_call(inner):
+            inner()
+        last()
+
+    assert run(outer) == 2
+    assert runs == [False, True]
+    assert sorted(compiled) == [("_add_kernel", True), ("_fill_kernel", True)]
+
+
+def test_one_thread_compiles_one_after_the_other(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(THREADS_VARIABLE, "1")
+    assert run(launches(_fill_kernel, _add_kernel)) == 2
+    assert compiled == [("_fill_kernel", False), ("_add_kernel", False)]
+
+
+def test_without_a_call_around_it_a_launch_compiles_alone(compiled: Compiled) -> None:
+    with without_device() as launched:
+        launches(_fill_kernel, _add_kernel)()
+    assert len(launched) == 2
+    assert compiled == [("_fill_kernel", False), ("_add_kernel", False)]
+
+
+def test_a_call_that_fails_ahead_is_launched_all_the_same(compiled: Compiled) -> None:
+    """The pass ahead needs the call's memory once more."""
+    call, failures = launches(_fill_kernel, _add_kernel), [torch.OutOfMemoryError("no memory")]
+
+    def launches_or_fails() -> None:
+        if failures and in_pass_ahead():
+            raise failures.pop()
+        call()
+
+    assert run(launches_or_fails) == 2
+    assert not failures
+    assert compiled == [("_fill_kernel", False), ("_add_kernel", False)]
+
+
+def test_an_error_of_the_compiler_is_raised_by_the_launch(compiled: Compiled) -> None:
+    with pytest.raises(triton.CompilationError, match="never compiles"):
+        run(launches(_fill_kernel, _broken_kernel))
+    assert compiled == [("_fill_kernel", True)]
+
+
+def test_a_block_compiles_without_launching(compiled: Compiled) -> None:
+    call = launches(_fill_kernel, _add_kernel)
+    with without_device() as launched:
+        with compile_together():
+            call()
+        assert sorted(compiled) == [("_add_kernel", True), ("_fill_kernel", True)]
+        assert not launched
+        call()
+    assert len(launched) == 2
+    assert len(compiled) == 2
+
+
+def test_a_layer_compiles_all_its_kernels_ahead(compiled: Compiled) -> None:
+    """Through the public function: no launch compiles, and no binary is compiled twice."""
+    model = MODELS["gpt-oss-120b"]
+    x, topk_weights = torch.empty(4, model.H, dtype=torch.bfloat16), torch.empty(4, model.k)
+    routing = topk_weights, torch.zeros(4, model.k, dtype=torch.int32)
+    with without_device() as launched, on_device(H200):
+        mxpert.fused_moe(x, unwritten_weights(model), *routing, activation=mxpert.SwiGLU())
+    assert len(launched) >= len(compiled) > 3
+    assert all(ahead for _, ahead in compiled)
+    counts = Counter(name for name, _ in compiled)
+    assert counts["_moe_gemm_decode_kernel"] == 2  # one for each stage
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "²"])
+def test_another_number_of_threads_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(THREADS_VARIABLE, text)
+    with pytest.raises(ValueError, match="MXPERT_COMPILE_THREADS — need an integer from 1 on"):
+        compile_threads()
+
+
+def test_threads_follow_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(THREADS_VARIABLE, raising=False)
+    assert 1 <= compile_threads() <= MOST_THREADS
+    monkeypatch.setenv(THREADS_VARIABLE, "12")
+    assert compile_threads() == 12
