@@ -228,10 +228,12 @@ def markdown(document: Row) -> str:
         "flipped and must be found.**"
     )
     failures = [f"{name}: `{error}`" for name, error in meta["failures"].items()]
+    counts = sorted({row["processes"] for row in document["rows"]})
+    processes = " or ".join(map(str, counts))
     return page(
         "# Race hunts",
         "" if meta["planted"] is None else control,
-        f"{where(meta)}; {meta['processes']} processes, {meta['seconds']:.0f} s.",
+        f"{where(meta)}; {processes} processes at once, {meta['seconds']:.0f} s.",
         bullets(meta["protocol"]),
         summary(document),
         folded("every variant", row_table(document["rows"], DETAIL)),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,8 @@ def compile_together() -> Iterator[None]:
         if threads > 1:
             from triton import AsyncCompileMode  # where launches are made, it is there
 
+            # Triton changes the process's filters for a moment, which threads undo in any order.
+            stack.enter_context(warnings.catch_warnings())
             pool = stack.enter_context(ThreadPoolExecutor(threads, "mxpert-compile"))
             stack.enter_context(AsyncCompileMode(_Compilers(pool), ignore_errors=True))
         stack.enter_context(compile_only())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -191,6 +192,21 @@ def test_a_block_compiles_without_launching(compiled: Compiled) -> None:
         assert not launched
         call()
     assert len(launched) == 2
+    assert len(compiled) == 2
+
+
+def test_filters_of_warnings_are_as_before(compiled: Compiled) -> None:
+    """Triton replaces them at each operation; threads restore each other's."""
+    note = knobs.compilation.listener
+
+    def leave_a_filter(**found: Any) -> None:
+        warnings.simplefilter("error")
+        note(**found)
+
+    knobs.compilation.listener = leave_a_filter
+    before = list(warnings.filters)
+    run(launches(_fill_kernel, _add_kernel))
+    assert warnings.filters == before
     assert len(compiled) == 2
 
 
