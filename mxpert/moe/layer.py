@@ -23,6 +23,7 @@ from ..core.problem import (
     RoutingProblem,
     kernel_parameters,
 )
+from ..core.target import current_device
 from ..device.mx_codec import scale_rule_constants
 from ..formats.tensor import MXTensor, Operand
 from ..formats.token import FP8_TOKEN
@@ -252,7 +253,10 @@ class DownStage(Stage[_ConfigT]):
         }
         self.multiply(problem, config, plan, inputs.h, weights, epilogue)
         if combine is not Combine.REDUCE:
-            return values.to(options.out_dtype) if out is None else out.copy_(values)
+            if out is None:
+                return values.to(options.out_dtype)
+            # Where launches only compile, there are no values yet, and `out` may be x.
+            return out if current_device().compiles_only else out.copy_(values)
         if plan.num_tokens == 0:
             return values.new_empty((0, problem.hidden_size))
         return combine_slots(values, plan.slot_rows, problem.target, out=out)

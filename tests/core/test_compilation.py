@@ -25,6 +25,7 @@ from mxpert.core.environment import MOST_THREADS, THREADS_VARIABLE, compile_thre
 from mxpert.core.launch import Launch, record_launches
 from mxpert.core.target import current_device, on_device
 from mxpert.moe.hopper.decode import _moe_gemm_decode_kernel
+from mxpert.testing.problems import MoEShape, random_moe_problem
 from support.launches import H200, without_device
 
 Compiled = list[tuple[str, bool]]
@@ -226,6 +227,28 @@ def test_a_layer_compiles_its_kernels_ahead(compiled: Compiled) -> None:
     assert all(ahead for _, ahead in compiled)
     counts = Counter(name for name, _ in compiled)
     assert counts["_moe_gemm_decode_kernel"] == 2  # one for each stage
+
+
+@pytest.mark.parametrize("combine", ["reduce", "atomic"])
+def test_a_layer_ahead_writes_nothing(combine: str) -> None:
+    """`out` may be x, which the launches after it still read."""
+    shape = MoEShape(hidden_size=64, intermediate_size=64, num_experts=4, top_k=2)
+    inputs = random_moe_problem(shape, 13, device="cpu")
+    before = inputs.x.clone()
+    arguments = inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids
+    options: dict[str, Any] = dict(activation=inputs.activation, combine=combine, out=inputs.x)
+    with without_device(), on_device(H200), mxpert.override(backend="triton"), compile_together():
+        assert mxpert.fused_moe(*arguments, **options) is inputs.x
+    assert torch.equal(inputs.x, before)
+
+
+def test_a_gradient_ahead_is_not_added() -> None:
+    grad, x = (mxpert.quantize_dual(torch.randn(64, 64).bfloat16())[1] for _ in range(2))
+    sums = torch.randn(2, 64, 64)
+    before, offsets = sums.clone(), torch.tensor([0, 32, 64], dtype=torch.int32)
+    with without_device(), on_device(H200), compile_together():
+        mxpert.grouped_wgrad(grad, x, offsets, accumulate_into=sums)
+    assert torch.equal(sums, before)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", "²"])
