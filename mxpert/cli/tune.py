@@ -378,18 +378,30 @@ def _check_search(backend: str | None, time_budget: float) -> None:
     )
 
 
-def _named_models(
-    model: list[str] | None, shape: list[str] | None, grouped: list[str] | None, keep_fp8: bool
-) -> list[str]:
-    """The models of --model, or the default one; refuse --keep-fp8 with grouped GEMMs alone."""
-    models = list(model or ([] if shape or grouped else ["gpt-oss-120b"]))
-    need, remedy = "a --model or --shape beside --grouped", "omit it"
-    fits = bool(models or shape) or not keep_fp8
-    require(fits, "tune", "--keep-fp8", need=need, got="none", remedy=remedy)
-    return models
+_OF_LAYERS = {
+    "tokens": "--tokens",
+    "formats": "--format",
+    "weight_format": "--weight-format",
+    "keep_fp8": "--keep-fp8",
+}
+_OF_GROUPED = {"rows": "--rows", "operands": "--operands"}
+"""Parameters that only layers have, and only grouped GEMMs, with their options."""
+
+
+def _refuse_unread(context: typer.Context, *, layers: bool, grouped: bool) -> None:
+    """Refuse options that were given and that no cell of this run reads."""
+    for options, are_read, need in (
+        (_OF_LAYERS, layers, "a --model or --shape beside --grouped"),
+        (_OF_GROUPED, grouped, "--grouped beside it"),
+    ):
+        for name, option in options.items():
+            source = context.get_parameter_source(name)
+            given = source is not None and source.name == "COMMANDLINE"
+            require(are_read or not given, "tune", option, need=need, got="none", remedy="omit it")
 
 
 def tune(
+    context: typer.Context,
     model: list[str] = typer.Option(
         None,
         help="A named model (see --list-models); repeat for several. Default: gpt-oss-120b, unless "
@@ -454,7 +466,8 @@ def tune(
     names = parse_formats(formats, "tune", "--format")
     check_target(json_to, "tune")
     _check_search(backend, time_budget)
-    models = _named_models(model, shape, grouped, keep_fp8)
+    models = list(model or ([] if shape or grouped else ["gpt-oss-120b"]))
+    _refuse_unread(context, layers=bool(models or shape), grouped=bool(grouped))
     held = check_weight_format(weight_format, "tune")
     check_copies(keep_fp8, names, held, backend, "tune")
     cells: list[AnyCell] = [

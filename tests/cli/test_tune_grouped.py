@@ -259,6 +259,31 @@ def test_bad_input_is_one_line(arguments: list[str], part: str) -> None:
     assert_one_line(runner.invoke(app, ["tune", *arguments]), part)
 
 
+GROUPED = ["--grouped", "4,64,64"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        ([*GROUPED, "--tokens", "1"], "--tokens"),
+        ([*GROUPED, "--format", "a8w4"], "--format"),
+        ([*GROUPED, "--weight-format", "nvfp4"], "--weight-format"),
+        ([*GROUPED, "--keep-fp8"], "--keep-fp8"),
+        (["--rows", "64"], "--rows"),
+        (["--shape", "4,2,64,64", "--operands", "bf16"], "--operands"),
+    ],
+)
+def test_an_option_that_no_cell_reads_is_refused(arguments: list[str], option: str) -> None:
+    outcome = runner.invoke(app, ["tune", "--dry-run", "--target", "nvidia-h200", *arguments])
+    assert_one_line(outcome, f"tune: {option} — need")
+
+
+def test_options_of_both_kinds_stand_beside_each_other() -> None:
+    both = ["--shape", "4,2,64,64", "--tokens", "1", *GROUPED, "--rows", "64"]
+    outcome = runner.invoke(app, ["tune", "--dry-run", "--target", "nvidia-h200", *both])
+    assert outcome.exit_code == 0, outcome.output
+
+
 # ---- rows
 
 
