@@ -101,8 +101,6 @@ def test_other_uses_of_the_option_are_refused(tmp_path: Path) -> None:
         assert_one_line(run_bench(tmp_path, *narrow, *option), said)
     outcome = runner.invoke(app, ["tune", "--dry-run", *narrow, "--target", "nvidia-b200"])
     assert_one_line(outcome, "tune: --keep-fp8 — need a device whose kernels read FP8 copies")
-    outcome = runner.invoke(app, ["tune", "--dry-run", *narrow, "--grouped", "8,128,128"])
-    assert_one_line(outcome, "tune: --keep-fp8 — need a --model or --shape beside --grouped")
 
 
 @pytest.mark.parametrize("keep_fp8", [True, False])
