@@ -378,26 +378,21 @@ def _check_search(backend: str | None, time_budget: float) -> None:
     )
 
 
-_OF_LAYERS = {
-    "tokens": "--tokens",
-    "formats": "--format",
-    "weight_format": "--weight-format",
-    "keep_fp8": "--keep-fp8",
-}
-_OF_GROUPED = {"rows": "--rows", "operands": "--operands"}
-"""Parameters that only layers have, and only grouped GEMMs, with their options."""
+_OF_LAYERS, _OF_GROUPED = {"tokens", "formats", "weight_format", "keep_fp8"}, {"rows", "operands"}
+"""Parameters that only layers have, and only grouped GEMMs."""
 
 
 def _refuse_unread(context: typer.Context, *, layers: bool, grouped: bool) -> None:
     """Refuse options that were given and that no cell of this run reads."""
-    for options, are_read, need in (
+    for names, are_read, need in (
         (_OF_LAYERS, layers, "a --model or --shape beside --grouped"),
         (_OF_GROUPED, grouped, "--grouped beside it"),
     ):
-        for name, option in options.items():
-            source = context.get_parameter_source(name)
-            given = source is not None and source.name == "COMMANDLINE"
-            require(are_read or not given, "tune", option, need=need, got="none", remedy="omit it")
+        for each in context.command.params:
+            source = context.get_parameter_source(each.name or "")
+            given = each.name in names and source is not None and source.name == "COMMANDLINE"
+            option, fits = each.opts[0], are_read or not given
+            require(fits, "tune", option, need=need, got="none", remedy="omit it")
 
 
 def tune(
@@ -470,11 +465,9 @@ def tune(
     _refuse_unread(context, layers=bool(models or shape), grouped=bool(grouped))
     held = check_weight_format(weight_format, "tune")
     check_copies(keep_fp8, names, held, backend, "tune")
-    cells: list[AnyCell] = [
-        *make_cells(models, list(shape or []), counts, names, held, keep_fp8=keep_fp8)
-    ]
+    made = make_cells(models, list(shape or []), counts, names, held, keep_fp8=keep_fp8)
     row_counts = parse_numbers(rows, "tune", "--rows")
-    cells += make_grouped_cells(grouped or [], row_counts, operands)
+    cells: list[AnyCell] = [*made, *make_grouped_cells(grouped or [], row_counts, operands)]
     here, console = _named_target(target, dry), make_console(stderr=True)
     if dry:
         dry_run(cells, here, backend, json_to)
