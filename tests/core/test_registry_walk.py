@@ -46,13 +46,14 @@ def walk(call: Callable[[], object]) -> list[tuple[str, str]]:
     """(caller, called) modules of the library, of every call that goes from one to another.
 
     Calls by others (Triton runs constexpr functions as it compiles) and construction of objects do
-    not count.
+    not count, nor does `mxpert.testing`: its emulator stands before each launch of a process that
+    has emulated once.
     """
     steps: list[tuple[str, str]] = []
 
     def module(frame: FrameType | None) -> str:
         name = "" if frame is None else str(frame.f_globals.get("__name__", ""))
-        return name if name.startswith("mxpert.") else ""
+        return "" if name.startswith("mxpert.testing.") or not name.startswith("mxpert.") else name
 
     def note(frame: FrameType, event: str, argument: object) -> None:
         caller, called = module(frame.f_back), module(frame)
