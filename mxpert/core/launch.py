@@ -31,6 +31,7 @@ from ..errors import message
 from .binary import CONVENTION, MAX_DESCRIPTORS, NUM_LEADING, Binary, DescriptorEncoder, binary_of
 from .compilation import THROUGH_TRITON, compile_whole_call
 from .geometry import taker
+from .kernel_keys import hash_callees_first
 from .target import Kernel, current_device
 
 _STREAM, _FIXED, _LEADING = 3, 4, NUM_LEADING
@@ -100,6 +101,8 @@ class Launch:
         /,
         **constants: Any,  # of the kernel's parameters
     ) -> None:
+        if isinstance(kernel, JITFunction):
+            hash_callees_first(kernel)
         constants = {**LAUNCH_OPTIONS, **constants}
         self.kernel, self.grid, self.tiles, self.constants = kernel, grid, tiles, constants
         self._binaries: dict[tuple[Any, ...], Binary] | None = None

@@ -24,6 +24,7 @@ from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from ..core.kernel_keys import hash_callees_first
 from ..core.launch import LAUNCH_OPTIONS
 from ..errors import message, require
 
@@ -91,6 +92,7 @@ def specialize(fn: JITFunction, arguments: Mapping[str, Any], target: str) -> Sp
             )
         )
     require(target in TARGETS, op, "target", need=f"one of {list(TARGETS)}", got=repr(target))
+    hash_callees_first(fn)
     rules = tuple((p.do_not_specialize, p.do_not_specialize_on_alignment) for p in fn.params)
     backend, bind = _binder(fn, target, rules)
     given = {**LAUNCH_OPTIONS, **arguments}

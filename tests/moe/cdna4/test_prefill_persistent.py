@@ -58,6 +58,7 @@ def most_tiles(report: Report, config: Cdna4GemmConfig, depth: int) -> int:
     return found
 
 
+@pytest.mark.epilogues
 @pytest.mark.parametrize("schedule", ["lowest", "random"])
 @pytest.mark.parametrize("name", CASES)
 def test_workgroups_compute_several_tiles(

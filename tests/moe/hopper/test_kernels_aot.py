@@ -182,6 +182,7 @@ def test_gemms(recorder: Recorder, a_format: str, tile: str) -> None:
             check_gemm(launch.compile(), tile)
 
 
+@pytest.mark.epilogues
 @tiles
 def test_first_stage_of_other_activations(recorder: Recorder, a_format: str, tile: str) -> None:
     """Every tile with a third parameter, and every second one with a form of GELU."""
@@ -193,6 +194,7 @@ def test_first_stage_of_other_activations(recorder: Recorder, a_format: str, til
         check_gemm(launch.compile(), tile, SPILLS_OF_THIRD_PARAMETER if third else 0)
 
 
+@pytest.mark.epilogues
 @tiles
 def test_gemms_without_bias(recorder: Recorder, a_format: str, tile: str) -> None:
     """Other epilogues: SiLU without biases (DeepSeek, Kimi, Qwen). Every second tile has another

@@ -73,6 +73,7 @@ def test_gemms(recorder: Recorder, tile: str) -> None:
         check_gemm(launch.compile())
 
 
+@pytest.mark.epilogues
 @tiles
 def test_gemms_without_bias(recorder: Recorder, tile: str) -> None:
     """One stage of each; with biases they need as many registers or more."""
