@@ -101,7 +101,7 @@ class Launch:
         /,
         **constants: Any,  # of the kernel's parameters
     ) -> None:
-        if isinstance(kernel, JITFunction):
+        if isinstance(kernel, JITFunction) and not knobs.runtime.interpret:
             hash_callees_first(kernel)
         constants = {**LAUNCH_OPTIONS, **constants}
         self.kernel, self.grid, self.tiles, self.constants = kernel, grid, tiles, constants
