@@ -314,7 +314,6 @@ def test_b_that_is_not_transposed(pair: str, out_dtype: torch.dtype) -> None:
 WITH_AUTO = {"auto": (AUTO, AUTO), "row-auto": (ROW, AUTO), "auto-row": (AUTO, ROW)}
 
 
-@pytest.mark.epilogues
 @pytest.mark.parametrize(
     "result, mode, pair", latin(("gemm", "wgrad", "wgrad_into"), WITH_AUTO, ("e4m3", "hybrid"))
 )

@@ -113,7 +113,6 @@ def test_gemms_use_the_chip(record: Recorder, a_format: str, block_m: int, targe
             check_figures(name, compiled, launch.arguments["num_warps"])
 
 
-@pytest.mark.epilogues
 @pytest.mark.parametrize("target", ["sm_90", "gfx950"])
 @pytest.mark.parametrize("a_format", ["bf16", "mxfp8"])
 @pytest.mark.parametrize(
