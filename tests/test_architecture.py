@@ -31,7 +31,8 @@ SOURCES = FILES + [
 CHIPS = ("hopper", "cdna4", "triton")
 OPS = ("moe", "grouped", "quantize", "routing", "training/rows")
 USES_TRITON = re.compile(
-    r"device/|testing/|core/(binary|compilation|kernel_keys|launch|replay|toolchain)\.py"
+    r"device/|testing/"
+    r"|core/(binary|compilation|cuda_kernel|kernel_keys|launch|replay|toolchain)\.py"
     r"|distributed/exchange/"
     r"|moe/(combine|epilogue|finish|tiles|token_rows)\.py|quantize/dual_host\.py"
     rf"|({'|'.join(OPS)})/.*({'|'.join(CHIPS)})"

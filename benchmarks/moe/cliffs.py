@@ -51,6 +51,7 @@ from benchmarks.moe.ours import Call, Ours, random_weights
 from benchmarks.moe.protocol import DATA, IDLE_SECONDS
 from benchmarks.moe.rows import KEY_COLUMNS, make_row
 from mxpert.cli.measure import RunWeights
+from mxpert.core.cuda_kernel import CudaKernel
 from mxpert.errors import message
 from mxpert.formats.tensor import Layout
 from mxpert.testing.timing import time_graph
@@ -156,7 +157,7 @@ class CliffRun(Run):
 
 def count_binaries() -> dict[str, int]:
     """Kernel of this library → GPU binaries that this process has loaded for it."""
-    found: dict[str, set[str]] = {}
+    found: dict[str, set[str | bytes]] = {}
     for name, module in list(sys.modules.items()):
         if not name.startswith("mxpert.") or name.startswith("mxpert.testing."):
             continue
@@ -165,6 +166,8 @@ def count_binaries() -> dict[str, int]:
                 for caches in kernel.device_caches.values():
                     for compiled in caches[0].values():
                         found.setdefault(kernel.__name__, set()).add(compiled.hash)
+            elif isinstance(kernel, CudaKernel):
+                found.setdefault(kernel.__name__, set()).update(kernel.binaries)
     return {name: len(hashes) for name, hashes in sorted(found.items())}
 
 

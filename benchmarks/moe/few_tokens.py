@@ -65,7 +65,7 @@ def configs_of(problem: MoEProblem) -> tuple[dict[str, MoEConfig], str | None]:
             found[f"{pair[0]},{pair[1]}"] = MoEConfig.of(gate_up, down)
     refused = hopper.few_tokens.unsupported(problem)
     if refused is None:
-        found[ONE_LAUNCH] = hopper._few_tokens(problem, hopper._FEW_TOKENS_STAGES)
+        found[ONE_LAUNCH] = hopper.few_tokens_config(problem)
     return found, refused
 
 

@@ -30,6 +30,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..errors import message
 from .binary import CONVENTION, MAX_DESCRIPTORS, NUM_LEADING, Binary, DescriptorEncoder, binary_of
 from .compilation import THROUGH_TRITON, compile_whole_call
+from .cuda_kernel import CudaKernel
 from .geometry import taker
 from .kernel_keys import hash_callees_first
 from .target import Kernel, current_device
@@ -106,7 +107,7 @@ class Launch:
         constants = {**LAUNCH_OPTIONS, **constants}
         self.kernel, self.grid, self.tiles, self.constants = kernel, grid, tiles, constants
         self._binaries: dict[tuple[Any, ...], Binary] | None = None
-        if _DIRECT and isinstance(kernel, JITFunction):
+        if _DIRECT and isinstance(kernel, (JITFunction, CudaKernel)):
             self._template, self._positions = _template(kernel, grid, tiles, constants)
             self._binaries = _BINARIES.setdefault(_signature(kernel, tiles, constants), {})
 

@@ -206,7 +206,7 @@ def _disassembler() -> bytes:
     return hashlib.sha256((_NVIDIA_TOOLS / "nvdisasm").read_bytes()).digest()
 
 
-def _disassembled(cubin: bytes) -> str:
+def disassembled(cubin: bytes) -> str:
     """The listing of a cubin. Triton's cache keeps it, as it keeps the cubin."""
     kept = get_cache_manager(hashlib.sha256(_disassembler() + cubin).hexdigest())
     path = kept.get_file("listing.sass")
@@ -222,7 +222,7 @@ def _nvidia_metrics(kernel: Any) -> Metrics:
     resources = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
     return Metrics(
         "cuda",
-        functools.cache(lambda: _disassembled(cubin)),
+        functools.cache(lambda: disassembled(cubin)),
         registers=resources["REG"],
         shared_memory=kernel.metadata.shared,
         scratch=resources["STACK"] + resources["LOCAL"],

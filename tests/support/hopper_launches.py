@@ -10,6 +10,7 @@ import torch
 
 import mxpert
 from mxpert.configs import HopperGemmConfig
+from mxpert.core.cuda_kernel import CudaKernel
 from mxpert.core.problem import MoEConfig, MoEProblem, Target, activation_mx_format
 from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
@@ -38,6 +39,8 @@ class Launch(NamedTuple):
     @property
     def binary(self) -> str:
         """Name of the binary of this launch."""
+        if isinstance(self.kernel, CudaKernel):
+            return repr(self.kernel.macros(self.arguments))
         return specialize(self.kernel, self.arguments, "sm_90").key
 
     def compile(self) -> CompiledKernel:

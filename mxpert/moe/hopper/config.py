@@ -15,7 +15,7 @@ from ...core.stage_configs import StageConfig, require_integers, require_positiv
 from ...errors import message, require
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
-from . import few_tokens_split as few_tokens
+from . import few_tokens_limits as few_tokens
 from .group_layout import group_weights
 from .tile_limits import (
     FP8_FROM_ROWS,
@@ -102,17 +102,11 @@ class HopperGemmConfig(StageConfig):
         require_positive(self, "block_m")
 
 
-_FEW_TOKENS_STAGES = 3
-"""Stages of its ring. More stages fill the queues of the memory, and CTAs end further apart: five
-take 1 to 4 % more time."""
-_MOST_FEW_TOKENS_STAGES = 5
-"""The same, as the tuner tries it."""
-_FEW_TOKENS_ITEMS = 40
-"""Items of stage 1 of a CTA up to which one launch is the faster for one token.
-
-On an H200 one launch takes 0.65 to 0.93 of the time of two stages for eight models with 5 to 23
-items, and 1.03 to 1.09 for two with 54.
-"""
+_FEW_TOKENS_STAGES, _MOST_FEW_TOKENS_STAGES = 5, 8
+"""Stages of its ring for one or two tokens, and for more. More stages fill the queues of the
+memory, so that the first ones arrive later; long streams gain from them."""
+_ONE_LAUNCH_TOKENS = 4
+"""Tokens up to which one launch is the faster."""
 
 STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
 """Both stages of a layer."""
@@ -351,23 +345,19 @@ def one_launch(hi_lo: bool, num_stages: int = _FEW_TOKENS_STAGES) -> MoEConfig:
     return MoEConfig.of(tile, tile)
 
 
-def _few_tokens(problem: MoEProblem, num_stages: int) -> MoEConfig:
-    """`one_launch` for the rows of a problem."""
+def few_tokens_config(problem: MoEProblem, num_stages: int | None = None) -> MoEConfig:
+    """`one_launch` for the rows of a problem; by default with the stages that it prefers."""
+    if num_stages is None:
+        most = _FEW_TOKENS_STAGES if problem.num_tokens <= 2 else _MOST_FEW_TOKENS_STAGES
+        num_stages = min(most, few_tokens.most_stages(problem))
     return one_launch(uses_hi_lo(problem), num_stages)
 
 
 def _prefers_one_launch(problem: MoEProblem) -> bool:
-    """Whether a layer takes less time in one launch.
-
-    So it does for one token, unless there is much to read; and for two, where a launch sums up the
-    whole depth of stage 2 at once: 0.73 to 0.85 of the time of two stages for four models on an
-    H200. With a longer depth it takes 0.98 to 1.2, and for four tokens 0.95 to 1.2.
-    """
+    """Whether a layer takes less time in one launch."""
     if few_tokens.unsupported(problem) or problem.num_sms is not None:  # it has no persistent grid
         return False
-    if problem.num_tokens == 1:
-        return few_tokens.items_of(problem) <= _FEW_TOKENS_ITEMS
-    return problem.num_tokens == 2 and few_tokens.split_of(problem).depth == 1
+    return problem.num_tokens <= _ONE_LAUNCH_TOKENS
 
 
 def two_stage_heuristic(problem: MoEProblem) -> MoEConfig:
@@ -376,9 +366,9 @@ def two_stage_heuristic(problem: MoEProblem) -> MoEConfig:
 
 
 def layer_heuristic(problem: MoEProblem) -> MoEConfig:
-    """Config of a layer: one launch for one or two tokens where it is the faster, or two stages."""
+    """Config of a layer: one launch for a few tokens, or two stages."""
     if _prefers_one_launch(problem):
-        return _few_tokens(problem, _FEW_TOKENS_STAGES)
+        return few_tokens_config(problem)
     return two_stage_heuristic(problem)
 
 
@@ -390,7 +380,7 @@ def require_few_tokens(config: MoEConfig, problem: MoEProblem) -> int:
     valid = (
         isinstance(tile, HopperGemmConfig)
         and 2 <= tile.num_stages <= most
-        and config == _few_tokens(problem, tile.num_stages)
+        and config == few_tokens_config(problem, tile.num_stages)
     )
     require(
         valid,
@@ -399,7 +389,7 @@ def require_few_tokens(config: MoEConfig, problem: MoEProblem) -> int:
         got=config,
         need=f"a kernel of two stages: FEW_TOKENS {reason}"
         if reason
-        else f"{_few_tokens(problem, _FEW_TOKENS_STAGES)}, or other num_stages from 2 to {most}",
+        else f"{few_tokens_config(problem)}, or other num_stages from 2 to {most}",
         remedy="pin that one, or none",
     )
     assert isinstance(tile, HopperGemmConfig)  # for the type checker: checked above
@@ -435,7 +425,7 @@ def _few_tokens_choices(problem: MoEProblem) -> list[MoEConfig]:
     if few_tokens.unsupported(problem):
         return []
     most = min(_MOST_FEW_TOKENS_STAGES, few_tokens.most_stages(problem))
-    return [_few_tokens(problem, stages) for stages in range(2, most + 1)]
+    return [few_tokens_config(problem, stages) for stages in range(2, most + 1)]
 
 
 def _k_split_choices(problem: MoEProblem) -> Iterator[tuple[int, int]]:

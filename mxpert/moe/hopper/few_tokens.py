@@ -3,35 +3,49 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from ...core.cuda_kernel import CudaKernel
 from ...core.launch import CACHED_LAUNCHES, Launch
 from ...core.problem import MoEProblem, kernel_parameters
-from ...device.hopper import matrix_descriptor
 from ...device.pdl import PDL_LAUNCH
-from ...formats.layouts import UNIT_ROWS
-from ...formats.spec import E2M1
+from ...formats.layouts import UNIT_CODES
 from ...formats.tensor import MXTensor
 from ..inputs import FusedMoEInputs
-from .encode import RowFormat, RowSteps, row_format
-from .few_tokens_kernel import _moe_few_tokens_kernel
-from .few_tokens_split import REGISTERS, num_ctas, range_units, split_of, units_of
+from .encode import row_format
+from .few_tokens_limits import SLOTS, WARPS, num_ctas, num_teams, shared_bytes, sizes_of, units_of
 
+_KERNEL = CudaKernel(
+    [Path(__file__).with_name(name) for name in ("few_tokens_device.cuh", "few_tokens.cu")],
+    "_moe_few_tokens_kernel",
+    "sm_90a",
+    dict.fromkeys(("out", "codes1", "shifts1", "codes2", "shifts2"), "*u8")
+    | dict.fromkeys(("reference1", "reference2", "bias1", "bias2", "x", "x_scale"), "*u8")
+    | dict.fromkeys(("topk_ids", "topk_weights", "expert_map"), "*u8")
+    | dict.fromkeys(("launches", "published", "sums"), "*u8")
+    | dict.fromkeys(("p0", "p1", "p2"), "fp32")
+    | dict.fromkeys(("num_tokens", "top_k", "num_global", "hidden", "features"), "i32")
+    | dict.fromkeys(("rows1", "depth1", "rows2", "depth2", "x_stride", "x_scale_stride"), "i32"),
+)
 
-@functools.cache
-def _matrix() -> dict[str, Any]:
-    codes = matrix_descriptor(32, 128, torch.uint8)
-    shifts = matrix_descriptor(8, 32, torch.uint8)
-    return {"code1_desc": codes, "shift1_desc": shifts, "code2_desc": codes, "shift2_desc": shifts}
+# Numbers of the source's macros.
+_ROWS = {"hi_lo": 0, "e4m3": 1, "e2m1": 2}
+_TYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+_ACTIVATIONS = ("silu", "swiglu", "gelu", "gelu_tanh", "clamped_silu", "situ_v2")
+_DEFAULT_PARAMETERS = {"p0": 0.0, "p1": 0.0, "p2": 1.0}
+"""p2: beta of SwiGLU, where it is not given."""
+_LOADED_BYTES = {"hi_lo": 8, "e4m3": 4, "e2m1": 2}
+"""Of four values of x, which are loaded at once."""
 
 
 class _Memory:
-    """What launches on a device keep between calls: the launch numbers and the published sums.
+    """What launches on a device keep between calls: the launch numbers and the published words.
 
-    A launch takes all CTAs that an SM holds, so launches on two streams run one after the other and
-    may share it. Graphs and recorded calls hold its addresses: it is never freed.
+    A launch takes all SMs, so launches on two streams run one after the other and may share it.
+    Graphs and recorded calls hold its addresses: it is never freed.
     """
 
     def __init__(self) -> None:
@@ -43,11 +57,11 @@ class _Memory:
         return [tensor for held in self._held.values() for each in held for tensor in each]
 
     def get(self, problem: MoEProblem, device: torch.device) -> tuple[torch.Tensor, ...] | None:
-        """Launch numbers, int32 [CTAs], and the sums of both stages; None in a graph's capture.
+        """Launch numbers, int32 [CTAs], features and sums; None in a graph's capture.
 
         The first call for a size allocates, and waits until the memory is clear.
         """
-        ctas, sizes = num_ctas(problem), _sizes(problem)
+        ctas, sizes = num_ctas(problem), _words(problem)
         held = self._held.setdefault((device, ctas), [])
         if not held or held[-1][1].numel() < sum(sizes):
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -64,48 +78,75 @@ class _Memory:
 memory = _Memory()
 
 
-def _sizes(problem: MoEProblem) -> tuple[int, int]:
-    """Words of the published sums of both stages."""
-    split, units = split_of(problem), units_of(problem)
-    groups = -(-units["depth2"] // split.depth)
-    first = split.parts * split.all_slots * units["rows1"] * UNIT_ROWS
-    return first, 2 * groups * split.all_slots * units["rows2"] * UNIT_ROWS
+def _words(problem: MoEProblem) -> tuple[int, int]:
+    """Words of the features and of the sums of stage 2."""
+    sizes = sizes_of(problem)
+    features = SLOTS * sizes.pairs * units_of(problem)["depth2"] * UNIT_CODES
+    return features, num_teams(problem) * sizes.tokens * problem.hidden_size
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """What a launch depends on beside the problem.
+
+    Args:
+        rows: name of the rows' format: "hi_lo", "e4m3" or "e2m1". is_coded: whether x has MX codes.
+        strides: of x and of its scales. num_global, is_mapped: of the ids.
+        ids, bias1, bias2, out: dtypes.
+    """
+
+    rows: str
+    is_coded: bool
+    strides: tuple[int, int]
+    num_global: int
+    is_mapped: bool
+    ids: torch.dtype
+    bias1: torch.dtype | None
+    bias2: torch.dtype | None
+    out: torch.dtype
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Those of the kernel that follow from these."""
+        return dict(
+            ROWS=_ROWS[self.rows],
+            X_CODED=int(self.is_coded),
+            IDS_64=int(self.ids == torch.int64),
+            MAPPED=int(self.is_mapped),
+            BIAS_1=_TYPES[self.bias1],
+            BIAS_2=_TYPES[self.bias2],
+            OUT=_TYPES[self.out],
+        )
 
 
 @functools.lru_cache(CACHED_LAUNCHES)
-def _launch(
-    problem: MoEProblem,
-    num_stages: int,
-    coded: str | None,
-    strides: tuple[int, int],
-    num_global: int,
-) -> Launch:
-    """The launch; coded: element format of MX rows, None for bfloat16. strides: of x and scales."""
-    options, split = problem.options, split_of(problem)
-    h_format = row_format(options)
+def _launch(problem: MoEProblem, num_stages: int, operands: _Operands) -> Launch:
+    options, sizes, scale_rule = problem.options, sizes_of(problem), row_format(problem.options)
+    given = {k: v for k, v in kernel_parameters(options.activation).items() if v is not None}
     return Launch(
-        _moe_few_tokens_kernel,
+        _KERNEL,
         (num_ctas(problem),),
-        _matrix(),
-        **kernel_parameters(options.activation),
+        **{**_DEFAULT_PARAMETERS, **given},
         num_tokens=problem.num_tokens,
         top_k=problem.top_k,
-        num_global=num_global,
+        num_global=operands.num_global,
         hidden=problem.hidden_size,
         features=problem.intermediate_size,
         **units_of(problem),
-        x_stride=strides[0],
-        x_scale_stride=strides[1],
+        x_stride=operands.strides[0],
+        x_scale_stride=operands.strides[1],
+        TOKENS=sizes.tokens,
         STAGES=num_stages,
-        SPLIT=split,
-        X_FORMAT=RowFormat(coded, coded=True) if coded else h_format,
-        H_FORMAT=h_format,
-        X_STEPS=RowSteps(range_units(problem, split), 4),
-        H_STEPS=RowSteps(1, 4),
-        ACTIVATION=options.activation.name,
-        WEIGHT_FIRST=options.apply_router_weight_on_input,
-        num_warps=4,
-        maxnreg=REGISTERS,
+        QUADS=sizes.quads,
+        MAX_ITEMS=sizes.items,
+        TABLE_BYTES=sizes.tables,
+        EMAX=scale_rule.emax,
+        THRESHOLD=scale_rule.threshold,
+        ACTIVATION=_ACTIVATIONS.index(options.activation.name),
+        WEIGHT_FIRST=int(options.apply_router_weight_on_input),
+        **operands.macros,
+        num_warps=WARPS,
+        shared=shared_bytes(problem, num_stages),
         launch_cooperative_grid=True,
         **PDL_LAUNCH,
     )
@@ -114,45 +155,61 @@ def _launch(
 def few_tokens_layer(
     problem: MoEProblem, num_stages: int, inputs: FusedMoEInputs
 ) -> torch.Tensor | None:
-    """Return [T, H] in ``options.out_dtype``, or `out`; None without memory, in a graph's capture.
+    """Return [T, H] in ``options.out_dtype``, or `out`.
 
-    Warm up before a capture, so that the memory is there.
+    Returns:
+        None without memory, in a graph's capture (warm up before it), and for rows of x whose sets
+        of four values are not aligned.
     """
     held = memory.get(problem, inputs.weights.device)
     if held is None:
         return None
-    launches, parts, sums = held
-    x, weights, expert_map = inputs.x, inputs.weights, inputs.expert_map
+    launches, published, sums = held
+    x, weights, expert_map, out = inputs.x, inputs.weights, inputs.expert_map, inputs.out
     if isinstance(x, MXTensor):
-        element = x.format.element
-        data = x.qdata if element is E2M1 else x.qdata.view(torch.float8_e4m3fn)
-        x_scale, coded = x.scale, element.name
-        strides = data.stride(0), x_scale.stride(0)
+        data, x_scale = x.qdata, x.scale
+        rows, strides = x.format.element.name, (data.stride(0), x_scale.stride(0))
+        loaded = _LOADED_BYTES[rows]
     else:
-        data, x_scale, coded, strides = x, None, None, (x.stride(0), 0)
-    num_global = problem.num_experts if expert_map is None else expert_map.shape[0]
-    out = inputs.out
+        data, x_scale, rows, strides = x, None, row_format(problem.options).name, (x.stride(0), 0)
+        loaded = _LOADED_BYTES["hi_lo"]
+    if data.data_ptr() % loaded or strides[0] * data.element_size() % loaded:
+        return None
     if out is None:
         size = (problem.num_tokens, problem.hidden_size)
         out = torch.empty(size, dtype=problem.options.out_dtype, device=weights.device)
+    biases = weights.gate_up_bias, weights.down_bias
+    bias1, bias2 = (None if bias is None else bias.dtype for bias in biases)
+    num_global = problem.num_experts if expert_map is None else expert_map.shape[0]
+    operands = _Operands(
+        rows,
+        x_scale is not None,
+        strides,
+        num_global,
+        expert_map is not None,
+        inputs.topk_ids.dtype,
+        bias1,
+        bias2,
+        out.dtype,
+    )
     first, second = weights.mx_projections
-    _launch(problem, num_stages, coded, strides, num_global)(
+    _launch(problem, num_stages, operands)(
         out=out,
-        code1_desc=first.qdata,
-        shift1_desc=first.scale,
-        code2_desc=second.qdata,
-        shift2_desc=second.scale,
+        codes1=first.qdata,
+        shifts1=first.scale,
+        codes2=second.qdata,
+        shifts2=second.scale,
         reference1=first.reference,
         reference2=second.reference,
-        bias1=weights.gate_up_bias,
-        bias2=weights.down_bias,
+        bias1=biases[0],
+        bias2=biases[1],
         x=data,
         x_scale=x_scale,
         topk_ids=inputs.topk_ids,
         topk_weights=inputs.topk_weights,
         expert_map=expert_map,
         launches=launches,
-        parts=parts,
+        published=published,
         sums=sums,
     )
     return out

@@ -13,7 +13,7 @@ from mxpert import GateUpOrder
 from mxpert.configs import MoEConfig
 from mxpert.core.problem import GELU, SiLU, SwiGLU
 from mxpert.formats import MXFP4, MXFP8_E4M3
-from mxpert.moe.hopper import few_tokens, few_tokens_split
+from mxpert.moe.hopper import few_tokens, few_tokens_limits
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, Routing, random_moe_problem
 from support.races import hunt, redraw
@@ -67,9 +67,10 @@ def layer(name: str, a_format: str, device: torch.device) -> Case:
 @pytest.mark.parametrize("a_format", FORMATS)
 def test_every_number_of_tokens(a_format: str, name: str, device: torch.device) -> None:
     problem = layer(name, a_format, device)
-    slots = 1 << (LAYERS[name][0].top_k - 1).bit_length()
     with mxpert.override(config=few(a_format), backend="hopper"):
-        for num_tokens in range(1, min(MOST[a_format], few_tokens_split.SLOTS // slots) + 1):
+        for num_tokens in range(
+            1, min(MOST[a_format], few_tokens_limits.SLOTS // LAYERS[name][0].top_k) + 1
+        ):
             problem.check(num_tokens, name)
 
 

@@ -1,0 +1,664 @@
+// A whole MoE layer for a few tokens in one launch, from expert ids to combined outputs.
+//
+// Such a layer takes the time to read the weights of the experts that the tokens hit. So nothing
+// here waits for another launch, and weights are read all the time.
+//
+// Stage 1: its unit is 64 gate and up rows of one hit expert, 32 features, and the whole depth.
+// Each CTA takes a run of units, applies the activation and publishes the features.
+//
+// Stage 2: its item is 128 features of one hit expert. A team of four CTAs takes a run of items,
+// and each of the four a quarter of the rows, so that sums over items stay in registers. The items'
+// features come from a few CTAs, mostly of the team, and the ring is full of weights when they
+// arrive. Sums of teams meet at the end and are added in the order of teams: results have the same
+// bits always.
+//
+// Features and sums travel as value and number of the launch in one 8-byte store; a reader loads
+// until it finds the number. Nothing has to be cleared. All CTAs must be resident, since each waits
+// for others: the launch is cooperative.
+//
+// Roles: 20 warps, one CTA an SM.
+//     consumers: 16 warps in four warpgroups. They encode x, multiply, and add up outputs.
+//     producer: 1 warp. It works out the routing and copies weights to the ring.
+//     activation: 1 warp, a feature a lane.
+//     encoders: 2 warps. They collect and encode the features of every other item.
+//
+// Barriers: two mbarriers a stage, and named ones.
+//     ready: 1 arrival, by the producer with the number of bytes of a stage.
+//     free: 16 arrivals, by the consumers' warps when their products have been started.
+//     sums_full: 16 arrivals, by the consumers' warps. sums_free: 1, by the activation warp. Of two
+//         buffers, whose phase follows from the number of the unit.
+//     encoded: 1 arrival, by an encoder. Of each item, once.
+//     TABLES: all threads. The routing is known and x is encoded.
+//     ENCODE: the consumers, while they encode x, and when they add up outputs.
+//     END: the consumers and an encoder, which has listed the teams by then.
+//
+// Pipeline: STAGES stages of four units, one for each warpgroup: 64 rows x 128 codes (4096 bytes),
+//     256 bytes of shifts and 64 of row references. A unit of stage 1 has depth1 / 4 stages; in
+//     stage 2 a stage has four row units of an item.
+//
+// Timeline:
+//     producer: griddepcontrol.wait -> ids -> copies of stage 1 -> copies of stage 2.
+//     consumers: griddepcontrol.wait -> x -> per unit: products, sums -> per row units and item:
+//         products -> sums of teams -> outputs.
+//     activation: per unit: sums -> features, published. encoders: per item: features, encoded.
+//
+// Constants: TOKENS (columns for tokens: 1, 2, 4, with one column a token also 8), STAGES, QUADS
+// (sets of four values of x a consumer thread and token), ROWS (how rows are encoded), X_CODED,
+// EMAX and THRESHOLD (the scale rule of bfloat16 that becomes MX), ACTIVATION, WEIGHT_FIRST,
+// IDS_64, MAPPED, BIAS_1, BIAS_2 and OUT (types), MAX_ITEMS (of a team), TABLE_BYTES.
+
+constexpr int TEAM = 4, WARPGROUPS = 4, CONSUMER_WARPS = 4 * WARPGROUPS;
+constexpr int CONSUMERS = 32 * CONSUMER_WARPS, THREADS = CONSUMERS + 128;
+constexpr int PRODUCER = CONSUMER_WARPS, ACTIVATOR = PRODUCER + 1, ENCODER = ACTIVATOR + 1;
+constexpr int TABLES = 1, ENCODE = 2, END = 3;  // named barriers
+constexpr int UNIT = 128, UNIT_ROWS = 64, CODE_BYTES = 4096, SHIFT_BYTES = 256;
+constexpr int SHIFTS_AT = WARPGROUPS * CODE_BYTES, ROWS_AT = SHIFTS_AT + WARPGROUPS * SHIFT_BYTES;
+constexpr int STAGE_BYTES = ROWS_AT + WARPGROUPS * UNIT_ROWS;
+constexpr int FEATURES = UNIT_ROWS / 2;             // of a unit of stage 1
+constexpr int COLUMNS = ROWS == HI_LO ? 4 : 8;      // tokens in eight columns
+constexpr int OWN = COLUMNS / 4;                    // tokens of a thread
+constexpr int PAIRS = (TOKENS + 1) / 2;             // of tokens, whose features share words
+constexpr int HELD_TOKENS = TOKENS < 4 ? TOKENS : 4;  // whose x is in registers at once
+constexpr int SLOTS = 32;
+
+struct Shared {
+    u64 ready[STAGES], free[STAGES], sums_full[2], sums_free[2], encoded[MAX_ITEMS];
+    float2 sums[2][WARPGROUPS][FEATURES][COLUMNS];  // gate and up
+    float h_scale[MAX_ITEMS][TOKENS], x_scale[TOKENS];
+    u32 x_statistic[HELD_TOKENS][CONSUMER_WARPS];
+    volatile int made;  // units of stage 1 whose features are published
+    int hit;            // experts
+    int experts[SLOTS];  // by rank among those that are hit
+    u32 members[SLOTS];  // tokens of each, a bit each
+    float weights[SLOTS][TOKENS];
+    u64 teams[TOKENS];  // that have sums of a token, a bit each
+};
+
+static_assert(sizeof(Shared) <= TABLE_BYTES, "the host counts other bytes");
+
+// Arguments of the launch. x_stride, x_scale_stride: elements between tokens.
+struct Given {
+    void *out;
+    const u8 *codes1, *shifts1, *codes2, *shifts2, *reference1, *reference2;
+    const void *bias1, *bias2, *x;
+    const u8 *x_scale;
+    const void *topk_ids;
+    const float *topk_weights;
+    const int *expert_map;
+    u64 *published, *sums;  // features [SLOTS][PAIRS][depth2 * 128], sums [teams][TOKENS][hidden]
+    float p0, p1, p2;
+    int num_tokens, top_k, num_global, hidden, features, rows1, depth1, rows2, depth2;
+    int x_stride, x_scale_stride;
+};
+
+// First of `count` things that one of `of` takes.
+DEVICE int share(int which, int of, int count) {
+    return (int)((u32)which * (u32)count / (u32)of);
+}
+
+// What this CTA does. Units and items count over experts by rank; inside, over rows1 and depth2.
+struct Part {
+    int first_unit, units, team, teams, first_item, items, first_row, last_row;
+
+    DEVICE Part(const Given &given, int hit) {
+        int cta = blockIdx.x, ctas = gridDim.x;
+        first_unit = share(cta, ctas, hit * given.rows1);
+        units = share(cta + 1, ctas, hit * given.rows1) - first_unit;
+        teams = ctas / TEAM, team = cta / TEAM;
+        first_item = share(team, teams, hit * given.depth2);
+        items = team < teams ? share(team + 1, teams, hit * given.depth2) - first_item : 0;
+        first_row = share(cta % TEAM, TEAM, given.rows2);
+        last_row = share(cta % TEAM + 1, TEAM, given.rows2);
+    }
+};
+
+struct Ring {
+    u32 memory;
+    int stage, phase;
+
+    DEVICE u32 at() const { return memory + stage * STAGE_BYTES; }
+    DEVICE void advance() {
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+};
+
+// ---- Producer.
+
+// The routing, by a warp with a slot a lane: `key` is its local expert, or -1.
+struct Slots {
+    int token, key, rank;
+    float weight;
+    u32 same;  // slots of this token with this expert
+};
+
+DEVICE Slots find_experts(const Given &given, Shared &s, int lane) {
+    Slots own = {lane / given.top_k, -1};
+    own.weight = 0.0f;
+    if (lane < given.num_tokens * given.top_k) {
+        long long id = IDS_64 ? ((const long long *)given.topk_ids)[lane]
+                              : (long long)((const int *)given.topk_ids)[lane];
+        own.weight = given.topk_weights[lane];
+        if (id >= 0 && id < given.num_global) own.key = MAPPED ? given.expert_map[id] : (int)id;
+    }
+    u32 peers = __match_any_sync(ALL, own.key), leader = __ffs(peers) - 1;
+    u32 leaders = __ballot_sync(ALL, own.key >= 0 && leader == lane);
+    u32 of_token = given.top_k == SLOTS ? ALL : (1u << given.top_k) - 1;
+    own.rank = __popc(leaders & ((1u << leader) - 1));
+    own.same = peers & of_token << own.token * given.top_k;
+    if (leaders >> lane & 1) {
+        u32 members = 0;
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++)
+            if (t < given.num_tokens && peers & of_token << t * given.top_k) members |= 1u << t;
+        s.experts[own.rank] = own.key;
+        s.members[own.rank] = members;
+    }
+    if (lane == 0) s.hit = __popc(leaders);
+    __syncwarp();
+    return own;
+}
+
+// List the weights of tokens, of equal ids their sum, and let the other warps go on.
+DEVICE void list_weights(const Given &given, Shared &s, const Slots &own, int lane) {
+    float total = 0.0f;
+    for (int i = 0; i < given.top_k; i++) {
+        int other = (own.token * given.top_k + i) % SLOTS;
+        float weight = __shfl_sync(ALL, own.weight, other);
+        if (own.same >> other & 1) total += weight;
+    }
+    if (own.key >= 0 && __ffs(own.same) - 1 == lane) s.weights[own.rank][own.token] = total;
+    signal_threads<TABLES, THREADS>();
+}
+
+DEVICE void produce(const Given &given, Shared &s, Ring ring, int lane) {
+    Slots slots = find_experts(given, s, lane);
+    Part part(given, s.hit);
+    u64 policy = read_once();
+    bool listed = false;
+    int rank = part.first_unit / given.rows1, row = part.first_unit % given.rows1;
+    for (int i = 0; i < part.units; i++) {
+        size_t row_unit = (size_t)s.experts[rank] * given.rows1 + row;
+        for (int k = 0; k < given.depth1; k += WARPGROUPS) {
+            int count = min(WARPGROUPS, given.depth1 - k);
+            size_t unit = row_unit * given.depth1 + k;
+            u64 *ready = s.ready + ring.stage;
+            u32 to = ring.at();
+            wait(s.free + ring.stage, ring.phase ^ 1);
+            if (lane == 0) expect(ready, count * (CODE_BYTES + SHIFT_BYTES) + UNIT_ROWS);
+            __syncwarp();
+            if (lane == 0)
+                copy(to, given.codes1 + unit * CODE_BYTES, count * CODE_BYTES, ready, policy);
+            if (lane == 1)
+                copy(to + SHIFTS_AT, given.shifts1 + unit * SHIFT_BYTES, count * SHIFT_BYTES, ready,
+                     policy);
+            if (lane == 2)
+                copy(to + ROWS_AT, given.reference1 + row_unit * UNIT_ROWS, UNIT_ROWS, ready,
+                     policy);
+            ring.advance();
+            if (!listed && ring.stage == 0) listed = true, list_weights(given, s, slots, lane);
+        }
+        if (++row == given.rows1) row = 0, rank++;
+    }
+    if (!listed) list_weights(given, s, slots, lane);
+    for (int row = part.first_row; row < part.last_row; row += WARPGROUPS) {
+        int count = min(WARPGROUPS, part.last_row - row), own = lane % WARPGROUPS;
+        int rank = part.first_item / given.depth2, d = part.first_item % given.depth2;
+        for (int i = 0; i < part.items; i++) {
+            size_t row_unit = (size_t)s.experts[rank] * given.rows2 + row;
+            size_t unit = (row_unit + own) * given.depth2 + d;
+            u64 *ready = s.ready + ring.stage;
+            u32 to = ring.at();
+            wait(s.free + ring.stage, ring.phase ^ 1);
+            if (lane == 0) expect(ready, count * (CODE_BYTES + SHIFT_BYTES + UNIT_ROWS));
+            __syncwarp();
+            if (lane < WARPGROUPS && own < count)
+                copy(to + own * CODE_BYTES, given.codes2 + unit * CODE_BYTES, CODE_BYTES, ready,
+                     policy);
+            if (lane / WARPGROUPS == 1 && own < count)
+                copy(to + SHIFTS_AT + own * SHIFT_BYTES, given.shifts2 + unit * SHIFT_BYTES,
+                     SHIFT_BYTES, ready, policy);
+            if (lane == 2 * WARPGROUPS)
+                copy(to + ROWS_AT, given.reference2 + row_unit * UNIT_ROWS, count * UNIT_ROWS,
+                     ready, policy);
+            ring.advance();
+            if (++d == given.depth2) d = 0, rank++;
+        }
+    }
+}
+
+// ---- Activation: features of a unit, a lane each.
+
+DEVICE void make_features(const Given &given, Shared &s, int launch, int lane) {
+    Part part(given, s.hit);
+    int rank = part.first_unit / given.rows1, row = part.first_unit % given.rows1;
+    for (int i = 0; i < part.units; i++) {
+        int feature = row * FEATURES + lane, buffer = i & 1;
+        bool inside = feature < given.features;
+        float gate_bias = 0.0f, up_bias = 0.0f;
+        if (BIAS_1 != NONE && inside) {
+            size_t place = 2 * ((size_t)s.experts[rank] * given.features + feature);
+            gate_bias = load_as<BIAS_1>(given.bias1, place);
+            up_bias = load_as<BIAS_1>(given.bias1, place + 1);
+        }
+        u32 h[2 * PAIRS] = {};
+        wait(s.sums_full + buffer, i >> 1 & 1);
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) {
+            float gate = 0.0f, up = 0.0f, scale = s.x_scale[t];
+#pragma unroll
+            for (int q = 0; q < WARPGROUPS; q++) {
+                float2 sums = s.sums[buffer][q][lane][t];
+                gate += sums.x, up += sums.y;
+            }
+            if (WEIGHT_FIRST) scale *= s.weights[rank][t];
+            gate = gate * scale + gate_bias, up = up * scale + up_bias;
+            float value = activate(gate, up, given.p0, given.p1, given.p2);
+            if (inside && s.members[rank] >> t & 1) h[t] = to_bf16(value);
+        }
+        __syncwarp();
+        if (lane == 0) arrive(s.sums_free + buffer);
+        u64 *to = given.published + (size_t)rank * PAIRS * given.depth2 * UNIT + feature;
+#pragma unroll
+        for (int p = 0; p < PAIRS; p++)
+            publish(to + p * given.depth2 * UNIT, h[2 * p] | h[2 * p + 1] << 16, launch);
+        if (lane == 0) s.made = i + 1;
+        if (++row == given.rows1) row = 0, rank++;
+    }
+}
+
+// ---- Encoders.
+
+// Which teams have sums of a token.
+DEVICE void list_teams(const Given &given, Shared &s, const Part &part, int lane) {
+    int items = s.hit * given.depth2;
+    for (int half = 0; half < 2; half++) {
+        int team = half * 32 + lane, first = share(team, part.teams, items);
+        int last = share(team + 1, part.teams, items);
+        u32 tokens = 0;
+        if (team < part.teams && first < last)
+            for (int rank = first / given.depth2; rank <= (last - 1) / given.depth2; rank++)
+                tokens |= s.members[rank];
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) {
+            u32 found = __ballot_sync(ALL, tokens >> t & 1);
+            if (lane == 0) ((u32 *)(s.teams + t))[half] = found;
+        }
+    }
+    signal_threads<END, CONSUMERS + 32>();
+}
+
+// Four features a lane, of all tokens, to an operand.
+DEVICE void encode_item(const Given &given, Shared &s, const Part &part, u32 operand, int i,
+                        int launch, int lane) {
+    int rank = (part.first_item + i) / given.depth2, width = given.depth2 * UNIT;
+    int first = (part.first_item + i) % given.depth2 * UNIT + lane * 4;
+    bool there = first < given.rows1 * FEATURES;
+    const u64 *from = given.published + (size_t)rank * PAIRS * width + first;
+    // Other CTAs are about as far as this one: earlier loads would only take bandwidth.
+    while (s.made < share(i + 1, part.items, part.units)) __nanosleep(64);
+    Pair words[PAIRS][2] = {};
+#pragma unroll
+    for (int p = 0; p < PAIRS; p++)
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            if (there) words[p][j].load(from + p * width + 2 * j);
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+        float v[4];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            Pair &pair = words[t / 2][j];
+            if (there) pair.await(from + t / 2 * width + 2 * j, launch);
+            u32 a = (u32)pair.first, b = (u32)pair.second;
+            v[2 * j] = from_bf16(t % 2 ? a >> 16 : a & 0xFFFF);
+            v[2 * j + 1] = from_bf16(t % 2 ? b >> 16 : b & 0xFFFF);
+        }
+        __syncwarp();
+        u32 largest = max(max(magnitude(v[0]), magnitude(v[1])),
+                          max(magnitude(v[2]), magnitude(v[3])));
+        int block = 0;
+        if (ROWS != HI_LO) {
+            largest = block_maximum(largest);
+            block = block_scale(largest);
+            largest = largest == 0 ? 0 : block;
+        }
+        Encoding row(__reduce_max_sync(ALL, largest));
+        store_words(operand, lane * 4, t, encode(v, row, block));
+        float weight = WEIGHT_FIRST ? 1.0f : s.weights[rank][t];
+        if (lane == 0) s.h_scale[i][t] = s.members[rank] >> t & 1 ? row.scale * weight : 0.0f;
+    }
+    fence_async();
+    __syncwarp();
+    if (lane == 0) arrive(s.encoded + i);
+}
+
+// ---- Consumers.
+
+// Encode x of all tokens; loads come first.
+DEVICE void encode_tokens(const Given &given, Shared &s, u8 *operand, int padded_units, int tid) {
+    int warp = tid / 32, lane = tid % 32;
+    for (int first = 0; first < TOKENS; first += HELD_TOKENS) {
+        uint2 held[HELD_TOKENS][QUADS];
+        int blocks[HELD_TOKENS][QUADS];
+#pragma unroll
+        for (int t = 0; t < HELD_TOKENS; t++)
+#pragma unroll
+            for (int i = 0; i < QUADS; i++) {
+                size_t quad = i * CONSUMERS + tid, token = first + t;
+                held[t][i] = make_uint2(0, 0), blocks[t][i] = 0;
+                if (token >= given.num_tokens || quad * 4 >= given.hidden) continue;
+                const u8 *codes = (const u8 *)given.x + token * given.x_stride;
+                const u16 *values = (const u16 *)given.x + token * given.x_stride;
+                if (!X_CODED) held[t][i] = __ldcg((const uint2 *)values + quad);
+                else if (ROWS == E2M1) held[t][i].x = __ldcg((const u16 *)codes + quad);
+                else held[t][i].x = __ldcg((const u32 *)codes + quad);
+                if (X_CODED)
+                    blocks[t][i] = __ldcg(given.x_scale + token * given.x_scale_stride + quad / 8);
+            }
+#pragma unroll
+        for (int t = 0; t < HELD_TOKENS; t++) {
+            u32 statistic = 0;
+#pragma unroll
+            for (int i = 0; i < QUADS; i++) {
+                u32 a = held[t][i].x, b = held[t][i].y, own;
+                if (X_CODED) {  // blocks of zeros do not count, unless they are NaN
+                    bool zero = (a & (ROWS == E2M1 ? 0x7777u : 0x7F7F7F7Fu)) == 0;
+                    own = zero && blocks[t][i] != 255 ? 0 : blocks[t][i];
+                } else {
+                    a &= 0x7FFF7FFFu, b &= 0x7FFF7FFFu;
+                    own = max(max(a & 0xFFFF, a >> 16), max(b & 0xFFFF, b >> 16)) << 16;
+                    if (ROWS != HI_LO) {
+                        own = block_maximum(own);
+                        blocks[t][i] = block_scale(own);
+                        own = own == 0 ? 0 : blocks[t][i];
+                    }
+                }
+                statistic = max(statistic, own);
+            }
+            statistic = __reduce_max_sync(ALL, statistic);
+            if (lane == 0) s.x_statistic[t][warp] = statistic;
+        }
+        sync_threads<ENCODE, CONSUMERS>();
+#pragma unroll
+        for (int t = 0; t < HELD_TOKENS; t++) {
+            Encoding row(__reduce_max_sync(ALL, s.x_statistic[t][lane % CONSUMER_WARPS]));
+            if (tid == 0) s.x_scale[first + t] = row.scale;
+#pragma unroll
+            for (int i = 0; i < QUADS; i++) {
+                int quad = i * CONSUMERS + tid;
+                if (quad >= padded_units * (UNIT / 4)) continue;
+                u32 a = held[t][i].x, b = held[t][i].y;
+                const float v[4] = {from_bf16(a & 0xFFFF), from_bf16(a >> 16),
+                                    from_bf16(b & 0xFFFF), from_bf16(b >> 16)};
+                Words words = X_CODED ? encode_codes(a, row, blocks[t][i])
+                                      : encode(v, row, blocks[t][i]);
+                u32 unit = shared_address(operand + quad / 32 * OPERAND_BYTES);
+                store_words(unit, quad % 32 * 4, first + t, words);
+            }
+        }
+        if (first + HELD_TOKENS < TOKENS) sync_threads<ENCODE, CONSUMERS>();
+    }
+    fence_async();
+}
+
+// Two columns of a token's outputs that a thread adds up, over every groups-th team.
+struct Output {
+    int pair, token, group, groups, width;
+    bool exists;
+    float2 value;
+
+    DEVICE Output(const Given &given, int tid) {
+        int cta = blockIdx.x, ctas = gridDim.x, pairs = given.hidden / 2;
+        int first = share(cta, ctas, pairs), last = share(cta + 1, ctas, pairs);
+        width = 1;
+        while (width * ctas < pairs + ctas - 1 && width < CONSUMERS / TOKENS) width *= 2;
+        pair = first + tid % width, token = tid / width % TOKENS, group = tid / width / TOKENS;
+        groups = CONSUMERS / width / TOKENS;
+        exists = pair < last && token < given.num_tokens;
+        value = make_float2(0.0f, 0.0f);
+    }
+
+    // Biases come from memory: add them long before the sums.
+    DEVICE void add_biases(const Given &given, const Shared &s) {
+        constexpr int AHEAD = 8;
+        int hit = BIAS_2 != NONE && group == 0 && exists ? s.hit : 0;
+        for (int first = 0; first < hit; first += AHEAD) {
+            float2 bias[AHEAD];
+            float weight[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                int rank = min(first + i, hit - 1);
+                bool own = first + i < hit && s.members[rank] >> token & 1;
+                size_t place = (size_t)s.experts[rank] * given.hidden + 2 * pair;
+                bias[i].x = own ? load_as<BIAS_2>(given.bias2, place) : 0.0f;
+                bias[i].y = own ? load_as<BIAS_2>(given.bias2, place + 1) : 0.0f;
+                weight[i] = WEIGHT_FIRST ? 1.0f : s.weights[rank][token];
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++)
+                value.x += weight[i] * bias[i].x, value.y += weight[i] * bias[i].y;
+        }
+    }
+
+    // Add the sums of all teams, in their order, and store. memory: of CONSUMERS sums.
+    DEVICE void store(const Given &given, const Shared &s, float2 *memory, int teams, int launch,
+                      int tid) {
+        constexpr int AHEAD = 4;
+        u64 wanted = exists ? s.teams[token] : 0;
+        float2 total = make_float2(0.0f, 0.0f);
+        for (int first = group; first < teams; first += AHEAD * groups) {
+            Pair sums[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                int team = first + i * groups;
+                if (team < teams && wanted >> team & 1) sums[i].load(place(given, team));
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                int team = first + i * groups;
+                if (team >= teams || !(wanted >> team & 1)) continue;
+                sums[i].await(place(given, team), launch);
+                total.x += __uint_as_float((u32)sums[i].first);
+                total.y += __uint_as_float((u32)sums[i].second);
+            }
+        }
+        memory[tid] = total;
+        sync_threads<ENCODE, CONSUMERS>();
+        if (group != 0 || !exists) return;
+        for (int i = 0; i < groups; i++) {
+            float2 sum = memory[tid + i * width * TOKENS];
+            value.x += sum.x, value.y += sum.y;
+        }
+        size_t to = (size_t)token * (given.hidden / 2) + pair;
+        if (OUT == F32) ((float2 *)given.out)[to] = value;
+        if (OUT == BF16) ((u32 *)given.out)[to] = to_bf16(value.x) | to_bf16(value.y) << 16;
+        if (OUT == F16) ((u32 *)given.out)[to] = to_f16(value.x) | to_f16(value.y) << 16;
+    }
+
+    DEVICE const u64 *place(const Given &given, int team) const {
+        return given.sums + ((size_t)team * TOKENS + token) * given.hidden + 2 * pair;
+    }
+};
+
+// A consumer warp's products. Products of a stage run while the codes of the next are loaded.
+struct Consumer {
+    const Given &given;
+    Shared &s;
+    Ring ring;
+    int group, lane, row, column;  // row: of its 64, the even one. column: pair of eight
+    u32 codes_at, shifts_at, rows_at;
+    Table table;
+    Products products;
+
+    DEVICE Consumer(const Given &given, Shared &s, Ring ring, int warp, int lane)
+        : given(given), s(s), ring(ring), group(warp / 4), lane(lane), table(lane) {
+        int thread = warp % 4 * 32 + lane;
+        row = warp % 4 * 16 + lane / 4 * 2, column = lane % 4;
+        codes_at = group * CODE_BYTES + thread * 16;
+        shifts_at = SHIFTS_AT + group * SHIFT_BYTES + thread * 2;
+        rows_at = ROWS_AT + row;
+    }
+
+    // Wait for a stage. `add` takes the last products, when this stage's codes are on their way.
+    template <class Add>
+    DEVICE u32 multiply(u32 operand, u32 references_at, Add add) {
+        u32 at = ring.at();
+        wait(s.ready + ring.stage, ring.phase);
+        Codes codes(at + codes_at, at + shifts_at);
+        u32 references = load_shared_2(at + references_at);
+        products.finish();
+        add();
+        codes.decode_to(products.a, table);
+        products.start(operand);
+        __syncwarp();  // the codes have been used
+        if (lane == 0) arrive(s.free + ring.stage);
+        ring.advance();
+        return references;
+    }
+
+    // Stage 1: sums of gate and up rows over a quarter of the depth, for the activation warp.
+    DEVICE void multiply_units(const Part &part, u32 x_operand) {
+        for (int i = 0; i < part.units; i++) {
+            float total[4] = {};
+            auto add = [&] {
+#pragma unroll
+                for (int j = 0; j < 4; j++) total[j] += products.d[j];
+            };
+            u32 references = 0, operand = descriptor(x_operand) + group * DESCRIPTOR_STEP;
+            for (int k = 0; k < given.depth1; k += WARPGROUPS) {
+                references = multiply(operand, rows_at, add);
+                operand += WARPGROUPS * DESCRIPTOR_STEP;
+            }
+            products.finish();
+            add();
+            products.clear();
+            float gate = row_factor(references & 0xFF), up = row_factor(references >> 8);
+            int buffer = i & 1;
+            wait(s.sums_free + buffer, (i >> 1 & 1) ^ 1);
+            float2 *to = s.sums[buffer][group][row / 2] + OWN * column;
+            if (ROWS == HI_LO) {
+                to[0] = make_float2((total[0] + total[1] * 0.0625f) * gate,
+                                    (total[2] + total[3] * 0.0625f) * up);
+            } else {
+                to[0] = make_float2(total[0] * gate, total[2] * up);
+                to[OWN - 1] = make_float2(total[1] * gate, total[3] * up);
+            }
+            __syncwarp();
+            if (lane == 0) arrive(s.sums_full + buffer);
+        }
+    }
+
+    // Stage 2: sums of rows over the team's items, published.
+    DEVICE void multiply_items(const Part &part, u32 h_operand, int launch) {
+        u32 tokens = 0;
+        for (int i = 0; i < part.items; i++)
+            tokens |= s.members[(part.first_item + i) / given.depth2];
+        for (int first = part.first_row; first < part.last_row; first += WARPGROUPS) {
+            float total[OWN][2] = {}, scales[OWN][2] = {};
+            auto add = [&] {
+                const float *d = products.d;
+#pragma unroll
+                for (int j = 0; j < OWN; j++) {
+                    float even = ROWS == HI_LO ? d[0] + d[1] * 0.0625f : d[j];
+                    float odd = ROWS == HI_LO ? d[2] + d[3] * 0.0625f : d[2 + j];
+                    total[j][0] += even * scales[j][0], total[j][1] += odd * scales[j][1];
+                }
+            };
+            for (int i = 0; i < part.items; i++) {
+                if (first == part.first_row) wait(s.encoded + i, 0);
+                u32 operand = descriptor(h_operand) + i * DESCRIPTOR_STEP;
+                u32 references = multiply(operand, rows_at + group * UNIT_ROWS, add);
+#pragma unroll
+                for (int j = 0; j < OWN; j++) {
+                    int token = OWN * column + j;
+                    float scale = token < TOKENS ? s.h_scale[i][token < TOKENS ? token : 0] : 0.0f;
+                    scales[j][0] = scale * row_factor(references & 0xFF);
+                    scales[j][1] = scale * row_factor(references >> 8);
+                }
+            }
+            products.finish();
+            add();
+            products.clear();
+            int output = (first + group) * UNIT_ROWS + row;
+            if (first + group >= part.last_row || output >= given.hidden) continue;
+#pragma unroll
+            for (int j = 0; j < OWN; j++) {
+                int token = OWN * column + j;
+                u64 *to = given.sums + ((size_t)part.team * TOKENS + token) * given.hidden + output;
+                if (token < TOKENS && tokens >> token & 1)
+                    publish(to, total[j][0], total[j][1], launch);
+            }
+        }
+    }
+};
+
+// ---- The kernel. launches: int [CTAs], launches that each CTA has counted.
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) _moe_few_tokens_kernel(
+    void *out, const u8 *codes1, const u8 *shifts1, const u8 *codes2, const u8 *shifts2,
+    const u8 *reference1, const u8 *reference2, const void *bias1, const void *bias2, const void *x,
+    const u8 *x_scale, const void *topk_ids, const float *topk_weights, const int *expert_map,
+    int *launches, u64 *published, u64 *sums, float p0, float p1, float p2, int num_tokens,
+    int top_k, int num_global, int hidden, int features, int rows1, int depth1, int rows2,
+    int depth2, int x_stride, int x_scale_stride, void *, void *) {
+    const Given given = {out,        codes1,  shifts1,      codes2,     shifts2,    reference1,
+                         reference2, bias1,   bias2,        x,          x_scale,    topk_ids,
+                         topk_weights, expert_map, published, sums,     p0,         p1,
+                         p2,         num_tokens, top_k,     num_global, hidden,     features,
+                         rows1,      depth1,  rows2,        depth2,     x_stride,   x_scale_stride};
+    extern __shared__ __align__(1024) u8 memory[];
+    int padded_units = (depth1 + WARPGROUPS - 1) / WARPGROUPS * WARPGROUPS;  // zeros fill a stage
+    u8 *x_operand = memory + STAGES * STAGE_BYTES;
+    u8 *h_operand = x_operand + padded_units * OPERAND_BYTES;
+    Shared &s = *(Shared *)(h_operand + MAX_ITEMS * OPERAND_BYTES);
+    int tid = threadIdx.x, warp = __shfl_sync(ALL, tid / 32, 0), lane = tid % 32;
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    if (tid == CONSUMERS) {
+        for (int i = 0; i < STAGES; i++) {
+            barrier_init(s.ready + i, 1);
+            barrier_init(s.free + i, CONSUMER_WARPS);
+        }
+        for (int i = 0; i < 2; i++) {
+            barrier_init(s.sums_full + i, CONSUMER_WARPS);
+            barrier_init(s.sums_free + i, 1);
+        }
+        for (int i = 0; i < MAX_ITEMS; i++) barrier_init(s.encoded + i, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        s.made = 0;
+    }
+    for (int i = tid; i < SLOTS * TOKENS; i += THREADS) (&s.weights[0][0])[i] = 0.0f;
+    __syncthreads();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    int *counted = launches + blockIdx.x, launch;
+    asm volatile("ld.volatile.global.s32 %0, [%1];" : "=r"(launch) : "l"(counted) : "memory");
+    launch++;  // the same number in all CTAs
+    Ring ring = {shared_address(memory), 0, 0};
+    if (warp == PRODUCER) {
+        produce(given, s, ring, lane);
+        return;
+    }
+    if (warp >= ACTIVATOR) {
+        sync_threads<TABLES, THREADS>();
+        if (warp == ACTIVATOR) {
+            make_features(given, s, launch, lane);
+            return;
+        }
+        Part part(given, s.hit);
+        if (warp > ENCODER) list_teams(given, s, part, lane);
+        for (int i = warp - ENCODER; i < part.items; i += 2)
+            encode_item(given, s, part, shared_address(h_operand + i * OPERAND_BYTES), i, launch,
+                        lane);
+        return;
+    }
+    encode_tokens(given, s, x_operand, padded_units, tid);
+    if (tid == 0) *counted = launch;
+    sync_threads<TABLES, THREADS>();
+    Part part(given, __shfl_sync(ALL, s.hit, 0));
+    Output output(given, tid);
+    output.add_biases(given, s);
+    Consumer consumer(given, s, ring, warp, lane);
+    consumer.multiply_units(part, shared_address(x_operand));
+    consumer.multiply_items(part, shared_address(h_operand), launch);
+    sync_threads<END, CONSUMERS + 32>();  // the ring is free
+    output.store(given, s, (float2 *)memory, part.teams, launch, tid);
+}

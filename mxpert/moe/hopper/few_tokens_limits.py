@@ -1,0 +1,137 @@
+"""Which layers one launch serves for a few tokens, and the memory that such a launch takes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from ...core.cuda_kernel import missing_compiler
+from ...core.problem import Combine, MoEProblem
+from ...formats.layouts import UNIT_CODES, UNIT_ROWS
+from ...formats.spec import MXFP4
+from ...formats.token import FP8_TOKEN
+
+SLOTS = 32
+"""Slots of all tokens at most: lanes of a warp."""
+TEAM = 4
+"""CTAs that share the rows of stage 2."""
+WARPGROUPS = 4
+"""Of consumers; a stage of the ring has a unit for each."""
+WARPS = 4 * WARPGROUPS + 4
+"""Of a CTA: consumers, producer, activation, two encoders."""
+_MOST_TEAMS = 64
+"""The kernel keeps a bit for each."""
+_COLUMNS = 8
+"""Of an operand of wgmma: of each token one, or two with high and low parts."""
+_STAGE_BYTES = WARPGROUPS * (UNIT_ROWS * UNIT_CODES * 17 // 32 + UNIT_ROWS)
+"""Codes, shifts and row references of a stage."""
+_OPERAND_BYTES = _COLUMNS * UNIT_CODES
+_CONSUMERS = 32 * 4 * WARPGROUPS
+_GROUP = 4
+"""Tokens whose x is in registers at once."""
+_MOST_HELD = 16
+"""Sets of four values of x that a thread holds at most: 32 registers."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the kernel takes as constants, by the problem.
+
+    Args:
+        tokens: columns for tokens, a power of two.
+        pairs: of tokens.
+        quads: sets of four values of a token's x that a thread encodes.
+        items: of a team in stage 2 at most.
+        tables: bytes of shared memory for barriers, routing, scales and sums of stage 1.
+        shared: all bytes of shared memory but those of the ring.
+    """
+
+    tokens: int
+    pairs: int
+    quads: int
+    items: int
+    tables: int
+    shared: int
+
+
+def is_narrow(problem: MoEProblem) -> bool:
+    """Whether a token has one column: its rows are e4m3, not two parts of bfloat16."""
+    return problem.options.activation_format != "bf16"
+
+
+def units_of(problem: MoEProblem) -> dict[str, int]:
+    """Units of both weights, as the kernel takes them: of 64 rows, and of 128 codes of depth."""
+    hidden, features = problem.hidden_size, problem.intermediate_size
+    return dict(
+        rows1=-(-2 * features // UNIT_ROWS),
+        depth1=-(-hidden // UNIT_CODES),
+        rows2=-(-hidden // UNIT_ROWS),
+        depth2=-(-features // UNIT_CODES),
+    )
+
+
+def num_ctas(problem: MoEProblem) -> int:
+    """CTAs of the launch: one an SM, all of them resident."""
+    return problem.target.num_sms
+
+
+def num_teams(problem: MoEProblem) -> int:
+    """Teams of stage 2."""
+    return num_ctas(problem) // TEAM
+
+
+@functools.lru_cache(1024)
+def sizes_of(problem: MoEProblem) -> Sizes:
+    """Constants of the kernel for a problem."""
+    units, tokens = units_of(problem), 1 << max(0, problem.num_tokens - 1).bit_length()
+    hit = min(problem.num_experts, tokens * problem.top_k, SLOTS)
+    items = max(1, -(-hit * units["depth2"] // num_teams(problem)))
+    depth = -(-units["depth1"] // WARPGROUPS) * WARPGROUPS  # a stage has whole units
+    columns = _COLUMNS if is_narrow(problem) else _COLUMNS // 2
+    tables = 1024  # barriers of stages and sums, numbers
+    tables += 2 * WARPGROUPS * 32 * columns * 8  # sums of stage 1
+    tables += items * (8 + 4 * tokens)  # barriers of items, scales of their features
+    tables += SLOTS * (8 + 4 * tokens)  # experts, members, weights
+    tables += tokens * 12 + min(tokens, _GROUP) * 4 * WARPS  # scales and maxima of x, teams
+    return Sizes(
+        tokens=tokens,
+        pairs=(tokens + 1) // 2,
+        quads=-(-depth * (UNIT_CODES // 4) // _CONSUMERS),
+        items=items,
+        tables=tables,
+        shared=(depth + items) * _OPERAND_BYTES + tables,
+    )
+
+
+def shared_bytes(problem: MoEProblem, num_stages: int) -> int:
+    """Shared memory of a CTA."""
+    return num_stages * _STAGE_BYTES + sizes_of(problem).shared
+
+
+def most_stages(problem: MoEProblem) -> int:
+    """Stages of the ring that fit in shared memory."""
+    return (problem.target.shared_memory - sizes_of(problem).shared) // _STAGE_BYTES
+
+
+def unsupported(problem: MoEProblem) -> str | None:
+    """Why a layer that the Hopper kernels serve needs two stages, as a phrase; None if not."""
+    options = problem.options
+    if problem.weight_format != MXFP4.name:
+        return "multiplies MXFP4 weights"
+    columns = _COLUMNS if is_narrow(problem) else _COLUMNS // 2
+    if not 1 <= problem.num_tokens <= columns:
+        return f"serves 1 to {columns} tokens"
+    if problem.num_tokens * problem.top_k > SLOTS:
+        return f"serves at most {SLOTS} slots"
+    if options.activation_format == FP8_TOKEN:
+        return "sees no whole row of features, whose scale fp8_token needs"
+    if options.combine is Combine.FLAT:
+        return "adds up the rows of a token"
+    if options.apply_router_weight_on_input and problem.top_k > 1:
+        return "adds the weights of equal ids, which apply_router_weight_on_input does not allow"
+    if not 1 <= num_teams(problem) <= _MOST_TEAMS:
+        return f"needs {TEAM} to {TEAM * _MOST_TEAMS} SMs"
+    sizes = sizes_of(problem)
+    if sizes.quads * min(sizes.tokens, _GROUP) > _MOST_HELD or most_stages(problem) < 2:
+        return "has no room for a layer of this size"
+    return missing_compiler()

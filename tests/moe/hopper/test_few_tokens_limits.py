@@ -1,0 +1,110 @@
+"""Which layers one launch serves for a few tokens, how CTAs share them, the memory they take."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
+
+from mxpert.core import cuda_kernel
+from mxpert.core.problem import Combine, Target
+from mxpert.moe.hopper import few_tokens_limits as few
+from mxpert.testing.problems import MODEL_SHAPES, MoEShape
+from support.devices import HOPPER_CARDS
+from support.hopper_launches import H200, describe
+
+SHAPES = {
+    **{name: shape for name, shape in MODEL_SHAPES.items() if shape.top_k <= 8},
+    "small": MoEShape(704, 416, 9, 3),
+    "one_unit": MoEShape(128, 64, 4, 1),
+    "deep": MoEShape(256, 4096, 8, 4),
+}
+CARDS = H200, HOPPER_CARDS["H100 PCIe"], HOPPER_CARDS["H20"]
+
+
+def share(which: int, of: int, count: int) -> int:
+    """`share` of the kernel: the first of `count` things that one of `of` takes."""
+    product = which * count
+    assert product < 1 << 32  # the kernel multiplies 32-bit words
+    return product // of
+
+
+@pytest.mark.parametrize("target", CARDS, ids=["132", "114", "78"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 4])
+@pytest.mark.parametrize("name", SHAPES)
+def test_teams_have_room_for_their_items(name: str, num_tokens: int, target: Target) -> None:
+    """However many experts the tokens hit, no team has more items than the kernel's arrays."""
+    problem = replace(describe(SHAPES[name], num_tokens, "bf16"), target=target)
+    reason = few.unsupported(problem)
+    assert reason is None, reason
+    units, sizes, teams = few.units_of(problem), few.sizes_of(problem), few.num_teams(problem)
+    ctas = few.num_ctas(problem)
+    for hit in range(1, min(problem.num_experts, num_tokens * problem.top_k) + 1):
+        items = hit * units["depth2"]
+        ends = [share(team, teams, items) for team in range(teams + 1)]
+        assert max(last - first for first, last in itertools.pairwise(ends)) <= sizes.items
+        assert share(ctas, ctas, hit * units["rows1"]) == hit * units["rows1"]
+    most = few.most_stages(problem)
+    assert most >= 2
+    assert few.shared_bytes(problem, most) <= target.shared_memory
+    assert few.shared_bytes(problem, most + 1) > target.shared_memory
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-120b", "kimi-k2-tp4", "qwen3-235b", "dsv3-ep8"])
+def test_shares_are_even(name: str) -> None:
+    """At T = 1 no CTA has more than 1.13 times the mean of a stage's units and items."""
+    problem = describe(SHAPES[name], 1, "bf16")
+    units, ctas = few.units_of(problem), few.num_ctas(problem)
+    mean = problem.top_k * units["rows1"] / ctas
+    assert -(-problem.top_k * units["rows1"] // ctas) <= max(1.13 * mean, 1)
+    teams = few.num_teams(problem)
+    mean = problem.top_k * units["depth2"] / teams
+    assert few.sizes_of(problem).items <= max(1.13 * mean, 1)
+
+
+def test_what_needs_two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = MODEL_SHAPES["gpt-oss-120b"]
+
+    def why(shape: MoEShape, num_tokens: int, a_format: str, **options: object) -> str | None:
+        return few.unsupported(describe(shape, num_tokens, a_format, **options))
+
+    assert why(shape, 4, "bf16") is None
+    assert why(shape, 8, "mxfp8") is None
+    assert "1 to 4 tokens" in str(why(shape, 5, "bf16"))
+    assert "1 to 8 tokens" in str(why(shape, 9, "mxfp8"))
+    assert "1 to 4 tokens" in str(why(shape, 0, "bf16"))
+    assert "32 slots" in str(why(replace(shape, top_k=16), 4, "bf16"))
+    assert "whole row" in str(why(shape, 1, "fp8_token"))
+    assert "rows of a token" in str(why(shape, 1, "bf16", combine=Combine.FLAT))
+    on_input = {"apply_router_weight_on_input": True}
+    assert "equal ids" in str(why(shape, 1, "bf16", **on_input))
+    assert why(replace(shape, top_k=1), 1, "bf16", **on_input) is None
+    assert "no room" in str(why(MoEShape(40960, 2048, 16, 4), 1, "bf16"))
+    few_sms = replace(describe(shape, 1, "bf16"), target=replace(H200, num_sms=3))
+    assert "4 to 256 SMs" in str(few.unsupported(few_sms))
+    monkeypatch.setattr(few, "missing_compiler", lambda: "needs cuda-core (pip install cuda-core)")
+    assert "pip install cuda-core" in str(why(shape, 1, "bf16"))
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda_kernel.missing_compiler() is None
+    for module, package in (("cuda.core", "cuda-core"), ("cuda.bindings", "cuda-bindings")):
+        monkeypatch.setattr(
+            cuda_kernel.importlib.util,
+            "find_spec",
+            lambda name, absent=module: None if name == absent else find_spec(name),
+        )
+        cuda_kernel.missing_compiler.cache_clear()
+        assert f"pip install {package}" in str(cuda_kernel.missing_compiler())
+        monkeypatch.undo()
+    cuda_kernel.missing_compiler.cache_clear()
+
+
+def test_units_have_their_sizes() -> None:
+    units = few.units_of(describe(MODEL_SHAPES["gpt-oss-120b"], 1, "bf16"))
+    assert Counter(units) == Counter(rows1=90, depth1=23, rows2=45, depth2=23)
