@@ -18,7 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from triton.backends.nvidia.driver import CudaLauncher
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 
@@ -70,6 +69,8 @@ class CompiledCudaKernel:
     @functools.cached_property
     def run(self) -> Any:
         """Triton's launcher of the signature."""
+        from triton.backends.nvidia.driver import CudaLauncher  # not every Triton has it
+
         source = SimpleNamespace(constants={}, signature=dict(self.signature))
         return CudaLauncher(source, self.metadata)
 

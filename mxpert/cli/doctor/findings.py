@@ -176,7 +176,21 @@ def examine_toolchain(target: Target) -> list[Finding]:
     if fault is not None:
         note = f"cannot be written: {fault}; {CACHE_REMEDY}"
         cache = Finding("triton cache", tools.cache_directory, state, note, COMPILER)
-    return [Finding("ptxas", tools.ptxas or "absent", INFO, section=COMPILER), cache]
+    assembler = Finding("ptxas", tools.ptxas or "absent", INFO, section=COMPILER)
+    return [assembler, *_examine_cuda_compiler(target), cache]
+
+
+def _examine_cuda_compiler(target: Target) -> list[Finding]:
+    """What compiles the kernels in CUDA C++: on NVIDIA GPUs of a kind that has such kernels."""
+    if target.arch != "sm_90":
+        return []
+    from ...core import cuda_kernel  # it imports Triton
+
+    name, reason = cuda_kernel.COMPILER, cuda_kernel.missing_compiler()
+    if reason is None:
+        return [Finding(name, package_version(name) or "absent", OK, section=COMPILER)]
+    note = f"layers of one to four tokens take several launches: the fast kernel {reason}"
+    return [Finding(name, "absent", WARNING, note, COMPILER)]
 
 
 def examine_device(target: Target, facts: Row) -> Finding:

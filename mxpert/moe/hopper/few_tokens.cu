@@ -651,8 +651,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) _moe_few_tokens_kernel(
         return;
     }
     encode_tokens(given, s, x_operand, padded_units, tid);
-    if (tid == 0) *counted = launch;
     sync_threads<TABLES, THREADS>();
+    if (tid == 0) *counted = launch;  // all threads have read it
     Part part(given, __shfl_sync(ALL, s.hit, 0));
     Output output(given, tid);
     output.add_biases(given, s);

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from mxpert.cli import main, report
 from mxpert.cli.doctor import command, findings, operations
 from mxpert.cli.doctor.findings import BROKEN, OK, WARNING, Finding
+from mxpert.core import cuda_kernel
 from mxpert.core.problem import Target
 from mxpert.core.target import detect_target, on_device
 from mxpert.core.toolchain import Toolchain
@@ -158,6 +159,25 @@ def test_a_cache_that_cannot_be_written_is_told(
         )
         assert (cache.value, cache.state) == (folder, state)
         assert "set TRITON_CACHE_DIR to a folder that can be written" in cache.note
+
+
+def test_a_missing_compiler_of_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where a kernel is in CUDA C++: on Hopper."""
+
+    def found(arch: str) -> list[tuple[str, str]]:
+        return [
+            (each.state, each.note)
+            for each in findings.examine_toolchain(DEVICES[arch])
+            if each.name == "cuda-core"
+        ]
+
+    assert found("sm_90") == [(OK, "")]
+    assert found("gfx950") == []
+    monkeypatch.setattr(cuda_kernel, "missing_compiler", lambda: "needs cuda-core (pip install x)")
+    ((state, note),) = found("sm_90")
+    assert state == WARNING
+    assert "one to four tokens" in note
+    assert note.endswith("needs cuda-core (pip install x)")
 
 
 def test_emulation_names_the_remedy_of_a_cache_that_cannot_be_written(
