@@ -20,14 +20,14 @@
 //     consumers: 16 warps in four warpgroups. They encode x, multiply, and add up outputs.
 //     producer: 1 warp. It works out the routing and copies weights to the ring.
 //     activation: 1 warp, a feature a lane.
-//     encoders: 2 warps. They collect and encode the features of every other item.
+//     encoders: 2 warps. They collect and encode features, each those of half of the tokens.
 //
 // Barriers: two mbarriers a stage, and named ones.
 //     ready: 1 arrival, by the producer with the number of bytes of a stage.
 //     free: 16 arrivals, by the consumers' warps when their products have been started.
 //     sums_full: 16 arrivals, by the consumers' warps. sums_free: 1, by the activation warp. Of two
 //         buffers, whose phase follows from the number of the unit.
-//     encoded: 1 arrival, by an encoder. Of each item, once.
+//     encoded: 1 arrival by each encoder that has tokens. Of each item, once.
 //     TABLES: all threads. The routing is known and x is encoded.
 //     ENCODE: the consumers, while they encode x, and when they add up outputs.
 //     END: the consumers and an encoder, which has listed the teams by then.
@@ -55,10 +55,12 @@ constexpr int UNIT = 128, UNIT_ROWS = 64, CODE_BYTES = 4096, SHIFT_BYTES = 256;
 constexpr int SHIFTS_AT = WARPGROUPS * CODE_BYTES, ROWS_AT = SHIFTS_AT + WARPGROUPS * SHIFT_BYTES;
 constexpr int STAGE_BYTES = ROWS_AT + WARPGROUPS * UNIT_ROWS;
 constexpr int FEATURES = UNIT_ROWS / 2;             // of a unit of stage 1
-constexpr int COLUMNS = ROWS == HI_LO ? 4 : 8;      // tokens in eight columns
+constexpr int COLUMNS = 8 / TOKEN_COLUMNS;          // tokens in eight columns
 constexpr int OWN = COLUMNS / 4;                    // tokens of a thread
 constexpr int PAIRS = (TOKENS + 1) / 2;             // of tokens, whose features share words
 constexpr int HELD_TOKENS = TOKENS < 4 ? TOKENS : 4;  // whose x is in registers at once
+constexpr int ENCODED_TOKENS = TOKENS < 4 ? TOKENS : TOKENS / 2;  // of an encoder; even, or all
+constexpr int ENCODERS = TOKENS < 4 ? 1 : 2;                     // of an item
 constexpr int SLOTS = 32;
 
 struct Shared {
@@ -287,45 +289,69 @@ DEVICE void list_teams(const Given &given, Shared &s, const Part &part, int lane
     signal_threads<END, CONSUMERS + 32>();
 }
 
-// Four features a lane, of all tokens, to an operand.
+// Four features a lane, of this encoder's tokens, to an operand. Tokens are handled step by step
+// together, so that their latencies overlap.
+template <int FIRST>
 DEVICE void encode_item(const Given &given, Shared &s, const Part &part, u32 operand, int i,
                         int launch, int lane) {
+    constexpr int COUNT = FIRST < TOKENS ? ENCODED_TOKENS : 0;
+    constexpr int FIRST_PAIR = FIRST / 2, OWN_PAIRS = (COUNT + 1) / 2;
+    if (COUNT == 0) return;
     int rank = (part.first_item + i) / given.depth2, width = given.depth2 * UNIT;
     int first = (part.first_item + i) % given.depth2 * UNIT + lane * 4;
     bool there = first < given.rows1 * FEATURES;
-    const u64 *from = given.published + (size_t)rank * PAIRS * width + first;
+    const u64 *from = given.published + ((size_t)rank * PAIRS + FIRST_PAIR) * width + first;
     // Other CTAs are about as far as this one: earlier loads would only take bandwidth.
     while (s.made < share(i + 1, part.items, part.units)) __nanosleep(64);
-    Pair words[PAIRS][2] = {};
+    Pair words[OWN_PAIRS + 1][2] = {};
 #pragma unroll
-    for (int p = 0; p < PAIRS; p++)
+    for (int p = 0; p < OWN_PAIRS; p++)
 #pragma unroll
         for (int j = 0; j < 2; j++)
             if (there) words[p][j].load(from + p * width + 2 * j);
 #pragma unroll
-    for (int t = 0; t < TOKENS; t++) {
-        float v[4];
+    for (int p = 0; p < OWN_PAIRS; p++)
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            if (there) words[p][j].await(from + p * width + 2 * j, launch);
+    __syncwarp();
+    float v[COUNT + 1][4];
+    u32 largest[COUNT + 1];
+    int blocks[COUNT + 1];
+#pragma unroll
+    for (int t = 0; t < COUNT; t++) {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            Pair &pair = words[t / 2][j];
-            if (there) pair.await(from + t / 2 * width + 2 * j, launch);
-            u32 a = (u32)pair.first, b = (u32)pair.second;
-            v[2 * j] = from_bf16(t % 2 ? a >> 16 : a & 0xFFFF);
-            v[2 * j + 1] = from_bf16(t % 2 ? b >> 16 : b & 0xFFFF);
+            u32 a = (u32)words[t / 2][j].first, b = (u32)words[t / 2][j].second;
+            v[t][2 * j] = from_bf16(t % 2 ? a >> 16 : a & 0xFFFF);
+            v[t][2 * j + 1] = from_bf16(t % 2 ? b >> 16 : b & 0xFFFF);
         }
-        __syncwarp();
-        u32 largest = max(max(magnitude(v[0]), magnitude(v[1])),
-                          max(magnitude(v[2]), magnitude(v[3])));
-        int block = 0;
-        if (ROWS != HI_LO) {
-            largest = block_maximum(largest);
-            block = block_scale(largest);
-            largest = largest == 0 ? 0 : block;
+        largest[t] = max(max(magnitude(v[t][0]), magnitude(v[t][1])),
+                         max(magnitude(v[t][2]), magnitude(v[t][3])));
+        blocks[t] = 0;
+    }
+    if (ROWS != HI_LO) {
+#pragma unroll
+        for (int m = 1; m < 8; m *= 2)
+#pragma unroll
+            for (int t = 0; t < COUNT; t++)
+                largest[t] = max(largest[t], __shfl_xor_sync(ALL, largest[t], m));
+#pragma unroll
+        for (int t = 0; t < COUNT; t++) {
+            blocks[t] = block_scale(largest[t]);
+            largest[t] = largest[t] == 0 ? 0 : blocks[t];
         }
-        Encoding row(__reduce_max_sync(ALL, largest));
-        store_words(operand, lane * 4, t, encode(v, row, block));
-        float weight = WEIGHT_FIRST ? 1.0f : s.weights[rank][t];
-        if (lane == 0) s.h_scale[i][t] = s.members[rank] >> t & 1 ? row.scale * weight : 0.0f;
+    }
+#pragma unroll
+    for (int t = 0; t < COUNT; t++) largest[t] = __reduce_max_sync(ALL, largest[t]);
+#pragma unroll
+    for (int t = 0; t < COUNT; t++) {
+        int token = FIRST + t;
+        Encoding row(largest[t]);
+        store_words(operand, lane * 4, token, encode(v[t], row, blocks[t]));
+        float weight = WEIGHT_FIRST ? 1.0f : s.weights[rank][token];
+        if (lane == 0)
+            s.h_scale[i][token] = s.members[rank] >> token & 1 ? row.scale * weight : 0.0f;
     }
     fence_async();
     __syncwarp();
@@ -480,6 +506,11 @@ struct Output {
     }
 };
 
+// Sum of the j-th token of a thread, of the two columns that it has in a row.
+DEVICE float of_token(const float *d, int j) {
+    return ROWS == HI_LO ? d[0] + d[1] * 0.0625f : d[j];
+}
+
 // A consumer warp's products. Products of a stage run while the codes of the next are loaded.
 struct Consumer {
     const Given &given;
@@ -536,13 +567,9 @@ struct Consumer {
             int buffer = i & 1;
             wait(s.sums_free + buffer, (i >> 1 & 1) ^ 1);
             float2 *to = s.sums[buffer][group][row / 2] + OWN * column;
-            if (ROWS == HI_LO) {
-                to[0] = make_float2((total[0] + total[1] * 0.0625f) * gate,
-                                    (total[2] + total[3] * 0.0625f) * up);
-            } else {
-                to[0] = make_float2(total[0] * gate, total[2] * up);
-                to[OWN - 1] = make_float2(total[1] * gate, total[3] * up);
-            }
+#pragma unroll
+            for (int j = 0; j < OWN; j++)
+                to[j] = make_float2(of_token(total, j) * gate, of_token(total + 2, j) * up);
             __syncwarp();
             if (lane == 0) arrive(s.sums_full + buffer);
         }
@@ -559,9 +586,8 @@ struct Consumer {
                 const float *d = products.d;
 #pragma unroll
                 for (int j = 0; j < OWN; j++) {
-                    float even = ROWS == HI_LO ? d[0] + d[1] * 0.0625f : d[j];
-                    float odd = ROWS == HI_LO ? d[2] + d[3] * 0.0625f : d[2 + j];
-                    total[j][0] += even * scales[j][0], total[j][1] += odd * scales[j][1];
+                    total[j][0] += of_token(d, j) * scales[j][0];
+                    total[j][1] += of_token(d + 2, j) * scales[j][1];
                 }
             };
             for (int i = 0; i < part.items; i++) {
@@ -622,7 +648,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) _moe_few_tokens_kernel(
             barrier_init(s.sums_full + i, CONSUMER_WARPS);
             barrier_init(s.sums_free + i, 1);
         }
-        for (int i = 0; i < MAX_ITEMS; i++) barrier_init(s.encoded + i, 1);
+        for (int i = 0; i < MAX_ITEMS; i++) barrier_init(s.encoded + i, ENCODERS);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         s.made = 0;
     }
@@ -645,9 +671,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) _moe_few_tokens_kernel(
         }
         Part part(given, s.hit);
         if (warp > ENCODER) list_teams(given, s, part, lane);
-        for (int i = warp - ENCODER; i < part.items; i += 2)
-            encode_item(given, s, part, shared_address(h_operand + i * OPERAND_BYTES), i, launch,
-                        lane);
+        for (int i = 0; i < part.items; i++) {
+            u32 operand = shared_address(h_operand + i * OPERAND_BYTES);
+            if (warp == ENCODER) encode_item<0>(given, s, part, operand, i, launch, lane);
+            else encode_item<ENCODED_TOKENS>(given, s, part, operand, i, launch, lane);
+        }
         return;
     }
     encode_tokens(given, s, x_operand, padded_units, tid);

@@ -385,6 +385,10 @@ DEVICE float row_factor(u32 reference) { return power((int)reference - 6); }  //
 constexpr int CORE = 128, OPERAND_BYTES = 8 * 128;
 constexpr int DESCRIPTOR_STEP = OPERAND_BYTES >> 4, DESCRIPTOR_HIGH = (2 * CORE) >> 4;
 
+// Columns of a token: high and low parts, or every other column is not used, so that a thread has
+// the products of one token.
+constexpr int TOKEN_COLUMNS = ROWS == HI_LO || TOKENS <= 4 ? 2 : 1;
+
 // Low word of an operand's descriptor.
 DEVICE u32 descriptor(u32 at) { return (at & 0x3FFFF) >> 4 | (CORE >> 4) << 16; }
 
@@ -392,9 +396,9 @@ DEVICE u32 descriptor(u32 at) { return (at & 0x3FFFF) >> 4 | (CORE >> 4) << 16; 
 // (q h t j) for the place (t q h j).
 DEVICE void store_words(u32 unit, int k, int token, Words w) {
     int t = k >> 5, q = k >> 3 & 3, h = k >> 2 & 1;
-    u32 to = unit + (2 * q + h) * CORE + t * 4;
-    store_shared_4(to + (ROWS == HI_LO ? 2 * token : token) * 16, w.hi);
-    if (ROWS == HI_LO) store_shared_4(to + (2 * token + 1) * 16, w.lo);
+    u32 to = unit + (2 * q + h) * CORE + token * TOKEN_COLUMNS * 16 + t * 4;
+    store_shared_4(to, w.hi);
+    if (ROWS == HI_LO) store_shared_4(to + 16, w.lo);
 }
 
 struct Products {

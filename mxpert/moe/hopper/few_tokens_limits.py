@@ -87,7 +87,7 @@ def sizes_of(problem: MoEProblem) -> Sizes:
     hit = min(problem.num_experts, tokens * problem.top_k, SLOTS)
     items = max(1, -(-hit * units["depth2"] // num_teams(problem)))
     depth = -(-units["depth1"] // WARPGROUPS) * WARPGROUPS  # a stage has whole units
-    columns = _COLUMNS if is_narrow(problem) else _COLUMNS // 2
+    columns = max(4, tokens)  # for tokens, of sums of stage 1
     tables = 1024  # barriers of stages and sums, numbers
     tables += 2 * WARPGROUPS * 32 * columns * 8  # sums of stage 1
     tables += items * (8 + 4 * tokens)  # barriers of items, scales of their features

@@ -68,7 +68,7 @@ def compiled(
 
 
 def check(kernel: CompiledCudaKernel) -> None:
-    """One CTA fits on an SM, and no second one: launches never share the GPU. Nothing is spilled."""
+    """One CTA fits on an SM, and no second one: launches never share it. Nothing is spilled."""
     (registers,) = map(int, re.findall(r"Used (\d+) registers", kernel.log))
     of_a_cta = registers * 32 * few_tokens_limits.WARPS
     assert of_a_cta <= SM_REGISTERS < 2 * of_a_cta

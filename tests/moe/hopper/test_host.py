@@ -56,9 +56,9 @@ def test_gemms_that_leave_sms_do_not_start_early(
 
 
 SERVED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 2048, 4096, 8192)
-MOST_BINARIES = {"gpt-oss-120b": 42, "kimi-k2-tp4": 40, "qwen3-30b": 44, "deepseek-v3": 44}
+MOST_BINARIES = {"gpt-oss-120b": 41, "kimi-k2-tp4": 39, "qwen3-30b": 43, "deepseek-v3": 43}
 """Binaries that a model served in bf16 and mxfp8 has at SERVED_TOKENS; they may only become fewer.
-Six of them are the one launch for one, two and up to four tokens."""
+Five of them are the one launch for one and two tokens, and in bf16 for up to four."""
 
 
 def binaries(model: str) -> collections.Counter[str]:
@@ -80,6 +80,7 @@ def test_a_served_model_has_no_more_binaries(model: str, most: int) -> None:
 
 
 def test_a_number_that_triton_specialises_on_adds_binaries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots of all tokens: 8 for two tokens, multiples of 16 for more."""
+    """Slots of all tokens: 40 for four tokens, multiples of 16 for more."""
+    before = binaries("qwen3-next").total()
     let_specialize(monkeypatch, encode._moe_encode_rows_kernel, "num_slots")
-    assert binaries("gpt-oss-120b").total() > MOST_BINARIES["gpt-oss-120b"]
+    assert binaries("qwen3-next").total() > before
