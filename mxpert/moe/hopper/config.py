@@ -105,12 +105,8 @@ class HopperGemmConfig(StageConfig):
 _FEW_TOKENS_STAGES, _MOST_FEW_TOKENS_STAGES = 5, 8
 """Stages of its ring for one or two tokens, and for more. More stages fill the queues of the
 memory, so that the first ones arrive later; long streams gain from them."""
-_ONE_LAUNCH_TOKENS = {True: 4, False: 2}
-"""Tokens up to which one launch is the faster, by hi_lo, on an H200 and an H100."""
-_SLOWLY_READ = 30e9
-"""Bytes a second that an SM reads, up to which that holds for as many tokens with rows of one part:
-an H100 reads 25e9 (three and four tokens take 0.89 to 0.97 of the time of two stages), an H200 36e9
-(0.92 to 1.06)."""
+_ONE_LAUNCH_TOKENS = 4
+"""Tokens up to which one launch is the faster. Eight take 1.3 times as long as two stages."""
 
 STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
 """Both stages of a layer."""
@@ -361,9 +357,7 @@ def _prefers_one_launch(problem: MoEProblem) -> bool:
     """Whether a layer takes less time in one launch."""
     if few_tokens.unsupported(problem) or problem.num_sms is not None:  # it has no persistent grid
         return False
-    target = problem.target
-    slowly = target.bandwidth and target.bandwidth <= _SLOWLY_READ * target.num_sms
-    return problem.num_tokens <= _ONE_LAUNCH_TOKENS[uses_hi_lo(problem) or bool(slowly)]
+    return problem.num_tokens <= _ONE_LAUNCH_TOKENS
 
 
 def two_stage_heuristic(problem: MoEProblem) -> MoEConfig:
