@@ -181,6 +181,9 @@ def few_tokens_layer(
     biases = weights.gate_up_bias, weights.down_bias
     bias1, bias2 = (None if bias is None else bias.dtype for bias in biases)
     num_global = problem.num_experts if expert_map is None else expert_map.shape[0]
+    topk_weights = inputs.topk_weights
+    if topk_weights.dtype != torch.float32:  # by a launch of torch's: such calls are not replayed
+        topk_weights = topk_weights.float()
     operands = _Operands(
         rows,
         x_scale is not None,
@@ -206,7 +209,7 @@ def few_tokens_layer(
         x=data,
         x_scale=x_scale,
         topk_ids=inputs.topk_ids,
-        topk_weights=inputs.topk_weights,
+        topk_weights=topk_weights,
         expert_map=expert_map,
         launches=launches,
         published=published,
