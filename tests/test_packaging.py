@@ -134,7 +134,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel_names: set[str]) -> None
     package = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "mxpert").rglob("*")
-        if path.suffix in (".py", ".json") or path.name == "py.typed"
+        if path.suffix in (".py", ".json", ".cu", ".cuh") or path.name == "py.typed"
     }
     assert {name for name in wheel_names if ".dist-info/" not in name} == package
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,10 @@ BACKENDS = {"cdna4", "hopper", "triton"}
 
 @functools.cache
 def names_of(path: str) -> frozenset[str]:
-    """What a file defines: functions, classes, parameters, fields, constants."""
+    """What a file defines: functions, classes, parameters, fields, constants. In other languages
+    than Python every word of it counts."""
+    if not path.endswith(".py"):
+        return frozenset(re.findall(r"\w+", (ROOT / path).read_text(encoding="utf-8")))
     found = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -26,16 +26,16 @@ def disassembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bytes]
 
 
 def test_a_cubin_is_disassembled_once(disassembled: list[bytes]) -> None:
-    first = aot._disassembled(b"one")
-    assert first == aot._disassembled(b"one") == "nvdisasm -c one"
-    assert aot._disassembled(b"two") == "nvdisasm -c two"
+    first = aot.disassembled(b"one")
+    assert first == aot.disassembled(b"one") == "nvdisasm -c one"
+    assert aot.disassembled(b"two") == "nvdisasm -c two"
     assert disassembled == [b"one", b"two"]
 
 
 def test_another_disassembler_lists_it_again(
     disassembled: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    aot._disassembled(b"one")
+    aot.disassembled(b"one")
     monkeypatch.setattr(aot, "_disassembler", lambda: b"another release")
-    aot._disassembled(b"one")
+    aot.disassembled(b"one")
     assert disassembled == [b"one", b"one"]

@@ -45,7 +45,8 @@
 // Constants: TOKENS (columns for tokens: 1, 2, 4, with one column a token also 8), STAGES, QUADS
 // (sets of four values of x a consumer thread and token), ROWS (how rows are encoded), X_CODED,
 // EMAX and THRESHOLD (the scale rule of bfloat16 that becomes MX), ACTIVATION, WEIGHT_FIRST,
-// IDS_64, MAPPED, BIAS_1, BIAS_2 and OUT (types), MAX_ITEMS (of a team), TABLE_BYTES.
+// IDS_64, MAPPED, WEIGHTS (of routing), BIAS_1, BIAS_2 and OUT (types), MAX_ITEMS (of a team),
+// TABLE_BYTES.
 
 constexpr int TEAM = 4, WARPGROUPS = 4, CONSUMER_WARPS = 4 * WARPGROUPS;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS, THREADS = CONSUMERS + 128;
@@ -84,8 +85,7 @@ struct Given {
     const u8 *codes1, *shifts1, *codes2, *shifts2, *reference1, *reference2;
     const void *bias1, *bias2, *x;
     const u8 *x_scale;
-    const void *topk_ids;
-    const float *topk_weights;
+    const void *topk_ids, *topk_weights;
     const int *expert_map;
     u64 *published, *sums;  // features [SLOTS][PAIRS][depth2 * 128], sums [teams][TOKENS][hidden]
     float p0, p1, p2;
@@ -139,7 +139,7 @@ DEVICE Slots find_experts(const Given &given, Shared &s, int lane) {
     if (lane < given.num_tokens * given.top_k) {
         long long id = IDS_64 ? ((const long long *)given.topk_ids)[lane]
                               : (long long)((const int *)given.topk_ids)[lane];
-        own.weight = given.topk_weights[lane];
+        own.weight = load_as<WEIGHTS>(given.topk_weights, lane);
         if (id >= 0 && id < given.num_global) own.key = MAPPED ? given.expert_map[id] : (int)id;
     }
     u32 peers = __match_any_sync(ALL, own.key), leader = __ffs(peers) - 1;
@@ -623,7 +623,7 @@ struct Consumer {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) _moe_few_tokens_kernel(
     void *out, const u8 *codes1, const u8 *shifts1, const u8 *codes2, const u8 *shifts2,
     const u8 *reference1, const u8 *reference2, const void *bias1, const void *bias2, const void *x,
-    const u8 *x_scale, const void *topk_ids, const float *topk_weights, const int *expert_map,
+    const u8 *x_scale, const void *topk_ids, const void *topk_weights, const int *expert_map,
     int *launches, u64 *published, u64 *sums, float p0, float p1, float p2, int num_tokens,
     int top_k, int num_global, int hidden, int features, int rows1, int depth1, int rows2,
     int depth2, int x_stride, int x_scale_stride, void *, void *) {

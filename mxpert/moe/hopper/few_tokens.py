@@ -92,7 +92,7 @@ class _Operands:
     Args:
         rows: name of the rows' format: "hi_lo", "e4m3" or "e2m1". is_coded: whether x has MX codes.
         strides: of x and of its scales. num_global, is_mapped: of the ids.
-        ids, bias1, bias2, out: dtypes.
+        ids, weights, bias1, bias2, out: dtypes; weights: those of routing.
     """
 
     rows: str
@@ -101,6 +101,7 @@ class _Operands:
     num_global: int
     is_mapped: bool
     ids: torch.dtype
+    weights: torch.dtype
     bias1: torch.dtype | None
     bias2: torch.dtype | None
     out: torch.dtype
@@ -113,6 +114,7 @@ class _Operands:
             X_CODED=int(self.is_coded),
             IDS_64=int(self.ids == torch.int64),
             MAPPED=int(self.is_mapped),
+            WEIGHTS=_TYPES[self.weights],
             BIAS_1=_TYPES[self.bias1],
             BIAS_2=_TYPES[self.bias2],
             OUT=_TYPES[self.out],
@@ -181,9 +183,6 @@ def few_tokens_layer(
     biases = weights.gate_up_bias, weights.down_bias
     bias1, bias2 = (None if bias is None else bias.dtype for bias in biases)
     num_global = problem.num_experts if expert_map is None else expert_map.shape[0]
-    topk_weights = inputs.topk_weights
-    if topk_weights.dtype != torch.float32:  # by a launch of torch's: such calls are not replayed
-        topk_weights = topk_weights.float()
     operands = _Operands(
         rows,
         x_scale is not None,
@@ -191,6 +190,7 @@ def few_tokens_layer(
         num_global,
         expert_map is not None,
         inputs.topk_ids.dtype,
+        inputs.topk_weights.dtype,
         bias1,
         bias2,
         out.dtype,
@@ -209,7 +209,7 @@ def few_tokens_layer(
         x=data,
         x_scale=x_scale,
         topk_ids=inputs.topk_ids,
-        topk_weights=topk_weights,
+        topk_weights=inputs.topk_weights,
         expert_map=expert_map,
         launches=launches,
         published=published,

@@ -6,18 +6,14 @@ from __future__ import annotations
 import collections
 
 import pytest
-import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
 from mxpert.moe.hopper import config as heuristics
-from mxpert.moe.hopper import encode, few_tokens
-from mxpert.moe.inputs import FusedMoEInputs
+from mxpert.moe.hopper import encode
 from mxpert.testing.problems import MODEL_SHAPES
 from support.aot import let_specialize
 from support.hopper_launches import H200, Launch, Recorder, describe, served
-from support.launches import recorded_launches
-from support.without_data import packed, rows_of, weights_of
 
 GEMMS = ("_moe_gemm_decode_kernel", "_moe_gemm_prefill_kernel")
 
@@ -88,20 +84,3 @@ def test_a_number_that_triton_specialises_on_adds_binaries(monkeypatch: pytest.M
     before = binaries("qwen3-next").total()
     let_specialize(monkeypatch, encode._moe_encode_rows_kernel, "num_slots")
     assert binaries("qwen3-next").total() > before
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_one_launch_gets_routing_weights_in_float32(dtype: torch.dtype) -> None:
-    shape = MODEL_SHAPES["gpt-oss-120b"]
-    problem = describe(shape, 2, "bf16")
-    inputs = FusedMoEInputs(
-        rows_of(2, shape.hidden_size, None),
-        weights_of(problem, packed, shape.has_bias),
-        torch.empty(2, shape.top_k, dtype=dtype, device="meta"),
-        torch.empty(2, shape.top_k, dtype=torch.int64, device="meta"),
-    )
-    with recorded_launches() as launches:
-        few_tokens.few_tokens_layer(problem, 5, inputs)
-    (launch,) = launches
-    assert launch.arguments["topk_weights"].dtype is torch.float32
-    assert launch.arguments["IDS_64"] == 1
