@@ -26,6 +26,8 @@ from .binary import binary_of
 
 COMPILER = "cuda-core"
 """The package that holds the compiler's interface."""
+_OLDEST = 1
+"""Its oldest major version that pyproject.toml admits."""
 _OPTIONS = ("num_warps", "shared", "launch_cooperative_grid", "launch_pdl", "enable_fp_fusion")
 """Launch options; other arguments that are no parameters of the kernel are macros."""
 _SCRATCH = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
@@ -42,6 +44,8 @@ def missing_compiler() -> str | None:
             found = None
         if found is None:
             return f"needs {package} (pip install {package})"
+    if int(version(COMPILER).split(".")[0]) < _OLDEST:
+        return f"needs {COMPILER} {_OLDEST}.0 or newer (pip install -U {COMPILER})"
     return None
 
 
@@ -151,7 +155,7 @@ class CudaKernel:
         """The kernel for the macros and launch options among `arguments`, for the current device.
 
         Raises:
-            RuntimeError: NVRTC refuses the source, or what compiles it is not installed.
+            RuntimeError: what compiles it is not installed. Errors of NVRTC are cuda.core's own.
         """
         macros = self.macros(arguments)
         options = {name: arguments.get(name, False) for name in _OPTIONS}
@@ -184,7 +188,7 @@ class CudaKernel:
         options = ProgramOptions(
             arch=self.architecture,
             std="c++17",
-            define_macro=[(name, str(value)) for name, value in macros.items()],
+            define_macro=[(name, str(value)) for name, value in macros.items()] or None,
             fma=contract,
             ptxas_options=["--verbose"],
         )
