@@ -16,7 +16,16 @@ from ...formats.layouts import UNIT_CODES
 from ...formats.tensor import MXTensor
 from ..inputs import FusedMoEInputs
 from .encode import row_format
-from .few_tokens_limits import SLOTS, WARPS, num_ctas, num_teams, shared_bytes, sizes_of, units_of
+from .few_tokens_limits import (
+    ACTIVATIONS,
+    SLOTS,
+    WARPS,
+    num_ctas,
+    num_teams,
+    shared_bytes,
+    sizes_of,
+    units_of,
+)
 
 _KERNEL = CudaKernel(
     [Path(__file__).with_name(name) for name in ("few_tokens_device.cuh", "few_tokens.cu")],
@@ -34,7 +43,6 @@ _KERNEL = CudaKernel(
 # Numbers of the source's macros.
 _ROWS = {"hi_lo": 0, "e4m3": 1, "e2m1": 2}
 _TYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-_ACTIVATIONS = ("silu", "swiglu", "gelu", "gelu_tanh", "clamped_silu", "situ_v2")
 _DEFAULT_PARAMETERS = {"p0": 0.0, "p1": 0.0, "p2": 1.0}
 """p2: beta of SwiGLU, where it is not given."""
 _LOADED_BYTES = {"hi_lo": 8, "e4m3": 4, "e2m1": 2}
@@ -144,7 +152,7 @@ def _launch(problem: MoEProblem, num_stages: int, operands: _Operands) -> Launch
         TABLE_BYTES=sizes.tables,
         EMAX=scale_rule.emax,
         THRESHOLD=scale_rule.threshold,
-        ACTIVATION=_ACTIVATIONS.index(options.activation.name),
+        ACTIVATION=ACTIVATIONS.index(options.activation.name),
         WEIGHT_FIRST=int(options.apply_router_weight_on_input),
         **operands.macros,
         num_warps=WARPS,

@@ -11,6 +11,8 @@ from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
 from ...formats.token import FP8_TOKEN
 
+ACTIVATIONS = ("silu", "swiglu", "gelu", "gelu_tanh", "clamped_silu", "situ_v2")
+"""Names of those that the kernel has, in the order of its macros."""
 SLOTS = 32
 """Slots of all tokens at most: lanes of a warp."""
 TEAM = 4
@@ -125,6 +127,8 @@ def unsupported(problem: MoEProblem) -> str | None:
         return f"serves at most {SLOTS} slots"
     if options.activation_format == FP8_TOKEN:
         return "sees no whole row of features, whose scale fp8_token needs"
+    if options.activation.name not in ACTIVATIONS:
+        return f"has the activations {', '.join(ACTIVATIONS)}"
     if options.combine is Combine.FLAT:
         return "adds up the rows of a token"
     if options.apply_router_weight_on_input and problem.top_k > 1:

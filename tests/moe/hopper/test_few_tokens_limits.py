@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
 from mxpert.core import cuda_kernel
-from mxpert.core.problem import Combine, Target
+from mxpert.core.problem import Combine, SwiGLU, Target
 from mxpert.moe.hopper import few_tokens_limits as few
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from support.devices import HOPPER_CARDS
@@ -87,6 +87,9 @@ def test_what_needs_two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no room" in str(why(MoEShape(40960, 2048, 16, 4), 1, "bf16"))
     few_sms = replace(describe(shape, 1, "bf16"), target=replace(H200, num_sms=3))
     assert "4 to 256 SMs" in str(few.unsupported(few_sms))
+    monkeypatch.setattr(few, "ACTIVATIONS", ("silu",))
+    assert "activations silu" in str(why(replace(shape, activation=SwiGLU()), 1, "bf16"))
+    monkeypatch.undo()
     monkeypatch.setattr(few, "missing_compiler", lambda: "needs cuda-core (pip install cuda-core)")
     assert "pip install cuda-core" in str(why(shape, 1, "bf16"))
 
