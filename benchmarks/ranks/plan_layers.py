@@ -22,9 +22,13 @@ from benchmarks import ROOT
 from benchmarks.harness.document import Row
 from benchmarks.harness.script import RESULTS, bare_parser
 from mxpert.core.files import write_atomically
+from mxpert.formats.token import FP8_TOKEN
 
 SOURCES = ("nvidia-h200/moe.json", "nvidia-h200/routing.json")
 TARGET = ROOT / "mxpert" / "distributed" / "planner" / "measured_layers.json"
+ONE_LAUNCH_TOKENS = 4
+"""Layers of up to as many tokens take one launch, with all activations but FP8_TOKEN. They tell
+nothing of layers in two stages, which ranks that receive rows run; they are left out."""
 COLUMNS = ("model", "activation", "E", "k", "H", "F", "T", "hit", "us")
 
 
@@ -63,6 +67,8 @@ def collect(layers: Row, routing: Row) -> Row:
     found = []
     for row in layers["rows"]:
         if (row["impl"], row["stage"], row["routing"]) != ("mxpert", "layer", "uniform"):
+            continue
+        if row["T"] <= ONE_LAUNCH_TOKENS and row["activation"] != FP8_TOKEN:
             continue
         us = row["us"] - topk_us(by_op["route_topk"], row["E"], row["k"], row["T"])
         found.append([*(row[name] for name in COLUMNS[:-1]), round(us, 2)])

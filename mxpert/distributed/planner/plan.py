@@ -28,6 +28,7 @@ import torch
 
 from ...core.problem import ACTIVATION_FORMATS, ActivationFormat, parse_activation_format
 from ...errors import message, require
+from ...formats.token import FP8_TOKEN
 from ..placement import contiguous_bounds
 from .load import choice_probabilities, expected_maximum
 
@@ -195,7 +196,7 @@ class MeasuredLayers:
         self.rows = [
             dict(zip(document["columns"], values, strict=True)) for values in document["layers"]
         ]
-        self.fixed_us: dict[str, float] = {name: self._fixed(name) for name in ACTIVATION_FORMATS}
+        self.fixed_us = self._fixed()
         self.curves: dict[str, list[_Curve]] = {
             name: self._curves(name) for name in ACTIVATION_FORMATS
         }
@@ -217,12 +218,15 @@ class MeasuredLayers:
         weights, rows = 3 * row["H"] * row["F"], row["T"] * row["k"] / row["hit"]
         return float(row["hit"] * self._roof_us(weights, rows, row["activation"]))
 
-    def _fixed(self, activation_format: str) -> float:
-        """Launches and other fixed costs: what one token takes beyond reading its experts."""
+    def _fixed(self) -> float:
+        """Launches and other fixed costs: what one token takes beyond reading its experts.
+
+        Of FP8_TOKEN, which takes two stages for one token, too; the others take one launch there.
+        """
         rest = [
             row["us"] - self._row_roof_us(row)
             for row in self.rows
-            if row["T"] == 1 and row["activation"] == activation_format
+            if row["T"] == 1 and row["activation"] == FP8_TOKEN
         ]
         return float(np.median(rest))
 
@@ -232,7 +236,7 @@ class MeasuredLayers:
             if row["activation"] == activation_format:
                 key = (row["model"], row["E"], row["H"], row["F"])
                 rows = row["T"] * row["k"] / row["hit"]
-                slowdown = (row["us"] - self.fixed_us[activation_format]) / self._row_roof_us(row)
+                slowdown = (row["us"] - self.fixed_us) / self._row_roof_us(row)
                 found.setdefault(key, []).append((math.log(rows), slowdown))
         return [
             _Curve(*key, *(tuple(column) for column in zip(*sorted(points), strict=True)))
@@ -379,7 +383,7 @@ def _local_layers(
     slope = (more - times) / ((steps - 1) * counts)
     varied_rows = (rows * (1 - chosen) + rows**2) / hit - (rows / hit) ** 2  # of experts with rows
     variance = times**2 * hit * (1 - hit) + hit * slope**2 * varied_rows
-    fixed = layers.fixed_us[activation_format]
+    fixed = layers.fixed_us
     ranks = list(itertools.pairwise(bounds))
     means = torch.stack([(times * hit)[a:b].sum() for a, b in ranks]) + fixed
     deviations = torch.stack([variance[a:b].sum().sqrt() for a, b in ranks])
