@@ -18,6 +18,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SMALL = ("numpy", "safetensors", "typer", "rich")
+CUDA = {"cuda-core": "1.99"}
+"""What NVIDIA GPUs alone need."""
 ROCM = {"torch": ("2.13.0+rocm7.0", "triton-rocm==3.7.1"), "triton-rocm": ("3.7.1", None)}
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is required on Linux alone")
@@ -43,6 +45,8 @@ def packages(tmp_path: Path) -> Path:
     """Stand-ins for every dependency, at versions inside and outside of the bounds."""
     for name in SMALL:
         write_wheel(tmp_path, name, "99.0")
+    for version in ("0.7", "1.99", "2.0"):
+        write_wheel(tmp_path, "cuda-core", version)
     for version in ("3.5.0", "3.6.0", "3.9.0", "3.9.1", "3.10.0"):
         write_wheel(tmp_path, "triton", version)
     return tmp_path
@@ -81,7 +85,8 @@ def test_pip_takes_the_newest_release_inside_the_bounds(packages: Path) -> None:
     for version in ("2.10.0", "2.11.0", "2.15.2", "2.16.0"):
         write_wheel(packages, "torch", version)
     found = resolve(packages, *PROJECT["dependencies"])
-    assert found == {"torch": "2.15.2", "triton": "3.9.1"} | dict.fromkeys(SMALL, "99.0")
+    small = dict.fromkeys(SMALL, "99.0")
+    assert found == {"torch": "2.15.2", "triton": "3.9.1"} | CUDA | small
 
 
 def test_the_pins_belong_together(packages: Path) -> None:
@@ -114,7 +119,7 @@ def test_the_guide_for_rocm_leaves_its_triton_alone(packages: Path) -> None:
     assert commands[0] == "--no-deps ."
     named = commands[1].split()
     required = {re.split(r"[<>=;]", each)[0].strip() for each in PROJECT["dependencies"]}
-    assert set(named) == required - {"torch", "triton"}
+    assert set(named) == required - {"torch", "triton", *CUDA}
     found = resolve(packages, "torch", *named)
     assert found == {"torch": "2.13.0+rocm7.0", "triton-rocm": "3.7.1"} | dict.fromkeys(
         SMALL, "99.0"

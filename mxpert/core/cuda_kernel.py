@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import inspect
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -23,30 +22,12 @@ from triton.runtime.driver import driver
 
 from ..errors import message
 from .binary import binary_of
+from .cuda_compiler import COMPILER, missing_compiler
 
-COMPILER = "cuda-core"
-"""The package that holds the compiler's interface."""
-_OLDEST = 1
-"""Its oldest major version that pyproject.toml admits."""
 _OPTIONS = ("num_warps", "shared", "launch_cooperative_grid", "launch_pdl", "enable_fp_fusion")
 """Launch options; other arguments that are no parameters of the kernel are macros."""
 _SCRATCH = dict.fromkeys(("global_scratch_size", "profile_scratch_size"), 0)
 _SCRATCH |= dict.fromkeys(("global_scratch_align", "profile_scratch_align"), 1)
-
-
-@functools.cache
-def missing_compiler() -> str | None:
-    """What is not installed of what compiles these kernels, as a phrase; None if all is there."""
-    for module, package in (("cuda.core", COMPILER), ("cuda.bindings", "cuda-bindings")):
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:  # not even the package `cuda`
-            found = None
-        if found is None:
-            return f"needs {package} (pip install {package})"
-    if int(version(COMPILER).split(".")[0]) < _OLDEST:
-        return f"needs {COMPILER} {_OLDEST}.0 or newer (pip install -U {COMPILER})"
-    return None
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import cuda.core
 import pytest
 from triton import knobs
 
-from mxpert.core import cuda_kernel
+from mxpert.core import cuda_compiler
 from mxpert.core.cuda_kernel import CudaKernel
 from support.launches import without_device
 
@@ -67,10 +67,10 @@ def test_an_error_in_the_source_is_shown(tmp_path: Path) -> None:
 def test_a_missing_or_old_compiler_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_kernel, "version", lambda name: "0.7.0")
-    cuda_kernel.missing_compiler.cache_clear()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.7.0")
+    cuda_compiler.missing_compiler.cache_clear()
     with pytest.raises(RuntimeError, match=r"cuda-core 1\.0 or newer"):
         kernel(tmp_path).compile({"FACTOR": 2, **OPTIONS})
     monkeypatch.undo()
-    cuda_kernel.missing_compiler.cache_clear()
-    assert cuda_kernel.missing_compiler() is None
+    cuda_compiler.missing_compiler.cache_clear()
+    assert cuda_compiler.missing_compiler() is None

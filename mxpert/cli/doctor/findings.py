@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...core import cuda_compiler
 from ...core.problem import Target
 from ...core.toolchain import toolchain
 from ...distributed.links import Links, TransportState
@@ -184,9 +185,7 @@ def _examine_cuda_compiler(target: Target) -> list[Finding]:
     """What compiles the kernels in CUDA C++: on NVIDIA GPUs of a kind that has such kernels."""
     if target.arch != "sm_90":
         return []
-    from ...core import cuda_kernel  # it imports Triton
-
-    name, reason = cuda_kernel.COMPILER, cuda_kernel.missing_compiler()
+    name, reason = cuda_compiler.COMPILER, cuda_compiler.missing_compiler()
     if reason is None:
         return [Finding(name, package_version(name) or "absent", OK, section=COMPILER)]
     note = f"layers of one to four tokens take several launches: the fast kernel {reason}"

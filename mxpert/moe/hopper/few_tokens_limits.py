@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ...core.cuda_kernel import missing_compiler
+from ...core.cuda_compiler import missing_compiler
 from ...core.problem import Combine, MoEProblem
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4

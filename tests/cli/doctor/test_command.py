@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from mxpert.cli import main, report
 from mxpert.cli.doctor import command, findings, operations
 from mxpert.cli.doctor.findings import BROKEN, OK, WARNING, Finding
-from mxpert.core import cuda_kernel
+from mxpert.core import cuda_compiler
 from mxpert.core.problem import Target
 from mxpert.core.target import detect_target, on_device
 from mxpert.core.toolchain import Toolchain
@@ -173,11 +173,13 @@ def test_a_missing_compiler_of_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert found("sm_90") == [(OK, "")]
     assert found("gfx950") == []
-    monkeypatch.setattr(cuda_kernel, "missing_compiler", lambda: "needs cuda-core (pip install x)")
+    monkeypatch.setattr(
+        cuda_compiler, "missing_compiler", lambda: "needs cuda-core (pip install x)"
+    )
     ((state, note),) = found("sm_90")
     assert state == WARNING
     assert "one to four tokens" in note
-    assert note.endswith("needs cuda-core (pip install x)")
+    assert note.endswith("needs x (pip install x)")
 
 
 def test_emulation_names_the_remedy_of_a_cache_that_cannot_be_written(

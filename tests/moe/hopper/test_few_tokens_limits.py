@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
-from mxpert.core import cuda_kernel
+from mxpert.core import cuda_compiler
 from mxpert.core.problem import Combine, SwiGLU, Target
 from mxpert.moe.hopper import few_tokens_limits as few
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
@@ -95,17 +95,17 @@ def test_what_needs_two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert cuda_kernel.missing_compiler() is None
+    assert cuda_compiler.missing_compiler() is None
     for module, package in (("cuda.core", "cuda-core"), ("cuda.bindings", "cuda-bindings")):
         monkeypatch.setattr(
-            cuda_kernel.importlib.util,
+            cuda_compiler.importlib.util,
             "find_spec",
             lambda name, absent=module: None if name == absent else find_spec(name),
         )
-        cuda_kernel.missing_compiler.cache_clear()
-        assert f"pip install {package}" in str(cuda_kernel.missing_compiler())
+        cuda_compiler.missing_compiler.cache_clear()
+        assert f"pip install {package}" in str(cuda_compiler.missing_compiler())
         monkeypatch.undo()
-    cuda_kernel.missing_compiler.cache_clear()
+    cuda_compiler.missing_compiler.cache_clear()
 
 
 def test_units_have_their_sizes() -> None:
