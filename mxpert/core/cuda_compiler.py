@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 
 COMPILER = "cuda-core"
 """The package that holds the compiler's interface."""
@@ -13,7 +14,7 @@ _OLDEST = 1
 @functools.cache
 def missing_compiler() -> str | None:
     """What is not installed of what compiles these kernels, as a phrase; None if all is there."""
-    import importlib.metadata  # takes time that `import mxpert` need not take
+    from importlib.metadata import version  # takes time that `import mxpert` need not take
 
     for module, package in (("cuda.core", COMPILER), ("cuda.bindings", "cuda-bindings")):
         try:
@@ -22,6 +23,6 @@ def missing_compiler() -> str | None:
             found = None
         if found is None:
             return f"needs {package} (pip install {package})"
-    if int(importlib.metadata.version(COMPILER).split(".")[0]) < _OLDEST:
+    if int(version(COMPILER).split(".")[0]) < _OLDEST:
         return f"needs {COMPILER} {_OLDEST}.0 or newer (pip install -U {COMPILER})"
     return None
