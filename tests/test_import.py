@@ -31,7 +31,8 @@ def imported_by(statement: str) -> tuple[set[str], float]:
     """Modules that a statement loads in a process that has torch, and its seconds of CPU time."""
     done = subprocess.run(
         [sys.executable, "-c", MODULES.format(statement=statement)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        # empty: byte code is written, as where a user imports the package for the second time
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": ""},
         capture_output=True,
         text=True,
         check=True,
