@@ -23,12 +23,10 @@ from benchmarks.harness.document import Row
 from benchmarks.harness.script import RESULTS, bare_parser
 from mxpert.core.files import write_atomically
 from mxpert.formats.token import FP8_TOKEN
+from mxpert.moe.hopper.config import ONE_LAUNCH_TOKENS
 
 SOURCES = ("nvidia-h200/moe.json", "nvidia-h200/routing.json")
 TARGET = ROOT / "mxpert" / "distributed" / "planner" / "measured_layers.json"
-ONE_LAUNCH_TOKENS = 4
-"""Layers of up to as many tokens take one launch, with all activations but FP8_TOKEN. They tell
-nothing of layers in two stages, which ranks that receive rows run; they are left out."""
 COLUMNS = ("model", "activation", "E", "k", "H", "F", "T", "hit", "us")
 
 
@@ -59,7 +57,11 @@ def sort_ns(rows: Sequence[Row]) -> float:
 
 
 def collect(layers: Row, routing: Row) -> Row:
-    """The document that the planner reads."""
+    """The document that the planner reads.
+
+    Layers in one launch tell nothing of layers in two stages, which ranks that receive rows run.
+    So layers of up to ONE_LAUNCH_TOKENS are left out, but with FP8_TOKEN, which has two stages.
+    """
     by_op = {
         name: [row for row in routing["device_rows"] if row["op"] == name]
         for name in ("route_topk", "make_routing_plan")

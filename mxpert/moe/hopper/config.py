@@ -24,6 +24,7 @@ from .tile_limits import (
     prefill_shapes,
     takes_bfloat16_rows,
     tile_limits,
+    uses_hi_lo,
 )
 
 
@@ -105,7 +106,7 @@ class HopperGemmConfig(StageConfig):
 _FEW_TOKENS_STAGES, _MOST_FEW_TOKENS_STAGES = 5, 8
 """Stages of its ring for one or two tokens, and for more. More stages fill the queues of the
 memory, so that the first ones arrive later; long streams gain from them."""
-_ONE_LAUNCH_TOKENS = 4
+ONE_LAUNCH_TOKENS = 4
 """Tokens up to which one launch is the faster. Eight take 1.3 times as long as two stages."""
 
 STAGE_OPS = (Op.MOE_GATE_UP, Op.MOE_DOWN)
@@ -259,11 +260,6 @@ def mode_of(problem: MoEProblem) -> str:
     return "; ".join(modes)
 
 
-def uses_hi_lo(problem: MoEProblem) -> bool:
-    """Whether activations are encoded as hi and lo rows (bf16 activations)."""
-    return problem.options.activation_format == "bf16"
-
-
 def decode_ctas(problem: MoEProblem) -> int:
     """Number of CTAs of the decode kernel; all are resident."""
     return DECODE_CTAS_PER_SM * problem.target.num_sms
@@ -357,7 +353,7 @@ def _prefers_one_launch(problem: MoEProblem) -> bool:
     """Whether a layer takes less time in one launch."""
     if few_tokens.unsupported(problem) or problem.num_sms is not None:  # it has no persistent grid
         return False
-    return problem.num_tokens <= _ONE_LAUNCH_TOKENS
+    return problem.num_tokens <= ONE_LAUNCH_TOKENS
 
 
 def two_stage_heuristic(problem: MoEProblem) -> MoEConfig:

@@ -10,6 +10,7 @@ from ...core.problem import Combine, MoEProblem
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
 from ...formats.token import FP8_TOKEN
+from .tile_limits import uses_hi_lo
 
 ACTIVATIONS = ("silu", "swiglu", "gelu", "gelu_tanh", "clamped_silu", "situ_v2")
 """Names of those that the kernel has, in the order of its macros."""
@@ -54,11 +55,6 @@ class Sizes:
     items: int
     tables: int
     shared: int
-
-
-def is_narrow(problem: MoEProblem) -> bool:
-    """Whether a token has one column: its rows are e4m3, not two parts of bfloat16."""
-    return problem.options.activation_format != "bf16"
 
 
 def units_of(problem: MoEProblem) -> dict[str, int]:
@@ -120,7 +116,7 @@ def unsupported(problem: MoEProblem) -> str | None:
     options = problem.options
     if problem.weight_format != MXFP4.name:
         return "multiplies MXFP4 weights"
-    columns = _COLUMNS if is_narrow(problem) else _COLUMNS // 2
+    columns = _COLUMNS // 2 if uses_hi_lo(problem) else _COLUMNS
     if not 1 <= problem.num_tokens <= columns:
         return f"serves 1 to {columns} tokens"
     if problem.num_tokens * problem.top_k > SLOTS:

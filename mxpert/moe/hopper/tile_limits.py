@@ -128,6 +128,11 @@ _DATA_SHEETS = {r"\bH20\b": (296e12, 4.0e12)}
 the driver does not tell the first."""
 
 
+def uses_hi_lo(problem: MoEProblem) -> bool:
+    """Whether activations are encoded as hi and lo rows (bf16 activations)."""
+    return problem.options.activation_format == "bf16"
+
+
 def takes_bfloat16_rows(hi_lo: bool, weight_format: str) -> bool:
     """Whether the prefill kernel multiplies bfloat16 rows.
 
