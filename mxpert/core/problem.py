@@ -299,6 +299,8 @@ class MoEProblem:
         local_top_k: how many ids of a token name an expert of this rank, on average over tokens
             that spread evenly over all experts; None if all of them do.
         weight_format: name of the weights' format: "mxfp4", "mxfp8_e4m3", "nvfp4", "int4_g32", …
+        routing: how the layer chooses experts from logits; None: it is given ids.
+        num_routed: experts among which it chooses, those of all ranks; 0 where it is given ids.
     """
 
     op: Op
@@ -313,6 +315,8 @@ class MoEProblem:
     routing_block_m: int = 0
     local_top_k: float | None = None
     weight_format: str = field(default="mxfp4", hash=False)
+    routing: TopKOptions | None = field(default=None, hash=False)
+    num_routed: int = field(default=0, hash=False)
 
     @property
     def formats(self) -> str:
@@ -322,6 +326,14 @@ class MoEProblem:
         """
         copy = WITH_FP8 if self.weight_layout.has_fp8_codes else ""
         return f"{self.options.activation_format}x{self.weight_format}{copy}"
+
+    @property
+    def choice(self) -> TopKProblem | None:
+        """How the layer chooses experts, as a problem of its own; None if it is given ids."""
+        if self.routing is None:
+            return None
+        sizes = self.num_tokens, self.top_k, self.num_routed
+        return TopKProblem(Op.ROUTE_TOPK, self.target, *sizes, self.routing)
 
     @property
     def num_sms(self) -> int | None:

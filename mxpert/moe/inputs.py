@@ -38,6 +38,29 @@ class FusedMoEInputs:
 
 
 @op_inputs
+class LogitsInputs:
+    """Inputs of FUSED_MOE where the layer chooses the experts itself (`MoEProblem.routing`).
+
+    Args:
+        logits: of the router, [T, E] over all experts: those of `expert_map`, if there is one.
+        correction_bias: float32 [E], added to the scores for the choice only.
+        x, weights, expert_map, num_local_tokens, out: as in `FusedMoEInputs`.
+    """
+
+    x: Operand
+    weights: MoEWeights
+    logits: torch.Tensor
+    correction_bias: torch.Tensor | None = None
+    expert_map: torch.Tensor | None = None
+    num_local_tokens: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+
+
+LayerInputs = FusedMoEInputs | LogitsInputs
+"""What a kernel of FUSED_MOE takes: ids, or logits from which it chooses them."""
+
+
+@op_inputs
 class GateUpInputs:
     """Inputs of MOE_GATE_UP.
 
@@ -65,7 +88,7 @@ class DownInputs:
     out: torch.Tensor | None = None
 
 
-LayerKernel = KernelSpec[MoEProblem, Any, FusedMoEInputs, torch.Tensor]
+LayerKernel = KernelSpec[MoEProblem, Any, LayerInputs, torch.Tensor]
 """A kernel of FUSED_MOE. Any: a MoEConfig, or a ReferenceConfig."""
 
 LayerLaunch = Launchable[MoEProblem, Any, FusedMoEInputs, torch.Tensor]

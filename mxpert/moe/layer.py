@@ -21,6 +21,7 @@ from ..core.problem import (
     Op,
     QuantizeProblem,
     RoutingProblem,
+    TopKProblem,
     kernel_parameters,
 )
 from ..core.target import current_device
@@ -30,11 +31,11 @@ from ..formats.token import FP8_TOKEN
 from ..formats.weight_tensor import WeightLike
 from ..quantize.inputs import QuantizeInputs
 from ..quantize.triton import QUANTIZE
-from ..routing.inputs import PlanInputs
+from ..routing.inputs import PlanInputs, TopKInputs
 from ..routing.plan import RoutingPlan
-from ..routing.triton import PLAN, PlanConfig
+from ..routing.triton import PLAN, TOPK, PlanConfig, TopKConfig
 from .combine import combine_slots
-from .inputs import DownInputs, FusedMoEInputs, GateUpInputs
+from .inputs import DownInputs, FusedMoEInputs, GateUpInputs, LayerInputs
 from .token_rows import CodedRows, quantize_tokens
 from .weights import MoEWeights
 
@@ -70,7 +71,7 @@ class TwoStageLayer:
 
     def unsupported(self, problem: MoEProblem) -> str | None:
         """Why the kernels cannot serve `problem`; None if they can."""
-        return self._gate_up.unsupported(problem)
+        return self._gate_up.unsupported(problem) or _routing_unsupported(problem)
 
     def configs(self, problem: MoEProblem) -> Iterator[MoEConfig]:
         """Valid configs, including the heuristic's."""
@@ -93,7 +94,7 @@ class TwoStageLayer:
         return replace(config, gate_up=stages[0], down=stages[1])
 
     def launch(
-        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs
+        self, problem: MoEProblem, config: MoEConfig, inputs: LayerInputs
     ) -> torch.Tensor:
         """Return [T, H] in ``options.out_dtype``, or `out`; launch nothing if T = 0."""
         weights, expert_map = inputs.weights, inputs.expert_map
@@ -104,15 +105,12 @@ class TwoStageLayer:
                 (0, weights.hidden_size), dtype=problem.options.out_dtype, device=weights.device
             )
         num_global = problem.num_experts if expert_map is None else expert_map.shape[0]
-        routed = PlanInputs(
-            inputs.topk_weights,
-            inputs.topk_ids,
-            expert_map,
-            inputs.num_local_tokens,
-            inputs.arrivals,
+        given = routed(problem, inputs)
+        to_sort = PlanInputs(
+            given.topk_weights, given.topk_ids, expert_map, given.num_local_tokens, given.arrivals
         )
-        plan = PLAN.launch(*_layer_routing(problem, num_global, config.routing_block_m), routed)
-        return self.stages(problem, config, inputs, plan)
+        plan = PLAN.launch(*_layer_routing(problem, num_global, config.routing_block_m), to_sort)
+        return self.stages(problem, config, given, plan)
 
     def stages(
         self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs, plan: RoutingPlan
@@ -123,6 +121,37 @@ class TwoStageLayer:
         h = self._gate_up.run(problem, config.gate_up, first, num_rows)
         second = DownInputs(h, weights, plan, inputs.out)
         return self._down.launch(problem, config.down, second)
+
+
+def routed(problem: MoEProblem, inputs: LayerInputs) -> FusedMoEInputs:
+    """Inputs with ids: as they are, or with those that a top-k launch chooses from the logits."""
+    if isinstance(inputs, FusedMoEInputs):
+        return inputs
+    logits = TopKInputs(inputs.logits, inputs.correction_bias)
+    topk_weights, topk_ids = TOPK.launch(*_layer_choice(problem), logits)
+    return FusedMoEInputs(
+        inputs.x,
+        inputs.weights,
+        topk_weights,
+        topk_ids,
+        inputs.expert_map,
+        inputs.num_local_tokens,
+        inputs.out,
+    )
+
+
+def _routing_unsupported(problem: MoEProblem) -> str | None:
+    """Why the top-k kernel cannot choose the experts of a layer; None if it can or need not."""
+    choice = problem.choice
+    return None if choice is None else TOPK.unsupported(choice)
+
+
+@functools.lru_cache(CACHED_LAUNCHES)
+def _layer_choice(problem: MoEProblem) -> tuple[TopKProblem, TopKConfig]:
+    """Problem and config of the choice of experts of a layer that is given logits."""
+    choice = problem.choice
+    assert choice is not None  # for the type checker: the layer is given logits
+    return choice, TOPK.heuristic(choice)
 
 
 @functools.lru_cache(CACHED_LAUNCHES)

@@ -38,10 +38,10 @@ from ..formats.tensor import Layout, MXTensor, Operand
 from ..formats.token import FP8_TOKEN, quantize_token_rows
 from ..formats.weight_tensor import WeightLike, WeightTensor
 from ..quantize.reference import WeightDecoder
-from ..routing.inputs import PlanInputs
+from ..routing.inputs import PlanInputs, TopKInputs
 from ..routing.plan import TOKEN_MASK, RoutingPlan
-from ..routing.reference import PLAN
-from .inputs import DownInputs, FusedMoEInputs, GateUpInputs
+from ..routing.reference import PLAN, TOPK
+from .inputs import DownInputs, FusedMoEInputs, GateUpInputs, LayerInputs
 from .weights import gate_up_rows
 
 
@@ -265,9 +265,10 @@ class FusedMoE(_MoEKernel):
         return super().unsupported(problem)
 
     def launch(
-        self, problem: MoEProblem, config: ReferenceConfig, inputs: FusedMoEInputs
+        self, problem: MoEProblem, config: ReferenceConfig, inputs: LayerInputs
     ) -> torch.Tensor:
         """Return [T, H], or `out`."""
+        topk_weights, topk_ids = _routed(problem, inputs)
         weights, expert_map, out = inputs.weights, inputs.expert_map, inputs.out
         num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
         routing = RoutingProblem(
@@ -279,13 +280,21 @@ class FusedMoE(_MoEKernel):
             weights.num_experts,
             config.routing_block_m,
         )
-        routed = PlanInputs(
-            inputs.topk_weights, inputs.topk_ids, expert_map, inputs.num_local_tokens
-        )
+        routed = PlanInputs(topk_weights, topk_ids, expert_map, inputs.num_local_tokens)
         plan = PLAN.launch(routing, PLAN.heuristic(routing), routed)
         h = GATE_UP.launch(problem, config, GateUpInputs(inputs.x, weights, plan))
         y = DOWN.launch(problem, config, DownInputs(h, weights, plan))
         return y if out is None else out.copy_(y)
+
+
+def _routed(problem: MoEProblem, inputs: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """topk_weights and topk_ids: those given, or the reference's choice from the logits."""
+    if isinstance(inputs, FusedMoEInputs):
+        return inputs.topk_weights, inputs.topk_ids
+    choice = problem.choice
+    assert choice is not None  # for the type checker: the layer is given logits
+    logits = TopKInputs(inputs.logits, inputs.correction_bias)
+    return TOPK.launch(choice, TOPK.heuristic(choice), logits)
 
 
 GATE_UP = GateUp()

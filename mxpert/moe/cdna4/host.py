@@ -19,7 +19,7 @@ from ...formats.spec import MX_BLOCK_SIZE, get_format
 from ...formats.tensor import MXTensor
 from ...routing.plan import RoutingPlan
 from ..finish import _moe_down_finish_kernel, _moe_gate_up_finish_kernel
-from ..inputs import DownInputs, FusedMoEInputs, GateUpInputs
+from ..inputs import DownInputs, FusedMoEInputs, GateUpInputs, LayerInputs
 from ..layer import (
     DownStage,
     GateUpStage,
@@ -28,6 +28,7 @@ from ..layer import (
     TwoStageLayer,
     gate_up_epilogue_arguments,
     gemm_rows,
+    routed,
 )
 from ..token_rows import CodedRows
 from ..weights import MoEWeights
@@ -329,13 +330,13 @@ class _Layer(TwoStageLayer):
     """
 
     def launch(
-        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs
+        self, problem: MoEProblem, config: MoEConfig, inputs: LayerInputs
     ) -> torch.Tensor:
         """See `TwoStageLayer.launch`."""
         most, total = heuristics.most_tokens(problem), problem.num_tokens
         if total <= most:
             return super().launch(problem, config, inputs)
-        out = inputs.out
+        given, out = routed(problem, inputs), inputs.out
         if out is None:
             shape, device = (total, problem.hidden_size), inputs.weights.device
             out = torch.empty(shape, dtype=problem.options.out_dtype, device=device)
@@ -343,7 +344,7 @@ class _Layer(TwoStageLayer):
         for first in range(0, total, size):
             part = slice(first, min(first + size, total))
             tokens = replace(problem, num_tokens=part.stop - first)
-            super().launch(tokens, config, _part_of(inputs, part, out[part]))
+            super().launch(tokens, config, _part_of(given, part, out[part]))
         return out
 
     def stages(
