@@ -1,4 +1,5 @@
-// A whole MoE layer for a few tokens in one launch, from expert ids to combined outputs.
+// A whole MoE layer for a few tokens in one launch, from the router's logits, or from expert ids, to
+// combined outputs.
 //
 // Such a layer takes the time to read the weights of the experts that the tokens hit. So nothing
 // here waits for another launch, and weights are read all the time.
@@ -20,7 +21,9 @@
 //     consumers: 16 warps in four warpgroups. They encode x, multiply, and add up outputs.
 //     producer: 1 warp. It works out the routing and copies weights to the ring.
 //     activation: 1 warp, a feature a lane.
-//     encoders: 2 warps. They collect and encode features, each those of half of the tokens.
+//     encoders: 2 warps. They collect and encode features: each those of half of the tokens, or of
+//         up to two tokens every other item.
+//     routers: these four warps at first, a token each, where logits are given.
 //
 // Barriers: two mbarriers a stage, and named ones.
 //     ready: 1 arrival, by the producer with the number of bytes of a stage.
@@ -31,13 +34,14 @@
 //     TABLES: all threads. The routing is known and x is encoded.
 //     ENCODE: the consumers, while they encode x, and when they add up outputs.
 //     END: the consumers and an encoder, which has listed the teams by then.
+//     CHOSEN, WEIGHED: the routers. Experts of all tokens are known, then their weights.
 //
 // Pipeline: STAGES stages of four units, one for each warpgroup: 64 rows x 128 codes (4096 bytes),
 //     256 bytes of shifts and 64 of row references. A unit of stage 1 has depth1 / 4 stages; in
 //     stage 2 a stage has four row units of an item.
 //
 // Timeline:
-//     producer: griddepcontrol.wait -> ids -> copies of stage 1 -> copies of stage 2.
+//     producer: griddepcontrol.wait -> experts -> copies of stage 1 -> copies of stage 2.
 //     consumers: griddepcontrol.wait -> x -> per unit: products, sums -> per row units and item:
 //         products -> sums of teams -> outputs.
 //     activation: per unit: sums -> features, published. encoders: per item: features, encoded.
@@ -46,12 +50,13 @@
 // (sets of four values of x a consumer thread and token), ROWS (how rows are encoded), X_CODED,
 // EMAX and THRESHOLD (the scale rule of bfloat16 that becomes MX), ACTIVATION, WEIGHT_FIRST,
 // IDS_64, MAPPED, WEIGHTS (of routing), BIAS_1, BIAS_2 and OUT (types), MAX_ITEMS (of a team),
-// TABLE_BYTES.
+// TABLE_BYTES; those of few_tokens_topk.cuh.
 
 constexpr int TEAM = 4, WARPGROUPS = 4, CONSUMER_WARPS = 4 * WARPGROUPS;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS, THREADS = CONSUMERS + 128;
 constexpr int PRODUCER = CONSUMER_WARPS, ACTIVATOR = PRODUCER + 1, ENCODER = ACTIVATOR + 1;
-constexpr int TABLES = 1, ENCODE = 2, END = 3;  // named barriers
+constexpr int TABLES = 1, ENCODE = 2, END = 3, CHOSEN = 4, WEIGHED = 5;  // named barriers
+constexpr int ROUTERS = THREADS - CONSUMERS;
 constexpr int UNIT = 128, UNIT_ROWS = 64, CODE_BYTES = 4096, SHIFT_BYTES = 256;
 constexpr int SHIFTS_AT = WARPGROUPS * CODE_BYTES, ROWS_AT = SHIFTS_AT + WARPGROUPS * SHIFT_BYTES;
 constexpr int STAGE_BYTES = ROWS_AT + WARPGROUPS * UNIT_ROWS;
@@ -61,7 +66,7 @@ constexpr int OWN = COLUMNS / 4;                    // tokens of a thread
 constexpr int PAIRS = (TOKENS + 1) / 2;             // of tokens, whose features share words
 constexpr int HELD_TOKENS = TOKENS < 4 ? TOKENS : 4;  // whose x is in registers at once
 constexpr int ENCODED_TOKENS = TOKENS < 4 ? TOKENS : TOKENS / 2;  // of an encoder; even, or all
-constexpr int ENCODERS = TOKENS < 4 ? 1 : 2;                     // of an item
+constexpr int ENCODERS = TOKENS < 4 ? 1 : 2;  // of an item; with one, two take turns
 constexpr int SLOTS = 32;
 
 struct Shared {
@@ -74,23 +79,26 @@ struct Shared {
     int experts[SLOTS];  // by rank among those that are hit
     u32 members[SLOTS];  // tokens of each, a bit each
     float weights[SLOTS][TOKENS];
+    int chosen[SLOTS];           // experts and weights that follow from logits
+    float chosen_weights[SLOTS];
     u64 teams[TOKENS];  // that have sums of a token, a bit each
 };
 
 static_assert(sizeof(Shared) <= TABLE_BYTES, "the host counts other bytes");
 
-// Arguments of the launch. x_stride, x_scale_stride: elements between tokens.
+// Arguments of the launch. x_stride, x_scale_stride, logits_stride: elements between tokens.
 struct Given {
     void *out;
     const u8 *codes1, *shifts1, *codes2, *shifts2, *reference1, *reference2;
     const void *bias1, *bias2, *x;
     const u8 *x_scale;
-    const void *topk_ids, *topk_weights;
+    const void *topk_ids, *topk_weights, *logits;
+    const float *correction_bias;
     const int *expert_map;
     u64 *published, *sums;  // features [SLOTS][PAIRS][depth2 * 128], sums [teams][TOKENS][hidden]
-    float p0, p1, p2;
+    float p0, p1, p2, scaling_factor;
     int num_tokens, top_k, num_global, hidden, features, rows1, depth1, rows2, depth2;
-    int x_stride, x_scale_stride;
+    int x_stride, x_scale_stride, logits_stride;
 };
 
 // First of `count` things that one of `of` takes.
@@ -124,6 +132,43 @@ struct Ring {
     }
 };
 
+// ---- Routers: a token a warp, the producer last.
+
+struct TokensRouter {
+    const Given &given;
+    Shared &s;
+    int first, lane;
+    bool lost[(TOKENS + 3) / 4];
+
+    DEVICE TokensRouter(const Given &given, Shared &s, int warp, int lane)
+        : given(given), s(s), first((warp - ENCODER) & 3), lane(lane) {}
+
+    DEVICE Router of(int token) const {
+        return {given.logits, (size_t)token * given.logits_stride, given.num_global, given.top_k};
+    }
+    DEVICE void choose() {
+#pragma unroll
+        for (int i = 0; i < (TOKENS + 3) / 4; i++) {
+            int token = first + 4 * i;
+            if (token >= given.num_tokens) continue;
+            int expert = of(token).choose(given.correction_bias, lane, lost[i]);
+            if (lane < given.top_k) s.chosen[token * given.top_k + lane] = expert;
+        }
+        __syncwarp();
+    }
+    DEVICE void weigh() const {
+#pragma unroll
+        for (int i = 0; i < (TOKENS + 3) / 4; i++) {
+            int token = first + 4 * i, slot = token * given.top_k + lane;
+            if (token >= given.num_tokens) continue;
+            int expert = lane < given.top_k ? s.chosen[slot] : 0;
+            float weight = of(token).weigh(expert, lost[i], given.scaling_factor, lane);
+            if (lane < given.top_k) s.chosen_weights[slot] = weight;
+        }
+        __syncwarp();
+    }
+};
+
 // ---- Producer.
 
 // The routing, by a warp with a slot a lane: `key` is its local expert, or -1.
@@ -137,9 +182,10 @@ DEVICE Slots find_experts(const Given &given, Shared &s, int lane) {
     Slots own = {lane / given.top_k, -1};
     own.weight = 0.0f;
     if (lane < given.num_tokens * given.top_k) {
-        long long id = IDS_64 ? ((const long long *)given.topk_ids)[lane]
-                              : (long long)((const int *)given.topk_ids)[lane];
-        own.weight = load_as<WEIGHTS>(given.topk_weights, lane);
+        long long id = LOGITS != NONE ? (long long)s.chosen[lane]
+                       : IDS_64       ? ((const long long *)given.topk_ids)[lane]
+                                      : (long long)((const int *)given.topk_ids)[lane];
+        if (LOGITS == NONE) own.weight = load_as<WEIGHTS>(given.topk_weights, lane);
         if (id >= 0 && id < given.num_global) own.key = MAPPED ? given.expert_map[id] : (int)id;
     }
     u32 peers = __match_any_sync(ALL, own.key), leader = __ffs(peers) - 1;
@@ -161,18 +207,25 @@ DEVICE Slots find_experts(const Given &given, Shared &s, int lane) {
 }
 
 // List the weights of tokens, of equal ids their sum, and let the other warps go on.
-DEVICE void list_weights(const Given &given, Shared &s, const Slots &own, int lane) {
-    float total = 0.0f;
+DEVICE void list_weights(const Given &given, Shared &s, const TokensRouter &router,
+                         const Slots &own, int lane) {
+    float total = 0.0f, own_weight = own.weight;
+    if (LOGITS != NONE) {
+        router.weigh();
+        sync_threads<WEIGHED, ROUTERS>();
+        if (lane < given.num_tokens * given.top_k) own_weight = s.chosen_weights[lane];
+    }
     for (int i = 0; i < given.top_k; i++) {
         int other = (own.token * given.top_k + i) % SLOTS;
-        float weight = __shfl_sync(ALL, own.weight, other);
+        float weight = __shfl_sync(ALL, own_weight, other);
         if (own.same >> other & 1) total += weight;
     }
     if (own.key >= 0 && __ffs(own.same) - 1 == lane) s.weights[own.rank][own.token] = total;
     signal_threads<TABLES, THREADS>();
 }
 
-DEVICE void produce(const Given &given, Shared &s, Ring ring, int lane) {
+DEVICE void produce(const Given &given, Shared &s, const TokensRouter &router, Ring ring,
+                    int lane) {
     Slots slots = find_experts(given, s, lane);
     Part part(given, s.hit);
     u64 policy = read_once();
@@ -197,11 +250,11 @@ DEVICE void produce(const Given &given, Shared &s, Ring ring, int lane) {
                 copy(to + ROWS_AT, given.reference1 + row_unit * UNIT_ROWS, UNIT_ROWS, ready,
                      policy);
             ring.advance();
-            if (!listed && ring.stage == 0) listed = true, list_weights(given, s, slots, lane);
+            if (!listed && ring.stage == 0) listed = true, list_weights(given, s, router, slots, lane);
         }
         if (++row == given.rows1) row = 0, rank++;
     }
-    if (!listed) list_weights(given, s, slots, lane);
+    if (!listed) list_weights(given, s, router, slots, lane);
     for (int row = part.first_row; row < part.last_row; row += WARPGROUPS) {
         int count = min(WARPGROUPS, part.last_row - row), own = lane % WARPGROUPS;
         int rank = part.first_item / given.depth2, d = part.first_item % given.depth2;
@@ -623,15 +676,18 @@ struct Consumer {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) _moe_few_tokens_kernel(
     void *out, const u8 *codes1, const u8 *shifts1, const u8 *codes2, const u8 *shifts2,
     const u8 *reference1, const u8 *reference2, const void *bias1, const void *bias2, const void *x,
-    const u8 *x_scale, const void *topk_ids, const void *topk_weights, const int *expert_map,
-    int *launches, u64 *published, u64 *sums, float p0, float p1, float p2, int num_tokens,
-    int top_k, int num_global, int hidden, int features, int rows1, int depth1, int rows2,
-    int depth2, int x_stride, int x_scale_stride, void *, void *) {
-    const Given given = {out,        codes1,  shifts1,      codes2,     shifts2,    reference1,
-                         reference2, bias1,   bias2,        x,          x_scale,    topk_ids,
-                         topk_weights, expert_map, published, sums,     p0,         p1,
-                         p2,         num_tokens, top_k,     num_global, hidden,     features,
-                         rows1,      depth1,  rows2,        depth2,     x_stride,   x_scale_stride};
+    const u8 *x_scale, const void *topk_ids, const void *topk_weights, const void *logits,
+    const float *correction_bias, const int *expert_map, int *launches, u64 *published, u64 *sums,
+    float p0, float p1, float p2, float scaling_factor, int num_tokens, int top_k, int num_global,
+    int hidden, int features, int rows1, int depth1, int rows2, int depth2, int x_stride,
+    int x_scale_stride, int logits_stride, void *, void *) {
+    const Given given = {out,          codes1,         shifts1,    codes2,         shifts2,
+                         reference1,   reference2,     bias1,      bias2,          x,
+                         x_scale,      topk_ids,       topk_weights, logits, correction_bias,
+                         expert_map,   published,      sums,       p0,             p1,
+                         p2,           scaling_factor, num_tokens, top_k,          num_global,
+                         hidden,       features,       rows1,      depth1,         rows2,
+                         depth2,       x_stride,       x_scale_stride, logits_stride};
     extern __shared__ __align__(1024) u8 memory[];
     int padded_units = (depth1 + WARPGROUPS - 1) / WARPGROUPS * WARPGROUPS;  // zeros fill a stage
     u8 *x_operand = memory + STAGES * STAGE_BYTES;
@@ -659,11 +715,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) _moe_few_tokens_kernel(
     asm volatile("ld.volatile.global.s32 %0, [%1];" : "=r"(launch) : "l"(counted) : "memory");
     launch++;  // the same number in all CTAs
     Ring ring = {shared_address(memory), 0, 0};
-    if (warp == PRODUCER) {
-        produce(given, s, ring, lane);
-        return;
-    }
-    if (warp >= ACTIVATOR) {
+    if (warp >= PRODUCER) {
+        TokensRouter router(given, s, warp, lane);
+        if (LOGITS != NONE) {
+            router.choose();
+            sync_threads<CHOSEN, ROUTERS>();
+        }
+        if (warp == PRODUCER) {
+            produce(given, s, router, ring, lane);
+            return;
+        }
+        if (LOGITS != NONE) {
+            router.weigh();
+            signal_threads<WEIGHED, ROUTERS>();
+        }
         sync_threads<TABLES, THREADS>();
         if (warp == ACTIVATOR) {
             make_features(given, s, launch, lane);
@@ -671,10 +736,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) _moe_few_tokens_kernel(
         }
         Part part(given, s.hit);
         if (warp > ENCODER) list_teams(given, s, part, lane);
-        for (int i = 0; i < part.items; i++) {
+        bool in_turns = ENCODERS == 1, halves = !in_turns && warp > ENCODER;
+        for (int i = in_turns ? warp - ENCODER : 0; i < part.items; i += in_turns ? 2 : 1) {
             u32 operand = shared_address(h_operand + i * OPERAND_BYTES);
-            if (warp == ENCODER) encode_item<0>(given, s, part, operand, i, launch, lane);
-            else encode_item<ENCODED_TOKENS>(given, s, part, operand, i, launch, lane);
+            if (halves) encode_item<ENCODED_TOKENS>(given, s, part, operand, i, launch, lane);
+            else encode_item<0>(given, s, part, operand, i, launch, lane);
         }
         return;
     }

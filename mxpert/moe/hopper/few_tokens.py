@@ -10,14 +10,15 @@ import torch
 
 from ...core.cuda_kernel import CudaKernel
 from ...core.launch import CACHED_LAUNCHES, Launch
-from ...core.problem import MoEProblem, kernel_parameters
+from ...core.problem import MoEProblem, Scoring, TopKOptions, kernel_parameters
 from ...device.pdl import PDL_LAUNCH
 from ...formats.layouts import UNIT_CODES
 from ...formats.tensor import MXTensor
-from ..inputs import FusedMoEInputs
+from ..inputs import LayerInputs, LogitsInputs
 from .encode import row_format
 from .few_tokens_limits import (
     ACTIVATIONS,
+    LANES,
     SLOTS,
     WARPS,
     num_ctas,
@@ -27,24 +28,30 @@ from .few_tokens_limits import (
     units_of,
 )
 
+_FILES = ("few_tokens_device.cuh", "few_tokens_topk.cuh", "few_tokens.cu")
 _KERNEL = CudaKernel(
-    [Path(__file__).with_name(name) for name in ("few_tokens_device.cuh", "few_tokens.cu")],
+    [Path(__file__).with_name(name) for name in _FILES],
     "_moe_few_tokens_kernel",
     "sm_90a",
     dict.fromkeys(("out", "codes1", "shifts1", "codes2", "shifts2"), "*u8")
     | dict.fromkeys(("reference1", "reference2", "bias1", "bias2", "x", "x_scale"), "*u8")
-    | dict.fromkeys(("topk_ids", "topk_weights", "expert_map"), "*u8")
+    | dict.fromkeys(("topk_ids", "topk_weights", "logits", "correction_bias"), "*u8")
+    | dict.fromkeys(("expert_map",), "*u8")
     | dict.fromkeys(("launches", "published", "sums"), "*u8")
-    | dict.fromkeys(("p0", "p1", "p2"), "fp32")
+    | dict.fromkeys(("p0", "p1", "p2", "scaling_factor"), "fp32")
     | dict.fromkeys(("num_tokens", "top_k", "num_global", "hidden", "features"), "i32")
-    | dict.fromkeys(("rows1", "depth1", "rows2", "depth2", "x_stride", "x_scale_stride"), "i32"),
+    | dict.fromkeys(("rows1", "depth1", "rows2", "depth2"), "i32")
+    | dict.fromkeys(("x_stride", "x_scale_stride", "logits_stride"), "i32"),
 )
 
 # Numbers of the source's macros.
 _ROWS = {"hi_lo": 0, "e4m3": 1, "e2m1": 2}
+_SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.SQRTSOFTPLUS: 2}
 _TYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DEFAULT_PARAMETERS = {"p0": 0.0, "p1": 0.0, "p2": 1.0}
 """p2: beta of SwiGLU, where it is not given."""
+_ROUTED = ("topk_ids", "topk_weights", "logits", "correction_bias")
+"""Inputs of which a launch has the first two or the last two."""
 _LOADED_BYTES = {"hi_lo": 8, "e4m3": 4, "e2m1": 2}
 """Of four values of x, which are loaded at once."""
 
@@ -94,22 +101,68 @@ def _words(problem: MoEProblem) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
+class _Routing:
+    """How a launch learns which experts a token has.
+
+    Args:
+        num_global, is_mapped: experts that ids count, and whether a map says which are here.
+        ids, weights: dtypes of ids and of their weights; None where logits are given.
+        logits: their dtype. stride: elements between rows of logits.
+        is_biased: whether a correction bias is added to scores.
+    """
+
+    num_global: int
+    is_mapped: bool
+    ids: torch.dtype | None = None
+    weights: torch.dtype | None = None
+    logits: torch.dtype | None = None
+    stride: int = 0
+    is_biased: bool = False
+
+    @classmethod
+    def of(cls, problem: MoEProblem, inputs: LayerInputs) -> _Routing:
+        expert_map = inputs.expert_map
+        is_mapped = expert_map is not None
+        if isinstance(inputs, LogitsInputs):
+            logits, is_biased = inputs.logits, inputs.correction_bias is not None
+            routed = logits.shape[1], is_mapped, None, None, logits.dtype, logits.stride(0)
+            return cls(*routed, is_biased)
+        num_global = problem.num_experts if expert_map is None else expert_map.shape[0]
+        return cls(num_global, is_mapped, inputs.topk_ids.dtype, inputs.topk_weights.dtype)
+
+    def macros(self, options: TopKOptions) -> dict[str, int]:
+        """Those of the kernel that follow from these, and from how experts are chosen."""
+        return dict(
+            IDS_64=int(self.ids == torch.int64),
+            WEIGHTS=_TYPES[self.weights],
+            MAPPED=int(self.is_mapped),
+            LOGITS=_TYPES[self.logits],
+            LANE_EXPERTS=-(-self.num_global // LANES) if self.logits is not None else 1,
+            SCORING=_SCORINGS[options.scoring],
+            NORMALIZE=int(options.normalize),
+            BIASED=int(self.is_biased),
+            CLAMP_NAN=int(options.clamp_nan),
+        )
+
+
+_GIVEN_IDS = TopKOptions()
+"""Where ids are given, nothing depends on how experts are chosen."""
+
+
+@dataclass(frozen=True)
 class _Operands:
     """What a launch depends on beside the problem.
 
     Args:
         rows: name of the rows' format: "hi_lo", "e4m3" or "e2m1". is_coded: whether x has MX codes.
-        strides: of x and of its scales. num_global, is_mapped: of the ids.
-        ids, weights, bias1, bias2, out: dtypes; weights: those of routing.
+        strides: of x and of its scales. routing: ids or logits.
+        bias1, bias2, out: dtypes.
     """
 
     rows: str
     is_coded: bool
     strides: tuple[int, int]
-    num_global: int
-    is_mapped: bool
-    ids: torch.dtype
-    weights: torch.dtype
+    routing: _Routing
     bias1: torch.dtype | None
     bias2: torch.dtype | None
     out: torch.dtype
@@ -120,9 +173,6 @@ class _Operands:
         return dict(
             ROWS=_ROWS[self.rows],
             X_CODED=int(self.is_coded),
-            IDS_64=int(self.ids == torch.int64),
-            MAPPED=int(self.is_mapped),
-            WEIGHTS=_TYPES[self.weights],
             BIAS_1=_TYPES[self.bias1],
             BIAS_2=_TYPES[self.bias2],
             OUT=_TYPES[self.out],
@@ -133,18 +183,21 @@ class _Operands:
 def _launch(problem: MoEProblem, num_stages: int, operands: _Operands) -> Launch:
     options, sizes, scale_rule = problem.options, sizes_of(problem), row_format(problem.options)
     given = {k: v for k, v in kernel_parameters(options.activation).items() if v is not None}
+    routing, topk = operands.routing, problem.routing or _GIVEN_IDS
     return Launch(
         _KERNEL,
         (num_ctas(problem),),
         **{**_DEFAULT_PARAMETERS, **given},
         num_tokens=problem.num_tokens,
         top_k=problem.top_k,
-        num_global=operands.num_global,
+        num_global=routing.num_global,
         hidden=problem.hidden_size,
         features=problem.intermediate_size,
         **units_of(problem),
         x_stride=operands.strides[0],
         x_scale_stride=operands.strides[1],
+        logits_stride=routing.stride,
+        scaling_factor=float(topk.routed_scaling_factor),
         TOKENS=sizes.tokens,
         STAGES=num_stages,
         QUADS=sizes.quads,
@@ -155,6 +208,7 @@ def _launch(problem: MoEProblem, num_stages: int, operands: _Operands) -> Launch
         ACTIVATION=ACTIVATIONS.index(options.activation.name),
         WEIGHT_FIRST=int(options.apply_router_weight_on_input),
         **operands.macros,
+        **routing.macros(topk),
         num_warps=WARPS,
         shared=shared_bytes(problem, num_stages),
         launch_cooperative_grid=True,
@@ -163,9 +217,11 @@ def _launch(problem: MoEProblem, num_stages: int, operands: _Operands) -> Launch
 
 
 def few_tokens_layer(
-    problem: MoEProblem, num_stages: int, inputs: FusedMoEInputs
+    problem: MoEProblem, num_stages: int, inputs: LayerInputs
 ) -> torch.Tensor | None:
     """Return [T, H] in ``options.out_dtype``, or `out`.
+
+    Logits have to be of a layer that `chooses_experts` accepts.
 
     Returns:
         None without memory, in a graph's capture (warm up before it), and for rows of x whose sets
@@ -175,7 +231,7 @@ def few_tokens_layer(
     if held is None:
         return None
     launches, published, sums = held
-    x, weights, expert_map, out = inputs.x, inputs.weights, inputs.expert_map, inputs.out
+    x, weights, out = inputs.x, inputs.weights, inputs.out
     if isinstance(x, MXTensor):
         data, x_scale = x.qdata, x.scale
         rows, strides = x.format.element.name, (data.stride(0), x_scale.stride(0))
@@ -190,19 +246,13 @@ def few_tokens_layer(
         out = torch.empty(size, dtype=problem.options.out_dtype, device=weights.device)
     biases = weights.gate_up_bias, weights.down_bias
     bias1, bias2 = (None if bias is None else bias.dtype for bias in biases)
-    num_global = problem.num_experts if expert_map is None else expert_map.shape[0]
-    operands = _Operands(
-        rows,
-        x_scale is not None,
-        strides,
-        num_global,
-        expert_map is not None,
-        inputs.topk_ids.dtype,
-        inputs.topk_weights.dtype,
-        bias1,
-        bias2,
-        out.dtype,
-    )
+    routing = _Routing.of(problem, inputs)
+    operands = _Operands(rows, x_scale is not None, strides, routing, bias1, bias2, out.dtype)
+    routed: dict[str, torch.Tensor | None] = dict.fromkeys(_ROUTED)
+    if isinstance(inputs, LogitsInputs):
+        routed |= dict(logits=inputs.logits, correction_bias=inputs.correction_bias)
+    else:
+        routed |= dict(topk_ids=inputs.topk_ids, topk_weights=inputs.topk_weights)
     first, second = weights.mx_projections
     _launch(problem, num_stages, operands)(
         out=out,
@@ -216,9 +266,8 @@ def few_tokens_layer(
         bias2=biases[1],
         x=data,
         x_scale=x_scale,
-        topk_ids=inputs.topk_ids,
-        topk_weights=inputs.topk_weights,
-        expert_map=expert_map,
+        **routed,
+        expert_map=inputs.expert_map,
         launches=launches,
         published=published,
         sums=sums,

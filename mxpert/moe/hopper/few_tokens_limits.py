@@ -6,16 +6,23 @@ import functools
 from dataclasses import dataclass
 
 from ...core.cuda_compiler import missing_compiler
-from ...core.problem import Combine, MoEProblem
+from ...core.problem import Combine, MoEProblem, Scoring
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
 from ...formats.token import FP8_TOKEN
+from ..inputs import LogitsInputs
 from .tile_limits import uses_hi_lo
 
 ACTIVATIONS = ("silu", "swiglu", "gelu", "gelu_tanh", "clamped_silu", "situ_v2")
 """Names of those that the kernel has, in the order of its macros."""
-SLOTS = 32
-"""Slots of all tokens at most: lanes of a warp."""
+LANES = 32
+"""Of a warp."""
+SLOTS = LANES
+"""Slots of all tokens at most, a lane each."""
+_MOST_CHOSEN = 16
+"""Experts of a token at most, where the kernel chooses them."""
+_MOST_ROUTED = 16 * LANES
+"""Experts that it chooses from at most; a lane holds their scores in registers."""
 TEAM = 4
 """CTAs that share the rows of stage 2."""
 WARPGROUPS = 4
@@ -90,6 +97,7 @@ def sizes_of(problem: MoEProblem) -> Sizes:
     tables += 2 * WARPGROUPS * 32 * columns * 8  # sums of stage 1
     tables += items * (8 + 4 * tokens)  # barriers of items, scales of their features
     tables += SLOTS * (8 + 4 * tokens)  # experts, members, weights
+    tables += SLOTS * 8  # experts and weights that follow from logits
     tables += tokens * 12 + min(tokens, _GROUP) * 4 * WARPS  # scales and maxima of x, teams
     return Sizes(
         tokens=tokens,
@@ -135,3 +143,19 @@ def unsupported(problem: MoEProblem) -> str | None:
     if sizes.quads * min(sizes.tokens, _GROUP) > _MOST_HELD or most_stages(problem) < 2:
         return "has no room for a layer of this size"
     return missing_compiler()
+
+
+def chooses_experts(problem: MoEProblem, inputs: LogitsInputs) -> bool:
+    """Whether the launch itself chooses the experts; if not, `route_topk` runs before it.
+
+    It does not choose groups, and it orders the scores of a softmax by the logits.
+    """
+    options = problem.routing
+    return (
+        options is not None
+        and options.num_groups == 1
+        and problem.top_k <= _MOST_CHOSEN
+        and inputs.logits.shape[1] <= _MOST_ROUTED
+        and inputs.logits.stride(1) == 1
+        and (options.scoring is not Scoring.SOFTMAX or inputs.correction_bias is None)
+    )

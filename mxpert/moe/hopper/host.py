@@ -29,8 +29,8 @@ from ...formats.tensor import MXTensor, Operand
 from ...formats.weight_tensor import WeightLike
 from ...routing.plan import RoutingPlan
 from ..combine import combine_slots
-from ..inputs import DownInputs, FusedMoEInputs, GateUpInputs
-from ..layer import TwoStageLayer, quantize_rows
+from ..inputs import DownInputs, FusedMoEInputs, GateUpInputs, LayerInputs, LogitsInputs
+from ..layer import TwoStageLayer, quantize_rows, routed
 from ..weights import MoEWeights
 from . import config as heuristics
 from .config import HopperGemmConfig, HopperKernel
@@ -46,6 +46,7 @@ from .descriptors import (
 from .encode import SortedRows, encode_rows, fits_one_step
 from .epilogue import LINEAR
 from .few_tokens import few_tokens_layer, memory
+from .few_tokens_limits import chooses_experts
 from .group_layout import GroupWeights, described, refuse_groups
 from .layout import HOPPER_FRAGMENT, HOPPER_FRAGMENT_FP8
 from .mainloop import UNORDERED
@@ -443,14 +444,15 @@ class _FusedMoE(TwoStageLayer):
         """Memory that launches keep between calls."""
         return memory.tensors
 
-    def launch(
-        self, problem: MoEProblem, config: MoEConfig, inputs: FusedMoEInputs
-    ) -> torch.Tensor:
+    def launch(self, problem: MoEProblem, config: MoEConfig, inputs: LayerInputs) -> torch.Tensor:
         """As `TwoStageLayer.launch`. One launch cannot wait for tokens of other ranks."""
         first = config.gate_up
         if isinstance(first, HopperGemmConfig) and first.kernel is HopperKernel.FEW_TOKENS:
             stages = heuristics.require_few_tokens(config, problem)
-            if inputs.num_local_tokens is None and inputs.arrivals is None:
+            if isinstance(inputs, LogitsInputs) and not chooses_experts(problem, inputs):
+                inputs = routed(problem, inputs)
+            waits = isinstance(inputs, FusedMoEInputs) and inputs.arrivals is not None
+            if inputs.num_local_tokens is None and not waits:
                 out = few_tokens_layer(problem, stages, inputs)
                 if out is not None:
                     return out

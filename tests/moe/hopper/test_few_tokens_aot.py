@@ -12,11 +12,11 @@ pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon
 import torch
 
 from mxpert.core.cuda_kernel import CompiledCudaKernel
-from mxpert.core.problem import GELU, ClampedSiLU, SiLU, SiTUv2, SwiGLU
+from mxpert.core.problem import GELU, ClampedSiLU, MoEProblem, SiLU, SiTUv2, SwiGLU, TopKOptions
 from mxpert.formats import MXFP4, MXFP8_E4M3
 from mxpert.moe.hopper import config as heuristics
 from mxpert.moe.hopper import few_tokens, few_tokens_limits
-from mxpert.moe.inputs import FusedMoEInputs
+from mxpert.moe.inputs import FusedMoEInputs, LayerInputs, LogitsInputs
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from support.aot import disassembled
 from support.hopper_launches import describe
@@ -49,14 +49,18 @@ def compiled(
     shape: MoEShape, num_tokens: int, a_format: str, options: dict, coded: object = None
 ) -> CompiledCudaKernel:
     problem = describe(shape, num_tokens, a_format, **options)
-    config = heuristics.few_tokens_config(problem)
-    stages = heuristics.require_few_tokens(config, problem)
     inputs = FusedMoEInputs(
         rows_of(num_tokens, problem.hidden_size, coded),
         weights_of(problem, packed, has_bias=shape.has_bias),
         torch.empty(num_tokens, shape.top_k, device="meta"),
         torch.empty(num_tokens, shape.top_k, dtype=torch.int32, device="meta"),
     )
+    return compile_launch(problem, inputs)
+
+
+def compile_launch(problem: MoEProblem, inputs: LayerInputs) -> CompiledCudaKernel:
+    config = heuristics.few_tokens_config(problem)
+    stages = heuristics.require_few_tokens(config, problem)
     with recorded_launches() as launches:
         few_tokens.few_tokens_layer(problem, stages, inputs)
     (launch,) = launches
@@ -86,6 +90,39 @@ def test_a_cta_fits_on_an_sm(
 @pytest.mark.parametrize("coded, a_format", [(MXFP8_E4M3, "mxfp8"), (MXFP4, "mxfp4")])
 def test_quantised_tokens(coded: object, a_format: str) -> None:
     check(compiled(QWEN3, 2, a_format, {}, coded))
+
+
+ROUTINGS = [
+    pytest.param(GPT_OSS, 1, TopKOptions(clamp_nan=True), torch.bfloat16, False, id="gpt-oss"),
+    pytest.param(QWEN3, 4, TopKOptions(normalize=False), torch.float16, False, id="qwen3-moe"),
+    pytest.param(
+        MODEL_SHAPES["kimi-k2-tp4"], 4, TopKOptions("sigmoid"), torch.float32, True, id="kimi-k2"
+    ),
+    pytest.param(
+        replace(GPT_OSS, num_experts=512, top_k=16),
+        2,
+        TopKOptions("sqrtsoftplus", clamp_nan=True),
+        torch.float32,
+        True,
+        id="most-experts",
+    ),
+]
+
+
+@pytest.mark.parametrize("shape, num_tokens, routing, dtype, is_biased", ROUTINGS)
+def test_from_logits(
+    shape: MoEShape, num_tokens: int, routing: TopKOptions, dtype: torch.dtype, is_biased: bool
+) -> None:
+    experts = shape.num_experts
+    problem = replace(describe(shape, num_tokens, "bf16"), routing=routing, num_routed=experts)
+    inputs = LogitsInputs(
+        rows_of(num_tokens, problem.hidden_size, None),
+        weights_of(problem, packed, has_bias=shape.has_bias),
+        torch.empty(num_tokens, experts, dtype=dtype, device="meta"),
+        torch.empty(experts, device="meta") if is_biased else None,
+    )
+    assert few_tokens_limits.chooses_experts(problem, inputs)
+    check(compile_launch(problem, inputs))
 
 
 def test_instructions() -> None:

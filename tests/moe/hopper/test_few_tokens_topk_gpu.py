@@ -1,0 +1,236 @@
+"""The layer for a few tokens from logits: the bits of `route_topk` followed by the layer from ids.
+
+What the launch chooses is compared through the layer's results, which no other choice gives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mxpert
+from mxpert.core.problem import SiLU, TopKOptions
+from mxpert.moe.hopper import few_tokens_limits, host
+from mxpert.moe.weights import MoEWeights
+from mxpert.testing.numerics import assert_exact
+from mxpert.testing.problems import MoEShape, random_moe_problem
+from support.races import hunt
+from tests.moe.hopper.test_few_tokens_gpu import few
+
+pytestmark = pytest.mark.usefixtures("only_hopper")
+
+HIDDEN, FEATURES = 704, 416
+
+ROUTINGS = {
+    "gpt-oss": TopKOptions(),
+    "qwen2-moe": TopKOptions(normalize=False),
+    "kimi-k2": TopKOptions("sigmoid", routed_scaling_factor=2.827),
+    "llama4": TopKOptions("sigmoid", normalize=False),
+    "deepseek-v4": TopKOptions("sqrtsoftplus", routed_scaling_factor=1.5),
+}
+BIASED = ("kimi-k2", "deepseek-v4")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+SIZES = ((9, 3), (128, 4), (385, 8), (512, 10))
+"""Experts, top_k: of a lane 1, 4, 13 and 16 experts."""
+
+
+def weights_of(num_experts: int, device: torch.device) -> MoEWeights:
+    """Prepared weights, whose experts all differ."""
+    shape = MoEShape(HIDDEN, FEATURES, num_experts, 1, activation=SiLU(), has_bias=True)
+    return random_moe_problem(shape, 1, device=device).weights.prepare(device=device)
+
+
+@pytest.fixture(scope="module", params=SIZES, ids=[f"{e}-{k}" for e, k in SIZES])
+def experts(request: pytest.FixtureRequest, device: torch.device) -> tuple[MoEWeights, int]:
+    num_experts, top_k = request.param
+    return weights_of(num_experts, device), top_k
+
+
+def tokens(count: int, device: torch.device) -> torch.Tensor:
+    return torch.randn(count, HIDDEN, device=device).bfloat16()
+
+
+def from_logits(
+    x: torch.Tensor,
+    weights: MoEWeights,
+    logits: torch.Tensor,
+    top_k: int,
+    routing: TopKOptions,
+    bias: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    options = {"activation": "silu"} | options
+    with mxpert.override(config=few(options.get("activation_format", "bf16")), backend="hopper"):
+        return mxpert.fused_moe_from_logits(
+            x, weights, logits, top_k, routing=routing, correction_bias=bias, **options
+        )
+
+
+def expected(
+    x: torch.Tensor,
+    weights: MoEWeights,
+    logits: torch.Tensor,
+    top_k: int,
+    routing: TopKOptions,
+    bias: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """The top-k kernel of its own, then the layer from ids."""
+    options = {"activation": "silu"} | options
+    routed = mxpert.route_topk(
+        logits,
+        top_k,
+        correction_bias=bias,
+        **{name: getattr(routing, name) for name in TopKOptions.__dataclass_fields__},
+    )
+    with mxpert.override(config=few(options.get("activation_format", "bf16")), backend="hopper"):
+        return mxpert.fused_moe(x, weights, *routed, **options)
+
+
+@pytest.fixture
+def in_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where another launch chooses the experts."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the experts are chosen by another launch")
+
+    monkeypatch.setattr(host, "routed", refuse)
+
+
+@pytest.mark.usefixtures("in_the_launch")
+@pytest.mark.parametrize("clamp_nan", [False, True], ids=["", "clamped"])
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_it_chooses_as_route_topk(
+    dtype: torch.dtype,
+    name: str,
+    clamp_nan: bool,
+    experts: tuple[MoEWeights, int],
+    device: torch.device,
+) -> None:
+    weights, top_k = experts
+    num_experts, routing = weights.num_experts, replace(ROUTINGS[name], clamp_nan=clamp_nan)
+    bias = torch.randn(num_experts, device=device) * 0.3 if name in BIASED else None
+    torch.manual_seed(top_k)
+    for count in (1, 2, 3, 4):
+        if count * top_k > few_tokens_limits.SLOTS:
+            continue
+        # Logits of 16 bits and rounded ones have equal values: the lower id comes first.
+        logits = (torch.randn(count, num_experts, device=device) * 2).to(dtype)
+        logits[-1] = logits[-1].round()
+        call = tokens(count, device), weights, logits, top_k, routing, bias
+        assert_exact(from_logits(*call), expected(*call), f"{count} tokens")
+
+
+BAD = {
+    "nan": lambda row: row.index_fill_(0, torch.tensor([3, 70], device=row.device), torch.nan),
+    "all nan": lambda row: row.fill_(torch.nan),
+    "inf": lambda row: row.index_fill_(0, torch.tensor([90], device=row.device), torch.inf),
+    "all -inf": lambda row: row.fill_(-torch.inf),
+    "zeros of both signs": lambda row: row.zero_()[::3].neg_(),
+    "huge": lambda row: row.mul_(1e30),
+}
+
+
+@pytest.mark.usefixtures("in_the_launch")
+@pytest.mark.parametrize("clamp_nan", [False, True], ids=["", "clamped"])
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_logits_are_a_matter_of_their_token(
+    bad: str, name: str, clamp_nan: bool, device: torch.device
+) -> None:
+    weights, routing = weights_of(128, device), replace(ROUTINGS[name], clamp_nan=clamp_nan)
+    bias = torch.randn(128, device=device) if name in BIASED else None
+    logits = torch.randn(3, 128, device=device)
+    BAD[bad](logits[1])
+    call = tokens(3, device), weights, logits, 4, routing, bias
+    got, wanted = from_logits(*call), expected(*call)
+    assert_exact(got, wanted, bad)
+    assert got[[0, 2]].isfinite().all()
+
+
+@pytest.mark.usefixtures("in_the_launch")
+@pytest.mark.parametrize("a_format, most", [("bf16", 4), ("mxfp8", 8), ("mxfp4", 8)])
+def test_formats_dtypes_and_maps(a_format: str, most: int, device: torch.device) -> None:
+    weights, routing = weights_of(9, device), ROUTINGS["kimi-k2"]
+    expert_map = torch.full((64,), -1, dtype=torch.int32, device=device)
+    expert_map[5::7] = torch.arange(9, dtype=torch.int32, device=device)
+    for count in range(1, most + 1):
+        logits = torch.randn(count, 80, device=device)[:, :64]  # rows that are not adjacent
+        call = tokens(count, device), weights, logits, 4, routing, torch.randn(64, device=device)
+        options: dict[str, Any] = dict(activation_format=a_format, expert_map=expert_map)
+        for out_dtype in (torch.bfloat16, torch.float32):
+            options["out_dtype"] = out_dtype
+            assert_exact(from_logits(*call, **options), expected(*call, **options), f"{count}")
+
+
+@pytest.mark.usefixtures("in_the_launch")
+def test_weights_on_the_input(device: torch.device) -> None:
+    call = tokens(4, device), weights_of(9, device), torch.randn(4, 9, device=device), 1
+    options: dict[str, Any] = dict(apply_router_weight_on_input=True)
+    routed = (*call, ROUTINGS["llama4"])
+    assert_exact(from_logits(*routed, **options), expected(*routed, **options), "on input")
+
+
+OTHERS = {
+    "groups": (64, TopKOptions("sigmoid", num_groups=8, top_groups=4), True),
+    "a biased softmax": (64, TopKOptions(), True),
+    "many experts": (513, TopKOptions(), False),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_it_does_not_choose(name: str, device: torch.device) -> None:
+    """A launch before it chooses; the layer is one launch all the same."""
+    num_experts, routing, is_biased = OTHERS[name]
+    bias = torch.randn(num_experts, device=device) if is_biased else None
+    logits = torch.randn(2, num_experts, device=device)
+    call = tokens(2, device), weights_of(num_experts, device), logits, 4, routing, bias
+    assert_exact(from_logits(*call), expected(*call), name)
+
+
+def test_graphs_follow_logits(device: torch.device) -> None:
+    weights, routing = weights_of(128, device), ROUTINGS["gpt-oss"]
+    x, logits = tokens(2, device), torch.randn(2, 128, device=device)
+    call = x, weights, logits, 4, routing
+    from_logits(*call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [from_logits(*call) for _ in range(3)]
+    for seed in range(20):
+        torch.manual_seed(seed)
+        logits.normal_(), x.normal_()
+        graph.replay()
+        for result in results:
+            assert_exact(result, expected(*call), "graph")
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("count", [1, 4])
+def test_repeats_beside_other_work(
+    count: int, device: torch.device, pytestconfig: pytest.Config
+) -> None:
+    """Graphs of 50 layers give the same bits while other kernels compete for the SMs."""
+    repeats, weights = pytestconfig.getoption("--race-repeats"), weights_of(385, device)
+    inputs = Layer(count, weights, device)
+    found = hunt(inputs.bits, inputs.redraw, repeats, device, per_graph=50)
+    assert found.mismatches == 0, f"{found.mismatches} values differed in {repeats} repeats"
+
+
+class Layer:
+    """A layer whose tokens and logits change between graphs."""
+
+    def __init__(self, count: int, weights: MoEWeights, device: torch.device) -> None:
+        self.x, self.weights = tokens(count, device), weights
+        self.logits = torch.randn(count, weights.num_experts, device=device)
+        self.bias = torch.randn(weights.num_experts, device=device)
+
+    def bits(self) -> tuple[torch.Tensor, ...]:
+        call = self.x, self.weights, self.logits, 8, ROUTINGS["kimi-k2"], self.bias
+        return (from_logits(*call, out_dtype=torch.float32).view(torch.int32),)
+
+    def redraw(self) -> None:
+        self.x.normal_(), self.logits.normal_()
