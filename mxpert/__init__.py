@@ -56,6 +56,7 @@ from .formats.weight_tensor import WeightFormat, WeightTensor
 from .grouped.op import grouped_gemm, grouped_wgrad
 from .integrations.on_import import watch
 from .modules import MoE, quantize_weights
+from .moe.from_logits import fused_moe_from_logits
 from .moe.op import fused_moe, moe_down, moe_gate_up
 from .moe.warm_up import warm_up
 from .moe.weights import GateUpOrder, MoEWeights
@@ -100,6 +101,7 @@ __all__ = [
     "evaluate",
     "explain",
     "fused_moe",
+    "fused_moe_from_logits",
     "grouped_gemm",
     "grouped_wgrad",
     "load_expert_weights",

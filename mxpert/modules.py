@@ -25,6 +25,7 @@ from .formats.spec import FLOAT_DTYPES, MXFP4
 from .formats.tensor import Layout
 from .moe import published_tensors as published
 from .moe.checks import check_gate, check_weight_on_input
+from .moe.from_logits import fused_moe_from_logits
 from .moe.local_weights import check_local_weights, local_weights
 from .moe.op import fused_moe
 from .moe.prepared_weights import check_keep_fp8
@@ -34,6 +35,10 @@ from .moe.weights import GateUpOrder, MoEWeights
 from .moe.weights_state import PROJECTIONS
 from .routing.op import check_route_topk, route_topk
 
+_has_global_hooks: Callable[[], object] = getattr(
+    torch.nn.modules.module, "_has_any_global_hook", lambda: True
+)
+"""Whether hooks of all modules are set; it is not public."""
 _NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 
@@ -123,27 +128,8 @@ class PreparedExperts(torch.nn.Module):
                 evaluation mode the error comes with the backward pass.
             ValueError: several experts per token with `apply_router_weight_on_input`.
         """
-        if self.training and x.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(
-                message(
-                    type(self).__name__,
-                    "training",
-                    "evaluation mode",
-                    "training mode: MXFP4 weights have no gradient",
-                    self.no_gradient,
-                )
-            )
-        if not torch.compiler.is_compiling():
-            self._refuse_exchanged_buffers()
-        on_input, width = self.apply_router_weight_on_input, self._width
-        if on_input:
-            check_weight_on_input(type(self).__name__, on_input, topk_ids.shape[-1])
-        if x.dim() != 2 and x.shape[-1:] != (width,):
-            need = f"[..., {width}]"
-            raise ValueError(message(type(self).__name__, "x.shape", need, list(x.shape)))
-        rows = x if x.dim() == 2 else x.reshape(-1, width)
-        if rows.stride(-1) != 1:  # the kernels read rows whose values are adjacent
-            rows = rows.contiguous()
+        on_input = self.apply_router_weight_on_input
+        rows = self._rows(x, topk_ids.shape[-1] if on_input else 1)
         out = fused_moe(
             _as(rows, torch.bfloat16),
             self.weights,
@@ -156,6 +142,83 @@ class PreparedExperts(torch.nn.Module):
             expert_parallel=self._ranks,
             num_sms=self.num_sms,
         )
+        return self._shaped(out, x)
+
+    def from_logits(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        top_k: int,
+        *,
+        routing: TopKOptions = TopKOptions(),
+        correction_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Choose the experts from the router's logits and compute them, in one call.
+
+        The result is that of a call of the module with the weights and ids of `route_topk`. Forward
+        hooks of the module do not run: they get weights and ids.
+
+        Args:
+            x: [..., H], as for a call of the module.
+            logits: float32, bfloat16 or float16 [T, E] over the experts of all ranks.
+            top_k: experts per token.
+            routing: scoring, normalisation, groups and scaling, as for `route_topk`.
+            correction_bias: float32 [E], added to the scores for the choice only, or None.
+
+        Returns:
+            The shape and dtype of x.
+
+        Raises:
+            TypeError, ValueError, UnsupportedError: as a call of the module and `route_topk` do.
+        """
+        on_input = self.apply_router_weight_on_input
+        rows = self._rows(x, top_k if on_input else 1)
+        out = fused_moe_from_logits(
+            _as(rows, torch.bfloat16),
+            self.weights,
+            logits,
+            top_k,
+            activation=self.activation,
+            activation_format=self.activation_format,
+            routing=routing,
+            correction_bias=correction_bias,
+            apply_router_weight_on_input=on_input,
+            out_dtype=x.dtype,
+            expert_parallel=self._ranks,
+            num_sms=self.num_sms,
+        )
+        return self._shaped(out, x)
+
+    def _rows(self, x: torch.Tensor, top_k: int) -> torch.Tensor:
+        """Check a call, and return x as rows [T, H] whose values are adjacent.
+
+        top_k: experts per token; any number without `apply_router_weight_on_input`.
+        """
+        if self.training and x.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                message(
+                    type(self).__name__,
+                    "training",
+                    "evaluation mode",
+                    "training mode: MXFP4 weights have no gradient",
+                    self.no_gradient,
+                )
+            )
+        if not torch.compiler.is_compiling():
+            self._refuse_exchanged_buffers()
+        width = self._width
+        if top_k != 1:
+            check_weight_on_input(type(self).__name__, self.apply_router_weight_on_input, top_k)
+        if x.dim() != 2 and x.shape[-1:] != (width,):
+            need = f"[..., {width}]"
+            raise ValueError(message(type(self).__name__, "x.shape", need, list(x.shape)))
+        rows = x if x.dim() == 2 else x.reshape(-1, width)
+        if rows.stride(-1) != 1:  # the kernels read rows whose values are adjacent
+            rows = rows.contiguous()
+        return rows
+
+    def _shaped(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """The result in the shape of x, without a backward pass."""
         if x.dim() != 2:
             out = out.view(x.shape)
         return without_backward(type(self).__name__, out, x, remedy=self.no_gradient)
@@ -399,6 +462,12 @@ class MoE(torch.nn.Module):
         without_grad = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
         with without_grad, isolated(rows.device.type):  # autocast would choose other experts
             logits = router(_as(rows, weight.dtype))
+        correction = None if correction is None else _as(correction, torch.float32)
+        if _is_forward_alone(experts):
+            result = experts.from_logits(
+                rows, logits, self.top_k, routing=options, correction_bias=correction
+            )
+            return result if is_flat else result.view(x.shape)
         topk_weights, topk_ids = route_topk(
             logits,
             self.top_k,
@@ -406,12 +475,12 @@ class MoE(torch.nn.Module):
             scoring=options.scoring,
             num_groups=options.num_groups,
             top_groups=options.top_groups,
-            correction_bias=None if correction is None else _as(correction, torch.float32),
+            correction_bias=correction,
             routed_scaling_factor=options.routed_scaling_factor,
             group_score=options.group_score,
             clamp_nan=options.clamp_nan,
         )
-        result: torch.Tensor = experts(rows, topk_weights, topk_ids)
+        result = experts(rows, topk_weights, topk_ids)
         return result if is_flat else result.view(x.shape)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MoE:
@@ -421,6 +490,26 @@ class MoE(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, routing={self.routing}"
+
+
+def _is_forward_alone(experts: torch.nn.Module) -> bool:
+    """Whether a call of `experts` is `PreparedExperts.forward` of one rank and nothing else.
+
+    Hooks and wrappers get routing weights and ids, and so do other ranks.
+    """
+    return (
+        type(experts) is PreparedExperts
+        and experts.expert_parallel is None
+        and "forward" not in experts.__dict__
+        and experts._compiled_call_impl is None
+        and not (
+            experts._forward_hooks
+            or experts._forward_pre_hooks
+            or experts._backward_hooks
+            or experts._backward_pre_hooks
+            or _has_global_hooks()
+        )
+    )
 
 
 def _parts_of(weights: MoEWeights) -> dict[str, torch.Tensor]:

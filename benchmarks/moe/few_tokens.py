@@ -75,10 +75,9 @@ def call_of(
     """A layer with a config, from logits."""
 
     def call() -> torch.Tensor:
-        routed = mxpert.route_topk(inputs.logits, k)
         options: Any = dict(activation=ACTIVATION, activation_format=activation)
         with mxpert.override(backend="hopper", config=config):
-            return mxpert.fused_moe(inputs.x, weights, *routed, **options)
+            return mxpert.fused_moe_from_logits(inputs.x, weights, inputs.logits, k, **options)
 
     return call
 
@@ -107,9 +106,9 @@ def right_calls(
 def measure_cell(run: Run, cell: Cell, weights: RunWeights, activation: str) -> None:
     """One row: times of all configs whose results are right, in turns."""
     model, batches = cell.model, random_inputs(cell, run.device)
-    routed = mxpert.route_topk(batches[0].logits, model.k)
     options: Any = dict(activation=ACTIVATION, activation_format=activation)
-    problem = describe(mxpert.fused_moe, batches[0].x, weights.prepared, *routed, **options)
+    layer = batches[0].x, weights.prepared, batches[0].logits, model.k
+    problem = describe(mxpert.fused_moe_from_logits, *layer, **options)
     assert isinstance(problem, MoEProblem)
     configs, refused = configs_of(problem)
     calls = {

@@ -183,10 +183,9 @@ class Ours:
         return calls, by_stage
 
     def _chosen_weights(self, inputs: Inputs) -> tuple[MoEWeights, Resolution]:
-        routed = mxpert.route_topk(inputs.logits, self.model.k)
-
         def explain(weights: MoEWeights) -> Any:
-            return mxpert.explain(mxpert.fused_moe, inputs.x, weights, *routed, **self.options)
+            layer = inputs.x, weights, inputs.logits, self.model.k
+            return mxpert.explain(mxpert.fused_moe_from_logits, *layer, **self.options)
 
         return self.weights.resolve(explain, None)
 
@@ -212,8 +211,9 @@ class Ours:
         return functools.partial(op, rows, weights, batch.plan, **options)
 
     def _layer(self, weights: MoEWeights, inputs: Inputs) -> torch.Tensor:
-        topk_weights, topk_ids = mxpert.route_topk(inputs.logits, self.model.k)
-        return mxpert.fused_moe(inputs.x, weights, topk_weights, topk_ids, **self.options)
+        return mxpert.fused_moe_from_logits(
+            inputs.x, weights, inputs.logits, self.model.k, **self.options
+        )
 
     def _errors(self, truth: Truth, weights: MoEWeights, batch: Batch) -> dict[str, float]:
         y = mxpert.moe_down(batch.h, weights, batch.plan, activation_format=self.activation)

@@ -18,11 +18,14 @@ _P = ParamSpec("_P")
 def describe(op: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs) -> Problem:
     """The problem that ``op(*args, **kwargs)`` resolves. Nothing is launched.
 
+    A layer that first calls `route_topk`, for other ranks to know the ids, is described, not the
+    choice.
+
     Raises:
         ValueError, TypeError: whatever `op` itself would raise.
     """
     try:
-        with _StopBeforeLaunch():
+        with _StopBeforeLaunch(getattr(op, "__name__", "")):
             op(*args, **kwargs)
     except _DescribedError as described:
         return described.problem
@@ -38,7 +41,15 @@ class _DescribedError(Exception):
 
 
 class _StopBeforeLaunch(TorchFunctionMode):
-    """Observes ops, as a tracer does, and ends the call of the first one of this library."""
+    """Observes ops, as a tracer does, and ends the call of the first one of this library.
+
+    Args:
+        asked: name of the function that calls it; `fused_moe_from_logits` may call `route_topk`.
+    """
+
+    def __init__(self, asked: str) -> None:
+        super().__init__()
+        self._passed = "route_topk" if asked == "fused_moe_from_logits" else None
 
     def __torch_function__(
         self,
@@ -49,5 +60,8 @@ class _StopBeforeLaunch(TorchFunctionMode):
     ) -> Any:  # what `func` returns
         namespace, _, name = str(func).partition(".")
         if namespace == "mxpert":
-            raise _DescribedError(OPS[name.partition(".")[0]].problem_of(args))
+            spec = OPS[name.partition(".")[0]]
+            if spec.name == self._passed:
+                return spec.fake_of(args)
+            raise _DescribedError(spec.problem_of(args))
         return func(*args, **(kwargs or {}))

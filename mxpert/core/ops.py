@@ -165,8 +165,12 @@ class OpSpec(Generic[OptionsT, InputsT, ResultT]):
         call = self._checked(options, geometry, inputs)
         return self._flat(self._launch(call, geometry and geometry[0], inputs))
 
-    def _run_fake(self, *flat: object) -> object:
+    def fake_of(self, flat: tuple[object, ...]) -> object:
+        """Empty results of the registered op, for these arguments."""
         return self._flat(self._fake(*self._rebuild(flat)))
+
+    def _run_fake(self, *flat: object) -> object:
+        return self.fake_of(flat)
 
     def _flat(self, result: object) -> object:
         """The result as the schema returns it."""

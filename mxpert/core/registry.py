@@ -33,6 +33,7 @@ from .problem import (
     Problem,
     ReferenceConfig,
     StageConfig,
+    TopKProblem,
 )
 from .stage_configs import name_kinds
 from .support import remedy_of, support_of
@@ -149,6 +150,8 @@ class Explanation:
         mode = getattr(chosen.kernel, "mode", None)
         if mode is not None and (text := mode(self.problem)):
             lines.append(f"  mode:    {text}")
+        if isinstance(self.problem, MoEProblem) and self.problem.choice is not None:
+            lines.append(f"  routing: {_choice_text(self.problem.choice)}")
         if (num_sms := getattr(self.problem, "num_sms", None)) is not None:
             lines.append(f"  SMs:     GEMMs occupy at most {num_sms} of {target.num_sms}")
         if target.kind != "cpu":
@@ -175,6 +178,15 @@ def _config_text(config: object) -> str:
     return " ".join(
         f"{name}={value.value if isinstance(value, enum.Enum) else value}" for name, value in values
     )
+
+
+def _choice_text(choice: TopKProblem) -> str:
+    """How a layer chooses its experts: "top 8 of 256 experts in 4 of 8 groups, sigmoid"."""
+    options = choice.options
+    grouped = options.num_groups > 1
+    groups = f" in {options.top_groups} of {options.num_groups} groups" if grouped else ""
+    scoring = f"{options.scoring.value}, normalised" if options.normalize else options.scoring.value
+    return f"top {choice.top_k} of {choice.num_experts} experts{groups}, {scoring}"
 
 
 def register_backend(backend: Backend) -> None:

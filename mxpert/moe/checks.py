@@ -18,16 +18,20 @@ from ..core.problem import (
     ActivationLike,
     Combine,
     CombineLike,
+    GroupScore,
     MoEOptions,
+    Scoring,
+    TopKOptions,
     parse_activation,
     parse_activation_format,
 )
 from ..core.target import check_num_sms
 from ..errors import Checks
-from ..formats.spec import ScaleRule, ScaleRuleLike
+from ..formats.spec import FLOAT_DTYPES, ScaleRule, ScaleRuleLike
 from ..formats.tensor import MXTensor, Operand
+from ..routing.op import check_route_topk
 from ..routing.plan import MAX_ROUTED_ROWS, MAX_TOP_K, RoutingPlan, check_plan_shapes, require_topk
-from .inputs import DownInputs, FusedMoEInputs, GateUpInputs
+from .inputs import DownInputs, FusedMoEInputs, GateUpInputs, LayerInputs, LogitsInputs
 from .weights import MoEWeights
 
 
@@ -41,6 +45,30 @@ class ReceivedOptions(NamedTuple):
 
     options: MoEOptions
     local_top_k: float
+
+
+class LogitsOptions(NamedTuple):
+    """Options of a layer that chooses experts from logits: the layer's, then those of the choice.
+
+    Args:
+        options: of the layer.
+        top_k: experts per token. The other fields are those of `TopKOptions`.
+    """
+
+    options: MoEOptions
+    top_k: int
+    scoring: Scoring
+    normalize: bool
+    num_groups: int
+    top_groups: int
+    routed_scaling_factor: float
+    group_score: GroupScore | None
+    clamp_nan: bool
+
+    @property
+    def routing(self) -> TopKOptions:
+        """How experts are chosen and weighed."""
+        return TopKOptions(*self[2:])
 
 
 def check_fused_moe(options: MoEOptions, inputs: FusedMoEInputs) -> None:
@@ -61,12 +89,39 @@ def check_received(options: ReceivedOptions, inputs: FusedMoEInputs) -> None:
 
 def check_local_layer(options: MoEOptions, inputs: FusedMoEInputs) -> None:
     """Checks of `fused_moe` for rows that may have more ids than there are local experts."""
-    need, x, weights = Checks("fused_moe"), inputs.x, inputs.weights
+    need = Checks("fused_moe")
+    _check_layer(options, inputs, need)
+    routed = inputs.topk_weights, inputs.topk_ids
+    check_topk(*routed, inputs.x.shape[0], inputs.weights.device, need)
+
+
+def check_from_logits(options: LogitsOptions, inputs: LogitsInputs) -> None:
+    """Checks of `fused_moe_from_logits`."""
+    need = Checks("fused_moe_from_logits")
+    _check_layer(options.options, inputs, need)
+    logits, weights, expert_map = inputs.logits, inputs.weights, inputs.expert_map
+    need.tensor(
+        logits,
+        "logits",
+        dtype=FLOAT_DTYPES,
+        shape=(
+            inputs.x.shape[0],
+            weights.num_experts if expert_map is None else expert_map.shape[0],
+        ),
+        device=weights.device,
+    )
+    check_route_topk(logits, options.top_k, options.routing, inputs.correction_bias, need.op)
+    _check_routed_rows("logits", inputs.x.shape[0] * options.top_k, need)
+    check_out(options.options, inputs, need.op)
+
+
+def _check_layer(options: MoEOptions, inputs: LayerInputs, need: Checks) -> None:
+    """Everything but ids or logits, and `out`."""
+    x, weights = inputs.x, inputs.weights
     _check_weights(weights, need)
     check_num_sms(options.num_sms, weights.device, need)
     check_gate(options.activation, weights.has_gate, need)
     _check_rows(x, "x", weights, weights.hidden_size, options, need)
-    check_topk(inputs.topk_weights, inputs.topk_ids, x.shape[0], weights.device, need)
     if inputs.expert_map is not None:
         need.tensor(
             inputs.expert_map,
@@ -86,14 +141,14 @@ def check_local_layer(options: MoEOptions, inputs: FusedMoEInputs) -> None:
         )
 
 
-def check_out(options: MoEOptions, inputs: FusedMoEInputs) -> None:
+def check_out(options: MoEOptions, inputs: LayerInputs, op: str = "fused_moe") -> None:
     """Check the tensor that a layer writes, if any: contiguous [T, H] in ``options.out_dtype``."""
     if inputs.out is not None:
-        Checks("fused_moe").tensor(
+        Checks(op).tensor(
             inputs.out,
             "out",
             dtype=options.out_dtype,
-            shape=(inputs.topk_ids.shape[0], inputs.weights.hidden_size),
+            shape=(inputs.x.shape[0], inputs.weights.hidden_size),
             device=inputs.weights.device,
             contiguous=True,
         )
@@ -139,12 +194,13 @@ def check_topk(
     top_k = topk_ids.shape[1]
     if not 1 <= top_k <= MAX_TOP_K:
         raise need.value_error("topk_ids.shape[1]", f"1 to {MAX_TOP_K} experts per token", top_k)
-    if topk_ids.numel() >= MAX_ROUTED_ROWS:
+    _check_routed_rows("topk_ids", topk_ids.numel(), need)
+
+
+def _check_routed_rows(name: str, num_rows: int, need: Checks) -> None:
+    if num_rows >= MAX_ROUTED_ROWS:
         raise need.value_error(
-            "topk_ids",
-            f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)",
-            topk_ids.numel(),
-            "split the batch",
+            name, f"fewer than {MAX_ROUTED_ROWS} routed rows (T·top_k)", num_rows, "split the batch"
         )
 
 
@@ -282,12 +338,15 @@ def _cached_options(op: str, *choices: Any) -> MoEOptions:  # Any: those of _che
     return options if parsed == choices else _cached_options(op, *parsed)
 
 
+_LAYERS = "fused_moe", "fused_moe_from_logits"
+
+
 def _check_options(options: MoEOptions, op: str) -> None:
     need = Checks(op)
     _check_bool(options.apply_router_weight_on_input, need)
     need.dtype(options.out_dtype, OUT_DTYPES, "out_dtype")
     need(
-        op != "fused_moe" or options.combine is not Combine.FLAT,
+        op not in _LAYERS or options.combine is not Combine.FLAT,
         "combine",
         "REDUCE or ATOMIC",
         "FLAT",

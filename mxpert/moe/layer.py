@@ -93,9 +93,7 @@ class TwoStageLayer:
             stages.append(limited)
         return replace(config, gate_up=stages[0], down=stages[1])
 
-    def launch(
-        self, problem: MoEProblem, config: MoEConfig, inputs: LayerInputs
-    ) -> torch.Tensor:
+    def launch(self, problem: MoEProblem, config: MoEConfig, inputs: LayerInputs) -> torch.Tensor:
         """Return [T, H] in ``options.out_dtype``, or `out`; launch nothing if T = 0."""
         weights, expert_map = inputs.weights, inputs.expert_map
         if problem.num_tokens == 0:

@@ -38,7 +38,7 @@ from .checks import (
     moe_options,
     refuse_foreign_call,
 )
-from .inputs import DownInputs, FusedMoEInputs, GateUpInputs
+from .inputs import DownInputs, FusedMoEInputs, GateUpInputs, LayerInputs
 from .local_weights import require_ranks
 from .weights import MoEWeights
 
@@ -318,12 +318,16 @@ def moe_down(
     return without_backward("moe_down", _DOWN(options, DownInputs(h, weights, plan)), h)
 
 
-def _layer_problem(options: MoEOptions, inputs: FusedMoEInputs) -> MoEProblem:
-    weights, expert_map, top_k = inputs.weights, inputs.expert_map, inputs.topk_ids.shape[1]
-    local_top_k = None
+def _problem_with_ids(options: MoEOptions, inputs: FusedMoEInputs) -> MoEProblem:
+    return layer_problem(options, inputs, inputs.topk_ids.shape[1])
+
+
+def layer_problem(options: MoEOptions, inputs: LayerInputs, top_k: int) -> MoEProblem:
+    """The problem of a layer of one rank, without its choice of experts."""
+    weights, expert_map, local_top_k = inputs.weights, inputs.expert_map, None
     if expert_map is not None and expert_map.shape[0] > weights.num_experts:
         local_top_k = top_k * weights.num_experts / expert_map.shape[0]
-    tokens = inputs.topk_ids.shape[0], top_k
+    tokens = inputs.x.shape[0], top_k
     return moe_problem(Op.FUSED_MOE, options, weights, *tokens, local_top_k=local_top_k)
 
 
@@ -379,10 +383,11 @@ def _rows_format(rows: Operand, named: str | None) -> str:
     return rows.format.name.split("_")[0] if isinstance(rows, MXTensor) else "bf16"
 
 
-def fake_layer(options: MoEOptions, inputs: FusedMoEInputs) -> torch.Tensor:
+def fake_layer(options: MoEOptions, inputs: LayerInputs) -> torch.Tensor:
     """An empty result of a layer, on one rank or several."""
-    shape = inputs.topk_ids.shape[0], inputs.weights.hidden_size
-    return inputs.topk_ids.new_empty(shape, dtype=options.out_dtype)
+    like = inputs.topk_ids if isinstance(inputs, FusedMoEInputs) else inputs.logits
+    shape = like.shape[0], inputs.weights.hidden_size
+    return like.new_empty(shape, dtype=options.out_dtype)
 
 
 def _fake_gate_up(options: MoEOptions, inputs: GateUpInputs) -> list[torch.Tensor]:
@@ -410,14 +415,14 @@ def _fake_down(options: MoEOptions, inputs: DownInputs) -> torch.Tensor:
 _FUSED_MOE: OpSpec[MoEOptions, FusedMoEInputs, torch.Tensor] = OpSpec(
     "fused_moe",
     check=check_fused_moe,
-    describe=_layer_problem,
+    describe=_problem_with_ids,
     fake=fake_layer,
     absent=("out", "arrivals"),
 )
 _FUSED_MOE_OUT: OpSpec[MoEOptions, FusedMoEInputs, None] = OpSpec(
     "fused_moe_out",
     check=check_fused_moe,
-    describe=_layer_problem,
+    describe=_problem_with_ids,
     fake=fake_layer,
     absent=("arrivals",),
     returns="()",

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..core.describe import describe
-from ..core.problem import ActivationFormat, ActivationLike, MoEProblem
+from ..core.problem import ActivationFormat, ActivationLike, MoEProblem, Problem, TopKOptions
 from ..core.registry import Explanation, explain_problem
 from ..errors import message, require, require_dtype, require_int, require_tensor
 from ..formats.spec import FLOAT_DTYPES
 from ..routing.plan import TOPK_ID_DTYPES
+from .from_logits import fused_moe_from_logits
 from .op import fused_moe
 from .warm_up_ranks import compile_alone, errors_reach_all, exchanged_counts, run_together
 from .weights import MoEWeights
@@ -47,15 +48,19 @@ def warm_up(
     expert_map: torch.Tensor | None = None,
     topk_weights_dtype: torch.dtype = torch.float32,
     topk_ids_dtype: torch.dtype = torch.int32,
+    router_logits_dtype: torch.dtype | None = None,
+    routing: TopKOptions = TopKOptions(),
+    correction_bias: torch.Tensor | None = None,
     expert_parallel: ExpertParallel | None = None,
     progress: Progress | None = None,
 ) -> tuple[int, ...]:
-    """Compile the kernels that `fused_moe` launches for 1 to `max_tokens` tokens.
+    """Compile the kernels that a layer launches for 1 to `max_tokens` tokens.
 
-    `fused_moe` runs once for each kernel and config that `explain` names in that range, and once
-    for each power of two, because the kernels that sort and quantise rows change with the number of
-    tokens too. Layers of one shape share their kernels: warm up one of them. Triton stores
-    binaries on disk, so the next process is quick.
+    The layer runs once for each kernel and config that `explain` names in that range, and once for
+    each power of two, because the kernels that sort and quantise rows change with the number of
+    tokens too. It is `fused_moe`, or with `router_logits_dtype` `fused_moe_from_logits`. Layers of
+    one shape share their kernels: warm up one of them. Triton stores binaries on disk, so the next
+    process is quick.
 
     With `expert_parallel` every rank calls it, with the same options, and calls with 0 tokens are
     covered too. A rank first compiles without waiting for the others, for as long as that takes.
@@ -70,6 +75,9 @@ def warm_up(
         activation, activation_format, apply_router_weight_on_input, expert_map, expert_parallel: as
             for `fused_moe`.
         topk_weights_dtype, topk_ids_dtype: dtypes of the calls' routing weights and expert ids.
+        router_logits_dtype: dtype of the logits of calls of `fused_moe_from_logits` and mxpert.MoE;
+            None warms up `fused_moe`.
+        routing, correction_bias: as for `fused_moe_from_logits`, with `router_logits_dtype` alone.
         progress: called as ``progress(done, total, num_tokens)`` before each run and at the end.
             None logs a warning of the logger "mxpert" every five seconds.
 
@@ -108,7 +116,14 @@ def warm_up(
         expert_map=expert_map,
         expert_parallel=expert_parallel,
     )
-    layer = _WarmUp(weights, top_k, (topk_weights_dtype, topk_ids_dtype), options)
+    dtypes = topk_weights_dtype, topk_ids_dtype
+    layer = _WarmUp(weights, top_k, dtypes, options)
+    if router_logits_dtype is not None:
+        chosen = dict(routing=routing, correction_bias=correction_bias)
+        layer = _FromLogits(weights, top_k, dtypes, options | chosen, router_logits_dtype)
+    elif routing != TopKOptions() or correction_bias is not None:
+        need, got = "a dtype with routing or correction_bias", None
+        raise ValueError(message("warm_up", "router_logits_dtype", need, got))
     report = _log_slow_progress() if progress is None else progress
     if expert_parallel is not None:
         return _on_ranks(layer, expert_parallel, max_tokens, report)
@@ -121,7 +136,7 @@ class _WarmUp:
 
     Args:
         dtypes: of routing weights and ids.
-        options: of `fused_moe`.
+        options: of `fused_moe`, or of `fused_moe_from_logits`.
     """
 
     weights: MoEWeights
@@ -132,25 +147,36 @@ class _WarmUp:
     def problem(self, max_tokens: object) -> MoEProblem:
         """Check all arguments; return the problem of the local layer."""
         self._check(max_tokens)
-        problem = explain_problem(describe(fused_moe, *self._batch(1), **self.options)).problem
-        assert isinstance(problem, MoEProblem)  # for the type checker: the problem of fused_moe
+        problem = explain_problem(self._describe()).problem
+        assert isinstance(problem, MoEProblem)  # for the type checker: the problem of a layer
         return problem
 
     def run(self, num_tokens: int) -> None:
         """Run the layer, and wait for it."""
-        fused_moe(*self._batch(num_tokens), **self.options)
+        self._launch(num_tokens)
         if self.weights.device.type == "cuda":
             torch.cuda.synchronize(self.weights.device)
+
+    def _describe(self) -> Problem:
+        return describe(fused_moe, *self._batch(1), **self.options)
+
+    def _launch(self, num_tokens: int) -> None:
+        fused_moe(*self._batch(num_tokens), **self.options)
 
     def _batch(
         self, num_tokens: int
     ) -> tuple[torch.Tensor, MoEWeights, torch.Tensor, torch.Tensor]:
         """X, weights, topk_weights and topk_ids."""
-        device, dtypes = self.weights.device, self.dtypes
-        shape = num_tokens, self.weights.hidden_size
-        x = torch.zeros(shape, dtype=torch.bfloat16, device=device)
-        routing = even_routing(num_tokens, self.top_k, self._num_global_ids, device)
-        return x, self.weights, routing[0].to(dtypes[0]), routing[1].to(dtypes[1])
+        topk_weights, topk_ids = self._even(num_tokens)
+        routed = topk_weights.to(self.dtypes[0]), topk_ids.to(self.dtypes[1])
+        return self._x(num_tokens), self.weights, *routed
+
+    def _x(self, num_tokens: int) -> torch.Tensor:
+        shape, device = (num_tokens, self.weights.hidden_size), self.weights.device
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
+
+    def _even(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return even_routing(num_tokens, self.top_k, self._num_global_ids, self.weights.device)
 
     @property
     def _num_global_ids(self) -> int:
@@ -176,6 +202,34 @@ class _WarmUp:
         require(self.top_k <= most, op, "top_k", need=f"at most {most}", got=self.top_k)
         require_dtype(self.dtypes[0], FLOAT_DTYPES, op, "topk_weights_dtype")
         require_dtype(self.dtypes[1], TOPK_ID_DTYPES, op, "topk_ids_dtype")
+
+
+@dataclass(frozen=True)
+class _FromLogits(_WarmUp):
+    """A layer that chooses its experts from logits.
+
+    Args:
+        logits_dtype: dtype of the logits.
+    """
+
+    logits_dtype: torch.dtype
+
+    def _describe(self) -> Problem:
+        return describe(fused_moe_from_logits, *self._tokens(1), **self.options)
+
+    def _launch(self, num_tokens: int) -> None:
+        fused_moe_from_logits(*self._tokens(num_tokens), **self.options)
+
+    def _tokens(self, num_tokens: int) -> tuple[torch.Tensor, MoEWeights, torch.Tensor, int]:
+        """X, weights, logits that use the experts in turn, and top_k."""
+        shape, device = (num_tokens, self._num_global_ids), self.weights.device
+        logits = torch.zeros(shape, dtype=self.logits_dtype, device=device)
+        logits.scatter_(1, self._even(num_tokens)[1].long(), 1)
+        return self._x(num_tokens), self.weights, logits, self.top_k
+
+    def _check(self, max_tokens: object) -> None:
+        super()._check(max_tokens)
+        require_dtype(self.logits_dtype, FLOAT_DTYPES, "warm_up", "router_logits_dtype")
 
 
 def _on_one(layer: _WarmUp, max_tokens: int, report: Progress) -> tuple[int, ...]:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ...core.problem import Activation, ActivationFormat
+from ...core.problem import Activation, ActivationFormat, TopKOptions
 from ...explain import explain
+from ...moe.from_logits import fused_moe_from_logits
 from ...moe.op import fused_moe
 from ...moe.warm_up import even_routing, warm_up
 from ...moe.weights import MoEWeights
-from ...routing.op import route_topk
 from .layer_weights import count_unfolded
 
 _warm: set[tuple[object, ...]] = set()
@@ -54,6 +54,30 @@ class ServedLayer:
             out=out,
         )
 
+    def run_from_logits(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        top_k: int,
+        routing: TopKOptions,
+        expert_map: torch.Tensor | None,
+        *,
+        on_input: bool = False,
+    ) -> torch.Tensor:
+        """Return [T, H] for tokens x [T, H], whose experts the layer chooses from logits [T, E]."""
+        return fused_moe_from_logits(
+            x.contiguous(),
+            self.weights,
+            logits,
+            top_k,
+            activation=self.activation,
+            activation_format=self.activation_format,
+            routing=routing,
+            expert_map=expert_map,
+            out_dtype=x.dtype,
+            apply_router_weight_on_input=on_input,
+        )
+
 
 def warn_of_unfolded(weights: MoEWeights, prefix: str, logger: logging.Logger) -> None:
     """Log how many experts of the layer `prefix` do not fold into e4m3 exactly, if any."""
@@ -78,13 +102,15 @@ def warm_up_layer(
     on_input: bool = False,
     topk_ids_dtype: torch.dtype = torch.int32,
     router_logits_dtype: torch.dtype | None = None,
+    routing: TopKOptions = TopKOptions(),
 ) -> None:
     """Compile what a server will launch for this layer, once for all layers that share kernels.
 
     Args:
         layer, top_k, expert_map, on_input, topk_ids_dtype: as in the calls of `ServedLayer.run`.
+        router_logits_dtype, routing: as in those of `ServedLayer.run_from_logits`; without a dtype
+            the engine routes.
         max_tokens: the largest number of tokens of a call. logger: for progress and the backend.
-        router_logits_dtype: of the logits that `route_topk` gets; None if the engine routes.
     """
     weights = layer.weights
     sizes = weights.num_experts, weights.hidden_size, weights.intermediate_size
@@ -92,7 +118,8 @@ def warm_up_layer(
     mapped = None if expert_map is None else tuple(expert_map.shape)
     held = weights.weight_format, weights.layout, weights.gate_up_proj.scale.dtype
     formats = layer.activation, layer.activation_format, *held, topk_ids_dtype, on_input
-    key = (weights.device, sizes, biased, mapped, formats, top_k, max_tokens, router_logits_dtype)
+    choice = (top_k, router_logits_dtype, routing)
+    key = (weights.device, sizes, biased, mapped, formats, choice, max_tokens)
     if key in _warm:
         return
     _warm.add(key)
@@ -109,23 +136,20 @@ def warm_up_layer(
         expert_map=expert_map,
         apply_router_weight_on_input=on_input,
         topk_ids_dtype=topk_ids_dtype,
+        router_logits_dtype=router_logits_dtype,
+        routing=routing,
         progress=report,
         activation=layer.activation,
         activation_format=layer.activation_format,
     )
     num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
-    if router_logits_dtype is not None:
-        for count in counts:
-            shape = count, num_global
-            logits = torch.zeros(shape, dtype=router_logits_dtype, device=weights.device)
-            route_topk(logits, top_k, clamp_nan=True)
     x = torch.zeros(1, weights.hidden_size, dtype=torch.bfloat16, device=weights.device)
-    routing = even_routing(1, top_k, num_global, weights.device)
+    even = even_routing(1, top_k, num_global, weights.device)
     chosen = explain(
         fused_moe,
         x,
         weights,
-        *routing,
+        *even,
         expert_map=expert_map,
         activation=layer.activation,
         activation_format=layer.activation_format,

@@ -1,4 +1,4 @@
-"""vLLM's two expert interfaces over `mxpert.fused_moe`.
+"""vLLM's two expert interfaces over `mxpert.fused_moe` and `mxpert.fused_moe_from_logits`.
 
 `RoutedExperts` runs behind vLLM's router, in every parallel mode. `RoutingExperts` takes the
 router's logits and chooses the experts itself, where mxpert has that choice.
@@ -13,7 +13,7 @@ from vllm.model_executor.layers.fused_moe import modular_kernel as mk
 from vllm.model_executor.layers.fused_moe.config import RoutingMethodType
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-from ...routing.op import route_topk
+from ...core.problem import TopKOptions
 from ..serving.layer import ServedLayer
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 SOFTMAX_OVER_CHOSEN = (RoutingMethodType.Renormalize, RoutingMethodType.RenormalizeNaive)
 """Two names of one choice: the largest logits, weighed by a softmax over them."""
+
+ROUTING = TopKOptions(clamp_nan=True)
+"""Padding rows of graphs have NaN logits, which vLLM's own routers clamp as well."""
 
 
 class _Common:
@@ -147,7 +150,7 @@ class RoutingExperts(_Common, mk.FusedMoEExpertsMonolithic):
         **_: object,
     ) -> torch.Tensor:
         """Return the layer's result [T, H]."""
-        # Padding rows of graphs have NaN logits, which vLLM's own routers clamp as well.
-        routing = route_topk(router_logits, self.moe_config.experts_per_token, clamp_nan=True)
-        on_input = apply_router_weight_on_input
-        return self.layer.run(hidden_states, *routing, expert_map, on_input=on_input)
+        top_k, on_input = self.moe_config.experts_per_token, apply_router_weight_on_input
+        return self.layer.run_from_logits(
+            hidden_states, router_logits, top_k, ROUTING, expert_map, on_input=on_input
+        )

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization import mxfp4
 
 import mxpert
 
+from ...core.problem import TopKOptions
 from ...errors import UnsupportedError, message
 from ...formats.names import SHORT_NAMES
 from ...formats.spec import MX_BLOCK_SIZE
@@ -28,7 +29,7 @@ from ..serving.refusals import refuse_copies
 from ..serving.reload import model_of
 from ..serving.requantize import Share
 from ..serving.stored_layers import StoredLayer
-from ._experts import RoutedExperts, RoutingExperts
+from ._experts import ROUTING, RoutedExperts, RoutingExperts
 from ._refusals import WITHOUT, activation_of, refuse_other_than_mxfp4, refuse_unsupported
 from .options import OP, Options
 
@@ -259,6 +260,7 @@ class ServedMethod(FusedMoEMethodBase):
             on_input=self.is_monolithic and bool(layer.apply_router_weight_on_input),
             topk_ids_dtype=ids_dtype or torch.int32,
             router_logits_dtype=self.moe.router_logits_dtype if self.is_monolithic else None,
+            routing=ROUTING if self.is_monolithic else TopKOptions(),
         )
 
 

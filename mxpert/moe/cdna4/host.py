@@ -329,9 +329,7 @@ class _Layer(TwoStageLayer):
     Two prefill kernels hand scales over as the second one reads them.
     """
 
-    def launch(
-        self, problem: MoEProblem, config: MoEConfig, inputs: LayerInputs
-    ) -> torch.Tensor:
+    def launch(self, problem: MoEProblem, config: MoEConfig, inputs: LayerInputs) -> torch.Tensor:
         """See `TwoStageLayer.launch`."""
         most, total = heuristics.most_tokens(problem), problem.num_tokens
         if total <= most:
