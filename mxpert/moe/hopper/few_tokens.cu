@@ -1,5 +1,5 @@
-// A whole MoE layer for a few tokens in one launch, from the router's logits, or from expert ids, to
-// combined outputs.
+// A whole MoE layer for a few tokens in one launch: from the router's logits, or from expert ids,
+// to combined outputs.
 //
 // Such a layer takes the time to read the weights of the experts that the tokens hit. So nothing
 // here waits for another launch, and weights are read all the time.
@@ -19,8 +19,8 @@
 //
 // Roles: 20 warps, one CTA an SM.
 //     consumers: 16 warps in four warpgroups. They encode x, multiply, and add up outputs.
-//     producer: 1 warp. It works out the routing and copies weights to the ring.
-//     activation: 1 warp, a feature a lane.
+//     producer: 1 warp. It works out which experts are hit and copies weights to the ring.
+//     activation: 1 warp, a feature a lane. It lists experts and weights for all others first.
 //     encoders: 2 warps. They collect and encode features: each those of half of the tokens, or of
 //         up to two tokens every other item.
 //     routers: these four warps at first, a token each, where logits are given.
@@ -31,14 +31,16 @@
 //     sums_full: 16 arrivals, by the consumers' warps. sums_free: 1, by the activation warp. Of two
 //         buffers, whose phase follows from the number of the unit.
 //     encoded: 1 arrival by each encoder that has tokens. Of each item, once.
-//     TABLES: all threads. The routing is known and x is encoded.
+//     TABLES: all but the producer. The routing is known and x is encoded.
 //     ENCODE: the consumers, while they encode x, and when they add up outputs.
 //     END: the consumers and an encoder, which has listed the teams by then.
-//     CHOSEN, WEIGHED: the routers. Experts of all tokens are known, then their weights.
+//     CHOSEN: the routers. Experts of all tokens are known.
 //
 // Pipeline: STAGES stages of four units, one for each warpgroup: 64 rows x 128 codes (4096 bytes),
-//     256 bytes of shifts and 64 of row references. A unit of stage 1 has depth1 / 4 stages; in
+//     256 bytes of shifts and 64 of row references. A unit of stage 1 has DEPTH_1 / 4 stages; in
 //     stage 2 a stage has four row units of an item.
+//
+// Code is cold at each launch, and most of it runs once: short code is fast code here.
 //
 // Timeline:
 //     producer: griddepcontrol.wait -> experts -> copies of stage 1 -> copies of stage 2.
@@ -46,7 +48,9 @@
 //         products -> sums of teams -> outputs.
 //     activation: per unit: sums -> features, published. encoders: per item: features, encoded.
 //
-// Constants: TOKENS (columns for tokens: 1, 2, 4, with one column a token also 8), STAGES, QUADS
+// Constants: CTAS, HIDDEN_SIZE, INTERMEDIATE_SIZE, TOP_K, UNITS_1 and UNITS_2 (of rows of an
+// expert), DEPTH_1 and DEPTH_2 (units of depth), TOKENS (columns for tokens: 1, 2, 4, with one
+// column a token also 8), STAGES, QUADS
 // (sets of four values of x a consumer thread and token), ROWS (how rows are encoded), X_CODED,
 // EMAX and THRESHOLD (the scale rule of bfloat16 that becomes MX), ACTIVATION, WEIGHT_FIRST,
 // IDS_64, MAPPED, WEIGHTS (of routing), BIAS_1, BIAS_2 and OUT (types), MAX_ITEMS (of a team),
@@ -55,8 +59,8 @@
 constexpr int TEAM = 4, WARPGROUPS = 4, CONSUMER_WARPS = 4 * WARPGROUPS;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS, THREADS = CONSUMERS + 128;
 constexpr int PRODUCER = CONSUMER_WARPS, ACTIVATOR = PRODUCER + 1, ENCODER = ACTIVATOR + 1;
-constexpr int TABLES = 1, ENCODE = 2, END = 3, CHOSEN = 4, WEIGHED = 5;  // named barriers
-constexpr int ROUTERS = THREADS - CONSUMERS;
+constexpr int TABLES = 1, ENCODE = 2, END = 3, CHOSEN = 4;  // named barriers
+constexpr int ROUTERS = THREADS - CONSUMERS, TABLE_THREADS = THREADS - 32;
 constexpr int UNIT = 128, UNIT_ROWS = 64, CODE_BYTES = 4096, SHIFT_BYTES = 256;
 constexpr int SHIFTS_AT = WARPGROUPS * CODE_BYTES, ROWS_AT = SHIFTS_AT + WARPGROUPS * SHIFT_BYTES;
 constexpr int STAGE_BYTES = ROWS_AT + WARPGROUPS * UNIT_ROWS;
@@ -68,6 +72,8 @@ constexpr int HELD_TOKENS = TOKENS < 4 ? TOKENS : 4;  // whose x is in registers
 constexpr int ENCODED_TOKENS = TOKENS < 4 ? TOKENS : TOKENS / 2;  // of an encoder; even, or all
 constexpr int ENCODERS = TOKENS < 4 ? 1 : 2;  // of an item; with one, two take turns
 constexpr int SLOTS = 32;
+constexpr int PADDED_DEPTH = (DEPTH_1 + WARPGROUPS - 1) / WARPGROUPS * WARPGROUPS;  // whole stages
+constexpr int TEAMS = CTAS / TEAM;
 
 struct Shared {
     u64 ready[STAGES], free[STAGES], sums_full[2], sums_free[2], encoded[MAX_ITEMS];
@@ -76,11 +82,10 @@ struct Shared {
     u32 x_statistic[HELD_TOKENS][CONSUMER_WARPS];
     volatile int made;  // units of stage 1 whose features are published
     int hit;            // experts
-    int experts[SLOTS];  // by rank among those that are hit
+    int experts[SLOTS], copied[SLOTS];  // by rank among those that are hit; for the producer
     u32 members[SLOTS];  // tokens of each, a bit each
     float weights[SLOTS][TOKENS];
-    int chosen[SLOTS];           // experts and weights that follow from logits
-    float chosen_weights[SLOTS];
+    Chosen chosen[TOKENS];  // where logits are given
     u64 teams[TOKENS];  // that have sums of a token, a bit each
 };
 
@@ -95,30 +100,31 @@ struct Given {
     const void *topk_ids, *topk_weights, *logits;
     const float *correction_bias;
     const int *expert_map;
-    u64 *published, *sums;  // features [SLOTS][PAIRS][depth2 * 128], sums [teams][TOKENS][hidden]
+    u64 *published;  // features [SLOTS][PAIRS][DEPTH_2 * UNIT]
+    u64 *sums;       // [TEAMS][TOKENS][HIDDEN_SIZE]
     float p0, p1, p2, scaling_factor;
-    int num_tokens, top_k, num_global, hidden, features, rows1, depth1, rows2, depth2;
-    int x_stride, x_scale_stride, logits_stride;
+    int num_tokens, num_global, x_stride, x_scale_stride, logits_stride;
 };
 
-// First of `count` things that one of `of` takes.
-DEVICE int share(int which, int of, int count) {
-    return (int)((u32)which * (u32)count / (u32)of);
+// First of `count` things that one of OF takes.
+template <int OF>
+DEVICE int share(int which, int count) {
+    return (int)((u32)which * (u32)count / OF);
 }
 
-// What this CTA does. Units and items count over experts by rank; inside, over rows1 and depth2.
+// What this CTA does. Units and items count over experts by rank; inside, over UNITS_1 and DEPTH_2.
 struct Part {
-    int first_unit, units, team, teams, first_item, items, first_row, last_row;
+    int first_unit, units, team, first_item, items, first_row, last_row;
 
-    DEVICE Part(const Given &given, int hit) {
-        int cta = blockIdx.x, ctas = gridDim.x;
-        first_unit = share(cta, ctas, hit * given.rows1);
-        units = share(cta + 1, ctas, hit * given.rows1) - first_unit;
-        teams = ctas / TEAM, team = cta / TEAM;
-        first_item = share(team, teams, hit * given.depth2);
-        items = team < teams ? share(team + 1, teams, hit * given.depth2) - first_item : 0;
-        first_row = share(cta % TEAM, TEAM, given.rows2);
-        last_row = share(cta % TEAM + 1, TEAM, given.rows2);
+    DEVICE explicit Part(int hit) {
+        int cta = blockIdx.x;
+        first_unit = share<CTAS>(cta, hit * UNITS_1);
+        units = share<CTAS>(cta + 1, hit * UNITS_1) - first_unit;
+        team = cta / TEAM;
+        first_item = share<TEAMS>(team, hit * DEPTH_2);
+        items = team < TEAMS ? share<TEAMS>(team + 1, hit * DEPTH_2) - first_item : 0;
+        first_row = share<TEAM>(cta % TEAM, UNITS_2);
+        last_row = share<TEAM>(cta % TEAM + 1, UNITS_2);
     }
 };
 
@@ -132,57 +138,32 @@ struct Ring {
     }
 };
 
-// ---- Routers: a token a warp, the producer last.
+// ---- Routing.
 
-struct TokensRouter {
-    const Given &given;
-    Shared &s;
-    int first, lane;
-    bool lost[(TOKENS + 3) / 4];
-
-    DEVICE TokensRouter(const Given &given, Shared &s, int warp, int lane)
-        : given(given), s(s), first((warp - ENCODER) & 3), lane(lane) {}
-
-    DEVICE Router of(int token) const {
-        return {given.logits, (size_t)token * given.logits_stride, given.num_global, given.top_k};
+// Where logits are given: the experts of one token each, chosen by four warps, the producer last.
+DEVICE void choose_experts(const Given &given, Shared &s, int warp, int lane) {
+#pragma unroll 1
+    for (int token = (warp - ENCODER) & 3; token < given.num_tokens; token += 4) {
+        Router router = {given.logits, (size_t)token * given.logits_stride, given.num_global};
+        router.choose(given.correction_bias, s.chosen[token], lane);
     }
-    DEVICE void choose() {
-#pragma unroll
-        for (int i = 0; i < (TOKENS + 3) / 4; i++) {
-            int token = first + 4 * i;
-            if (token >= given.num_tokens) continue;
-            int expert = of(token).choose(given.correction_bias, lane, lost[i]);
-            if (lane < given.top_k) s.chosen[token * given.top_k + lane] = expert;
-        }
-        __syncwarp();
-    }
-    DEVICE void weigh() const {
-#pragma unroll
-        for (int i = 0; i < (TOKENS + 3) / 4; i++) {
-            int token = first + 4 * i, slot = token * given.top_k + lane;
-            if (token >= given.num_tokens) continue;
-            int expert = lane < given.top_k ? s.chosen[slot] : 0;
-            float weight = of(token).weigh(expert, lost[i], given.scaling_factor, lane);
-            if (lane < given.top_k) s.chosen_weights[slot] = weight;
-        }
-        __syncwarp();
-    }
-};
+}
 
 // ---- Producer.
 
 // The routing, by a warp with a slot a lane: `key` is its local expert, or -1.
 struct Slots {
-    int token, key, rank;
+    int token, key, rank, hit;
     float weight;
-    u32 same;  // slots of this token with this expert
+    u32 same;     // slots of this token with this expert
+    u32 members;  // tokens with this expert, a bit each; of the first slot with it, else 0
 };
 
-DEVICE Slots find_experts(const Given &given, Shared &s, int lane) {
-    Slots own = {lane / given.top_k, -1};
-    own.weight = 0.0f;
-    if (lane < given.num_tokens * given.top_k) {
-        long long id = LOGITS != NONE ? (long long)s.chosen[lane]
+DEVICE Slots find_experts(const Given &given, const Shared &s, int lane) {
+    Slots own = {lane / TOP_K, -1};
+    own.weight = 0.0f, own.members = 0;
+    if (lane < given.num_tokens * TOP_K) {
+        long long id = LOGITS != NONE ? (long long)s.chosen[own.token].experts[lane % TOP_K]
                        : IDS_64       ? ((const long long *)given.topk_ids)[lane]
                                       : (long long)((const int *)given.topk_ids)[lane];
         if (LOGITS == NONE) own.weight = load_as<WEIGHTS>(given.topk_weights, lane);
@@ -190,52 +171,52 @@ DEVICE Slots find_experts(const Given &given, Shared &s, int lane) {
     }
     u32 peers = __match_any_sync(ALL, own.key), leader = __ffs(peers) - 1;
     u32 leaders = __ballot_sync(ALL, own.key >= 0 && leader == lane);
-    u32 of_token = given.top_k == SLOTS ? ALL : (1u << given.top_k) - 1;
-    own.rank = __popc(leaders & ((1u << leader) - 1));
-    own.same = peers & of_token << own.token * given.top_k;
-    if (leaders >> lane & 1) {
-        u32 members = 0;
+    constexpr u32 OF_TOKEN = TOP_K == SLOTS ? ALL : (1u << TOP_K) - 1;
+    own.rank = __popc(leaders & ((1u << leader) - 1)), own.hit = __popc(leaders);
+    own.same = peers & OF_TOKEN << own.token * TOP_K;
+    if (leaders >> lane & 1)
 #pragma unroll
         for (int t = 0; t < TOKENS; t++)
-            if (t < given.num_tokens && peers & of_token << t * given.top_k) members |= 1u << t;
-        s.experts[own.rank] = own.key;
-        s.members[own.rank] = members;
-    }
-    if (lane == 0) s.hit = __popc(leaders);
-    __syncwarp();
+            if (t < given.num_tokens && peers & OF_TOKEN << t * TOP_K) own.members |= 1u << t;
     return own;
 }
 
-// List the weights of tokens, of equal ids their sum, and let the other warps go on.
-DEVICE void list_weights(const Given &given, Shared &s, const TokensRouter &router,
-                         const Slots &own, int lane) {
-    float total = 0.0f, own_weight = own.weight;
-    if (LOGITS != NONE) {
-        router.weigh();
-        sync_threads<WEIGHED, ROUTERS>();
-        if (lane < given.num_tokens * given.top_k) own_weight = s.chosen_weights[lane];
-    }
-    for (int i = 0; i < given.top_k; i++) {
-        int other = (own.token * given.top_k + i) % SLOTS;
-        float weight = __shfl_sync(ALL, own_weight, other);
+// List experts and weights, of equal ids their sum, and let the other warps go on.
+DEVICE void list_experts(const Given &given, Shared &s, int lane) {
+    Slots own = find_experts(given, s, lane);
+    if (own.members != 0) s.experts[own.rank] = own.key, s.members[own.rank] = own.members;
+    if (lane == 0) s.hit = own.hit;
+    if (LOGITS != NONE)
+        for (int token = 0; token < given.num_tokens; token++) {
+            float weight = weight_of(s.chosen[token], given.scaling_factor, lane % TOP_K);
+            if (own.token == token) own.weight = weight;
+        }
+    float total = 0.0f;
+    for (int i = 0; i < TOP_K; i++) {
+        int other = (own.token * TOP_K + i) % SLOTS;
+        float weight = __shfl_sync(ALL, own.weight, other);
         if (own.same >> other & 1) total += weight;
     }
     if (own.key >= 0 && __ffs(own.same) - 1 == lane) s.weights[own.rank][own.token] = total;
-    signal_threads<TABLES, THREADS>();
+    signal_threads<TABLES, TABLE_THREADS>();
 }
 
-DEVICE void produce(const Given &given, Shared &s, const TokensRouter &router, Ring ring,
-                    int lane) {
+// ---- Producer.
+
+DEVICE void produce(const Given &given, Shared &s, Ring ring, int lane) {
     Slots slots = find_experts(given, s, lane);
-    Part part(given, s.hit);
+    if (slots.members != 0) s.copied[slots.rank] = slots.key;
+    __syncwarp();
+    Part part(slots.hit);
     u64 policy = read_once();
-    bool listed = false;
-    int rank = part.first_unit / given.rows1, row = part.first_unit % given.rows1;
+    int rank = part.first_unit / UNITS_1, row = part.first_unit % UNITS_1;
+#pragma unroll 1
     for (int i = 0; i < part.units; i++) {
-        size_t row_unit = (size_t)s.experts[rank] * given.rows1 + row;
-        for (int k = 0; k < given.depth1; k += WARPGROUPS) {
-            int count = min(WARPGROUPS, given.depth1 - k);
-            size_t unit = row_unit * given.depth1 + k;
+        size_t row_unit = (size_t)s.copied[rank] * UNITS_1 + row;
+#pragma unroll 1
+        for (int k = 0; k < DEPTH_1; k += WARPGROUPS) {
+            int count = min(WARPGROUPS, DEPTH_1 - k);
+            size_t unit = row_unit * DEPTH_1 + k;
             u64 *ready = s.ready + ring.stage;
             u32 to = ring.at();
             wait(s.free + ring.stage, ring.phase ^ 1);
@@ -250,17 +231,16 @@ DEVICE void produce(const Given &given, Shared &s, const TokensRouter &router, R
                 copy(to + ROWS_AT, given.reference1 + row_unit * UNIT_ROWS, UNIT_ROWS, ready,
                      policy);
             ring.advance();
-            if (!listed && ring.stage == 0) listed = true, list_weights(given, s, router, slots, lane);
         }
-        if (++row == given.rows1) row = 0, rank++;
+        if (++row == UNITS_1) row = 0, rank++;
     }
-    if (!listed) list_weights(given, s, router, slots, lane);
+#pragma unroll 1
     for (int row = part.first_row; row < part.last_row; row += WARPGROUPS) {
         int count = min(WARPGROUPS, part.last_row - row), own = lane % WARPGROUPS;
-        int rank = part.first_item / given.depth2, d = part.first_item % given.depth2;
+        int rank = part.first_item / DEPTH_2, d = part.first_item % DEPTH_2;
         for (int i = 0; i < part.items; i++) {
-            size_t row_unit = (size_t)s.experts[rank] * given.rows2 + row;
-            size_t unit = (row_unit + own) * given.depth2 + d;
+            size_t row_unit = (size_t)s.copied[rank] * UNITS_2 + row;
+            size_t unit = (row_unit + own) * DEPTH_2 + d;
             u64 *ready = s.ready + ring.stage;
             u32 to = ring.at();
             wait(s.free + ring.stage, ring.phase ^ 1);
@@ -276,7 +256,7 @@ DEVICE void produce(const Given &given, Shared &s, const TokensRouter &router, R
                 copy(to + ROWS_AT, given.reference2 + row_unit * UNIT_ROWS, count * UNIT_ROWS,
                      ready, policy);
             ring.advance();
-            if (++d == given.depth2) d = 0, rank++;
+            if (++d == DEPTH_2) d = 0, rank++;
         }
     }
 }
@@ -284,14 +264,14 @@ DEVICE void produce(const Given &given, Shared &s, const TokensRouter &router, R
 // ---- Activation: features of a unit, a lane each.
 
 DEVICE void make_features(const Given &given, Shared &s, int launch, int lane) {
-    Part part(given, s.hit);
-    int rank = part.first_unit / given.rows1, row = part.first_unit % given.rows1;
+    Part part(s.hit);
+    int rank = part.first_unit / UNITS_1, row = part.first_unit % UNITS_1;
     for (int i = 0; i < part.units; i++) {
         int feature = row * FEATURES + lane, buffer = i & 1;
-        bool inside = feature < given.features;
+        bool inside = feature < INTERMEDIATE_SIZE;
         float gate_bias = 0.0f, up_bias = 0.0f;
         if (BIAS_1 != NONE && inside) {
-            size_t place = 2 * ((size_t)s.experts[rank] * given.features + feature);
+            size_t place = 2 * ((size_t)s.experts[rank] * INTERMEDIATE_SIZE + feature);
             gate_bias = load_as<BIAS_1>(given.bias1, place);
             up_bias = load_as<BIAS_1>(given.bias1, place + 1);
         }
@@ -312,12 +292,12 @@ DEVICE void make_features(const Given &given, Shared &s, int launch, int lane) {
         }
         __syncwarp();
         if (lane == 0) arrive(s.sums_free + buffer);
-        u64 *to = given.published + (size_t)rank * PAIRS * given.depth2 * UNIT + feature;
+        u64 *to = given.published + (size_t)rank * PAIRS * DEPTH_2 * UNIT + feature;
 #pragma unroll
         for (int p = 0; p < PAIRS; p++)
-            publish(to + p * given.depth2 * UNIT, h[2 * p] | h[2 * p + 1] << 16, launch);
+            publish(to + p * DEPTH_2 * UNIT, h[2 * p] | h[2 * p + 1] << 16, launch);
         if (lane == 0) s.made = i + 1;
-        if (++row == given.rows1) row = 0, rank++;
+        if (++row == UNITS_1) row = 0, rank++;
     }
 }
 
@@ -325,13 +305,13 @@ DEVICE void make_features(const Given &given, Shared &s, int launch, int lane) {
 
 // Which teams have sums of a token.
 DEVICE void list_teams(const Given &given, Shared &s, const Part &part, int lane) {
-    int items = s.hit * given.depth2;
+    int items = s.hit * DEPTH_2;
     for (int half = 0; half < 2; half++) {
-        int team = half * 32 + lane, first = share(team, part.teams, items);
-        int last = share(team + 1, part.teams, items);
+        int team = half * 32 + lane, first = share<TEAMS>(team, items);
+        int last = share<TEAMS>(team + 1, items);
         u32 tokens = 0;
-        if (team < part.teams && first < last)
-            for (int rank = first / given.depth2; rank <= (last - 1) / given.depth2; rank++)
+        if (team < TEAMS && first < last)
+            for (int rank = first / DEPTH_2; rank <= (last - 1) / DEPTH_2; rank++)
                 tokens |= s.members[rank];
 #pragma unroll
         for (int t = 0; t < TOKENS; t++) {
@@ -350,12 +330,13 @@ DEVICE void encode_item(const Given &given, Shared &s, const Part &part, u32 ope
     constexpr int COUNT = FIRST < TOKENS ? ENCODED_TOKENS : 0;
     constexpr int FIRST_PAIR = FIRST / 2, OWN_PAIRS = (COUNT + 1) / 2;
     if (COUNT == 0) return;
-    int rank = (part.first_item + i) / given.depth2, width = given.depth2 * UNIT;
-    int first = (part.first_item + i) % given.depth2 * UNIT + lane * 4;
-    bool there = first < given.rows1 * FEATURES;
+    int rank = (part.first_item + i) / DEPTH_2, width = DEPTH_2 * UNIT;
+    int first = (part.first_item + i) % DEPTH_2 * UNIT + lane * 4;
+    bool there = first < UNITS_1 * FEATURES;
     const u64 *from = given.published + ((size_t)rank * PAIRS + FIRST_PAIR) * width + first;
     // Other CTAs are about as far as this one: earlier loads would only take bandwidth.
-    while (s.made < share(i + 1, part.items, part.units)) __nanosleep(64);
+    int needed = (int)((u32)(i + 1) * (u32)part.units / (u32)part.items);
+    while (s.made < needed) __nanosleep(64);
     Pair words[OWN_PAIRS + 1][2] = {};
 #pragma unroll
     for (int p = 0; p < OWN_PAIRS; p++)
@@ -414,7 +395,7 @@ DEVICE void encode_item(const Given &given, Shared &s, const Part &part, u32 ope
 // ---- Consumers.
 
 // Encode x of all tokens; loads come first.
-DEVICE void encode_tokens(const Given &given, Shared &s, u8 *operand, int padded_units, int tid) {
+DEVICE void encode_tokens(const Given &given, Shared &s, u8 *operand, int tid) {
     int warp = tid / 32, lane = tid % 32;
     for (int first = 0; first < TOKENS; first += HELD_TOKENS) {
         uint2 held[HELD_TOKENS][QUADS];
@@ -425,7 +406,7 @@ DEVICE void encode_tokens(const Given &given, Shared &s, u8 *operand, int padded
             for (int i = 0; i < QUADS; i++) {
                 size_t quad = i * CONSUMERS + tid, token = first + t;
                 held[t][i] = make_uint2(0, 0), blocks[t][i] = 0;
-                if (token >= given.num_tokens || quad * 4 >= given.hidden) continue;
+                if (token >= given.num_tokens || quad * 4 >= HIDDEN_SIZE) continue;
                 const u8 *codes = (const u8 *)given.x + token * given.x_stride;
                 const u16 *values = (const u16 *)given.x + token * given.x_stride;
                 if (!X_CODED) held[t][i] = __ldcg((const uint2 *)values + quad);
@@ -465,7 +446,7 @@ DEVICE void encode_tokens(const Given &given, Shared &s, u8 *operand, int padded
 #pragma unroll
             for (int i = 0; i < QUADS; i++) {
                 int quad = i * CONSUMERS + tid;
-                if (quad >= padded_units * (UNIT / 4)) continue;
+                if (quad >= PADDED_DEPTH * (UNIT / 4)) continue;
                 u32 a = held[t][i].x, b = held[t][i].y;
                 const float v[4] = {from_bf16(a & 0xFFFF), from_bf16(a >> 16),
                                     from_bf16(b & 0xFFFF), from_bf16(b >> 16)};
@@ -480,19 +461,25 @@ DEVICE void encode_tokens(const Given &given, Shared &s, u8 *operand, int padded
     fence_async();
 }
 
-// Two columns of a token's outputs that a thread adds up, over every groups-th team.
+// Threads for the outputs of a token: a power of two, at least a CTA's pairs of columns.
+__device__ constexpr int output_width() {
+    int width = 1;
+    while (width * CTAS < HIDDEN_SIZE / 2 + CTAS - 1 && width < CONSUMERS / TOKENS) width *= 2;
+    return width;
+}
+constexpr int OUTPUT_WIDTH = output_width(), OUTPUT_GROUPS = CONSUMERS / OUTPUT_WIDTH / TOKENS;
+
+// Two columns of a token's outputs that a thread adds up, over every OUTPUT_GROUPS-th team.
 struct Output {
-    int pair, token, group, groups, width;
+    int pair, token, group;
     bool exists;
     float2 value;
 
     DEVICE Output(const Given &given, int tid) {
-        int cta = blockIdx.x, ctas = gridDim.x, pairs = given.hidden / 2;
-        int first = share(cta, ctas, pairs), last = share(cta + 1, ctas, pairs);
-        width = 1;
-        while (width * ctas < pairs + ctas - 1 && width < CONSUMERS / TOKENS) width *= 2;
-        pair = first + tid % width, token = tid / width % TOKENS, group = tid / width / TOKENS;
-        groups = CONSUMERS / width / TOKENS;
+        int cta = blockIdx.x, first = share<CTAS>(cta, HIDDEN_SIZE / 2);
+        int last = share<CTAS>(cta + 1, HIDDEN_SIZE / 2);
+        pair = first + tid % OUTPUT_WIDTH, token = tid / OUTPUT_WIDTH % TOKENS;
+        group = tid / OUTPUT_WIDTH / TOKENS;
         exists = pair < last && token < given.num_tokens;
         value = make_float2(0.0f, 0.0f);
     }
@@ -508,7 +495,7 @@ struct Output {
             for (int i = 0; i < AHEAD; i++) {
                 int rank = min(first + i, hit - 1);
                 bool own = first + i < hit && s.members[rank] >> token & 1;
-                size_t place = (size_t)s.experts[rank] * given.hidden + 2 * pair;
+                size_t place = (size_t)s.experts[rank] * HIDDEN_SIZE + 2 * pair;
                 bias[i].x = own ? load_as<BIAS_2>(given.bias2, place) : 0.0f;
                 bias[i].y = own ? load_as<BIAS_2>(given.bias2, place + 1) : 0.0f;
                 weight[i] = WEIGHT_FIRST ? 1.0f : s.weights[rank][token];
@@ -520,22 +507,21 @@ struct Output {
     }
 
     // Add the sums of all teams, in their order, and store. memory: of CONSUMERS sums.
-    DEVICE void store(const Given &given, const Shared &s, float2 *memory, int teams, int launch,
-                      int tid) {
+    DEVICE void store(const Given &given, const Shared &s, float2 *memory, int launch, int tid) {
         constexpr int AHEAD = 4;
         u64 wanted = exists ? s.teams[token] : 0;
         float2 total = make_float2(0.0f, 0.0f);
-        for (int first = group; first < teams; first += AHEAD * groups) {
+        for (int first = group; first < TEAMS; first += AHEAD * OUTPUT_GROUPS) {
             Pair sums[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
-                int team = first + i * groups;
-                if (team < teams && wanted >> team & 1) sums[i].load(place(given, team));
+                int team = first + i * OUTPUT_GROUPS;
+                if (team < TEAMS && wanted >> team & 1) sums[i].load(place(given, team));
             }
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
-                int team = first + i * groups;
-                if (team >= teams || !(wanted >> team & 1)) continue;
+                int team = first + i * OUTPUT_GROUPS;
+                if (team >= TEAMS || !(wanted >> team & 1)) continue;
                 sums[i].await(place(given, team), launch);
                 total.x += __uint_as_float((u32)sums[i].first);
                 total.y += __uint_as_float((u32)sums[i].second);
@@ -544,18 +530,18 @@ struct Output {
         memory[tid] = total;
         sync_threads<ENCODE, CONSUMERS>();
         if (group != 0 || !exists) return;
-        for (int i = 0; i < groups; i++) {
-            float2 sum = memory[tid + i * width * TOKENS];
+        for (int i = 0; i < OUTPUT_GROUPS; i++) {
+            float2 sum = memory[tid + i * OUTPUT_WIDTH * TOKENS];
             value.x += sum.x, value.y += sum.y;
         }
-        size_t to = (size_t)token * (given.hidden / 2) + pair;
+        size_t to = (size_t)token * (HIDDEN_SIZE / 2) + pair;
         if (OUT == F32) ((float2 *)given.out)[to] = value;
         if (OUT == BF16) ((u32 *)given.out)[to] = to_bf16(value.x) | to_bf16(value.y) << 16;
         if (OUT == F16) ((u32 *)given.out)[to] = to_f16(value.x) | to_f16(value.y) << 16;
     }
 
     DEVICE const u64 *place(const Given &given, int team) const {
-        return given.sums + ((size_t)team * TOKENS + token) * given.hidden + 2 * pair;
+        return given.sums + ((size_t)team * TOKENS + token) * HIDDEN_SIZE + 2 * pair;
     }
 };
 
@@ -609,7 +595,8 @@ struct Consumer {
                 for (int j = 0; j < 4; j++) total[j] += products.d[j];
             };
             u32 references = 0, operand = descriptor(x_operand) + group * DESCRIPTOR_STEP;
-            for (int k = 0; k < given.depth1; k += WARPGROUPS) {
+#pragma unroll 1
+            for (int k = 0; k < DEPTH_1; k += WARPGROUPS) {
                 references = multiply(operand, rows_at, add);
                 operand += WARPGROUPS * DESCRIPTOR_STEP;
             }
@@ -632,7 +619,7 @@ struct Consumer {
     DEVICE void multiply_items(const Part &part, u32 h_operand, int launch) {
         u32 tokens = 0;
         for (int i = 0; i < part.items; i++)
-            tokens |= s.members[(part.first_item + i) / given.depth2];
+            tokens |= s.members[(part.first_item + i) / DEPTH_2];
         for (int first = part.first_row; first < part.last_row; first += WARPGROUPS) {
             float total[OWN][2] = {}, scales[OWN][2] = {};
             auto add = [&] {
@@ -659,11 +646,11 @@ struct Consumer {
             add();
             products.clear();
             int output = (first + group) * UNIT_ROWS + row;
-            if (first + group >= part.last_row || output >= given.hidden) continue;
+            if (first + group >= part.last_row || output >= HIDDEN_SIZE) continue;
 #pragma unroll
             for (int j = 0; j < OWN; j++) {
                 int token = OWN * column + j;
-                u64 *to = given.sums + ((size_t)part.team * TOKENS + token) * given.hidden + output;
+                u64 *to = given.sums + ((size_t)part.team * TOKENS + token) * HIDDEN_SIZE + output;
                 if (token < TOKENS && tokens >> token & 1)
                     publish(to, total[j][0], total[j][1], launch);
             }
@@ -678,20 +665,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) _moe_few_tokens_kernel(
     const u8 *reference1, const u8 *reference2, const void *bias1, const void *bias2, const void *x,
     const u8 *x_scale, const void *topk_ids, const void *topk_weights, const void *logits,
     const float *correction_bias, const int *expert_map, int *launches, u64 *published, u64 *sums,
-    float p0, float p1, float p2, float scaling_factor, int num_tokens, int top_k, int num_global,
-    int hidden, int features, int rows1, int depth1, int rows2, int depth2, int x_stride,
-    int x_scale_stride, int logits_stride, void *, void *) {
-    const Given given = {out,          codes1,         shifts1,    codes2,         shifts2,
-                         reference1,   reference2,     bias1,      bias2,          x,
-                         x_scale,      topk_ids,       topk_weights, logits, correction_bias,
-                         expert_map,   published,      sums,       p0,             p1,
-                         p2,           scaling_factor, num_tokens, top_k,          num_global,
-                         hidden,       features,       rows1,      depth1,         rows2,
-                         depth2,       x_stride,       x_scale_stride, logits_stride};
+    float p0, float p1, float p2, float scaling_factor, int num_tokens, int num_global,
+    int x_stride, int x_scale_stride, int logits_stride, void *, void *) {
+    const Given given = {
+        out,       codes1,   shifts1,        codes2,       shifts2,        reference1,
+        reference2, bias1,   bias2,          x,            x_scale,        topk_ids,
+        topk_weights, logits, correction_bias, expert_map, published,      sums,
+        p0,        p1,       p2,             scaling_factor, num_tokens,   num_global,
+        x_stride,  x_scale_stride, logits_stride};
     extern __shared__ __align__(1024) u8 memory[];
-    int padded_units = (depth1 + WARPGROUPS - 1) / WARPGROUPS * WARPGROUPS;  // zeros fill a stage
     u8 *x_operand = memory + STAGES * STAGE_BYTES;
-    u8 *h_operand = x_operand + padded_units * OPERAND_BYTES;
+    u8 *h_operand = x_operand + PADDED_DEPTH * OPERAND_BYTES;
     Shared &s = *(Shared *)(h_operand + MAX_ITEMS * OPERAND_BYTES);
     int tid = threadIdx.x, warp = __shfl_sync(ALL, tid / 32, 0), lane = tid % 32;
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -716,25 +700,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) _moe_few_tokens_kernel(
     launch++;  // the same number in all CTAs
     Ring ring = {shared_address(memory), 0, 0};
     if (warp >= PRODUCER) {
-        TokensRouter router(given, s, warp, lane);
         if (LOGITS != NONE) {
-            router.choose();
+            choose_experts(given, s, warp, lane);
             sync_threads<CHOSEN, ROUTERS>();
         }
         if (warp == PRODUCER) {
-            produce(given, s, router, ring, lane);
+            produce(given, s, ring, lane);
             return;
         }
-        if (LOGITS != NONE) {
-            router.weigh();
-            signal_threads<WEIGHED, ROUTERS>();
-        }
-        sync_threads<TABLES, THREADS>();
         if (warp == ACTIVATOR) {
+            list_experts(given, s, lane);
             make_features(given, s, launch, lane);
             return;
         }
-        Part part(given, s.hit);
+        sync_threads<TABLES, TABLE_THREADS>();
+        Part part(s.hit);
         if (warp > ENCODER) list_teams(given, s, part, lane);
         bool in_turns = ENCODERS == 1, halves = !in_turns && warp > ENCODER;
         for (int i = in_turns ? warp - ENCODER : 0; i < part.items; i += in_turns ? 2 : 1) {
@@ -744,15 +724,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) _moe_few_tokens_kernel(
         }
         return;
     }
-    encode_tokens(given, s, x_operand, padded_units, tid);
-    sync_threads<TABLES, THREADS>();
+    encode_tokens(given, s, x_operand, tid);
+    sync_threads<TABLES, TABLE_THREADS>();
     if (tid == 0) *counted = launch;  // all threads have read it
-    Part part(given, __shfl_sync(ALL, s.hit, 0));
+    Part part(__shfl_sync(ALL, s.hit, 0));
     Output output(given, tid);
     output.add_biases(given, s);
     Consumer consumer(given, s, ring, warp, lane);
     consumer.multiply_units(part, shared_address(x_operand));
     consumer.multiply_items(part, shared_address(h_operand), launch);
     sync_threads<END, CONSUMERS + 32>();  // the ring is free
-    output.store(given, s, (float2 *)memory, part.teams, launch, tid);
+    output.store(given, s, (float2 *)memory, launch, tid);
 }

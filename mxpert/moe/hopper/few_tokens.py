@@ -39,9 +39,8 @@ _KERNEL = CudaKernel(
     | dict.fromkeys(("expert_map",), "*u8")
     | dict.fromkeys(("launches", "published", "sums"), "*u8")
     | dict.fromkeys(("p0", "p1", "p2", "scaling_factor"), "fp32")
-    | dict.fromkeys(("num_tokens", "top_k", "num_global", "hidden", "features"), "i32")
-    | dict.fromkeys(("rows1", "depth1", "rows2", "depth2"), "i32")
-    | dict.fromkeys(("x_stride", "x_scale_stride", "logits_stride"), "i32"),
+    | dict.fromkeys(("num_tokens", "num_global", "x_stride", "x_scale_stride"), "i32")
+    | dict.fromkeys(("logits_stride",), "i32"),
 )
 
 # Numbers of the source's macros.
@@ -96,7 +95,7 @@ memory = _Memory()
 def _words(problem: MoEProblem) -> tuple[int, int]:
     """Words of the features and of the sums of stage 2."""
     sizes = sizes_of(problem)
-    features = SLOTS * sizes.pairs * units_of(problem)["depth2"] * UNIT_CODES
+    features = SLOTS * sizes.pairs * units_of(problem)["depth_2"] * UNIT_CODES
     return features, num_teams(problem) * sizes.tokens * problem.hidden_size
 
 
@@ -189,15 +188,16 @@ def _launch(problem: MoEProblem, num_stages: int, operands: _Operands) -> Launch
         (num_ctas(problem),),
         **{**_DEFAULT_PARAMETERS, **given},
         num_tokens=problem.num_tokens,
-        top_k=problem.top_k,
         num_global=routing.num_global,
-        hidden=problem.hidden_size,
-        features=problem.intermediate_size,
-        **units_of(problem),
         x_stride=operands.strides[0],
         x_scale_stride=operands.strides[1],
         logits_stride=routing.stride,
         scaling_factor=float(topk.routed_scaling_factor),
+        CTAS=num_ctas(problem),
+        HIDDEN_SIZE=problem.hidden_size,
+        INTERMEDIATE_SIZE=problem.intermediate_size,
+        TOP_K=problem.top_k,
+        **{name.upper(): units for name, units in units_of(problem).items()},
         TOKENS=sizes.tokens,
         STAGES=num_stages,
         QUADS=sizes.quads,

@@ -68,10 +68,10 @@ def units_of(problem: MoEProblem) -> dict[str, int]:
     """Units of both weights, as the kernel takes them: of 64 rows, and of 128 codes of depth."""
     hidden, features = problem.hidden_size, problem.intermediate_size
     return dict(
-        rows1=-(-2 * features // UNIT_ROWS),
-        depth1=-(-hidden // UNIT_CODES),
-        rows2=-(-hidden // UNIT_ROWS),
-        depth2=-(-features // UNIT_CODES),
+        units_1=-(-2 * features // UNIT_ROWS),
+        depth_1=-(-hidden // UNIT_CODES),
+        units_2=-(-hidden // UNIT_ROWS),
+        depth_2=-(-features // UNIT_CODES),
     )
 
 
@@ -90,14 +90,14 @@ def sizes_of(problem: MoEProblem) -> Sizes:
     """Constants of the kernel for a problem."""
     units, tokens = units_of(problem), 1 << max(0, problem.num_tokens - 1).bit_length()
     hit = min(problem.num_experts, tokens * problem.top_k, SLOTS)
-    items = max(1, -(-hit * units["depth2"] // num_teams(problem)))
-    depth = -(-units["depth1"] // WARPGROUPS) * WARPGROUPS  # a stage has whole units
+    items = max(1, -(-hit * units["depth_2"] // num_teams(problem)))
+    depth = -(-units["depth_1"] // WARPGROUPS) * WARPGROUPS  # a stage has whole units
     columns = max(4, tokens)  # for tokens, of sums of stage 1
     tables = 1024  # barriers of stages and sums, numbers
     tables += 2 * WARPGROUPS * 32 * columns * 8  # sums of stage 1
     tables += items * (8 + 4 * tokens)  # barriers of items, scales of their features
-    tables += SLOTS * (8 + 4 * tokens)  # experts, members, weights
-    tables += SLOTS * 8  # experts and weights that follow from logits
+    tables += SLOTS * (12 + 4 * tokens)  # experts twice, members, weights
+    tables += tokens * (8 * problem.top_k + 4)  # what is chosen from logits
     tables += tokens * 12 + min(tokens, _GROUP) * 4 * WARPS  # scales and maxima of x, teams
     return Sizes(
         tokens=tokens,

@@ -58,17 +58,34 @@ DEVICE float sum_of_lanes(float v) {
     return v;
 }
 
+// The largest of some numbers.
+template <int FIRST, int COUNT>
+DEVICE u32 largest(const u32 *numbers) {
+    if constexpr (COUNT == 1) {
+        return numbers[FIRST];
+    } else {
+        constexpr int HALF = COUNT / 2;
+        return max(largest<FIRST, HALF>(numbers), largest<FIRST + HALF, COUNT - HALF>(numbers));
+    }
+}
+
+// What is chosen for a token. total: sum of all scores of a softmax, for a highest logit of 0; NaN
+// where all its scores are lost.
+struct Chosen {
+    int experts[TOP_K];
+    float logits[TOP_K], total;
+};
+
 // Router's logits of one token.
 struct Router {
     const void *logits;
     size_t first;
-    int num_experts, top_k;
+    int num_experts;
 
     DEVICE float logit(int expert) const { return load_as<LOGITS>(logits, first + expert); }
 
-    // Expert of slot `lane`, the best first, of equal ones that with the lowest number. lost:
-    // whether all scores of a softmax are.
-    DEVICE int choose(const float *correction_bias, int lane, bool &lost) const {
+    // The best experts in order, of equal ones that with the lower number.
+    DEVICE void choose(const float *correction_bias, Chosen &chosen, int lane) const {
         u32 ranks[LANE_EXPERTS];
         float values[LANE_EXPERTS], biases[LANE_EXPERTS];
         bool any_bad = false, any_good = false;
@@ -93,18 +110,12 @@ struct Router {
             }
             ranks[i] = i * 32 + lane < num_experts ? rank_of(value) : 0;
         }
-        lost = false;
-        if (CLAMP_NAN && SCORING == SOFTMAX)
-            lost = __any_sync(ALL, any_bad) || !__any_sync(ALL, any_good);
-        if (lost)
-#pragma unroll
-            for (int i = 0; i < LANE_EXPERTS; i++) ranks[i] = i * 32 + lane < num_experts;
-        int chosen = 0;
-        for (int slot = 0; slot < top_k; slot++) {
-            u32 own = 0;
-#pragma unroll
-            for (int i = 0; i < LANE_EXPERTS; i++) own = max(own, ranks[i]);
-            u32 best = __reduce_max_sync(ALL, own), found = ALL;
+        bool lost = CLAMP_NAN && SCORING == SOFTMAX &&
+                    (__any_sync(ALL, any_bad) || !__any_sync(ALL, any_good));
+        int own = lane;
+#pragma unroll 1
+        for (int slot = 0; slot < TOP_K && !lost; slot++) {
+            u32 best = __reduce_max_sync(ALL, largest<0, LANE_EXPERTS>(ranks)), found = ALL;
 #pragma unroll
             for (int i = LANE_EXPERTS - 1; i >= 0; i--)
                 if (ranks[i] == best) found = i * 32 + lane;
@@ -112,30 +123,38 @@ struct Router {
 #pragma unroll
             for (int i = 0; i < LANE_EXPERTS; i++)
                 if (i * 32 + lane == expert) ranks[i] = 0;
-            if (lane == slot) chosen = expert;
+            if (lane == slot) own = expert;
         }
-        return chosen;
-    }
-
-    // Routing weight of slot `lane`, whose expert was chosen.
-    DEVICE float weigh(int expert, bool lost, float scaling_factor, int lane) const {
-        bool filled = lane < top_k;
-        float own = filled ? logit(expert) : 0.0f, weight = 0.0f;
-        if (SCORING != SOFTMAX) {
-            if (filled) weight = score_of(own);
-            if (CLAMP_NAN && is_lost(weight)) weight = 0.0f;
-            if (NORMALIZE) weight = divide(weight, sum_of_lanes<MOST_SLOTS>(weight) + 1e-20f);
-            return weight * scaling_factor;
-        }
-        float largest = __shfl_sync(ALL, own, 0), total = 0.0f;
-        if (filled) weight = exponential(own - largest);
-        if (NORMALIZE) {
-            total = sum_of_lanes<MOST_SLOTS>(weight);
-        } else {
-            for (int i = lane; i < num_experts; i += 32) total += exponential(logit(i) - largest);
+        // Loaded again, now: later the loads would wait behind those of weights.
+        float own_logit = lane < TOP_K ? logit(own) : 0.0f, total = 0.0f;
+        if (lane < TOP_K) chosen.experts[lane] = own, chosen.logits[lane] = own_logit;
+        if (SCORING == SOFTMAX && !NORMALIZE) {
+            float highest = __shfl_sync(ALL, own_logit, 0);
+#pragma unroll
+            for (int i = 0; i < LANE_EXPERTS; i++)
+                if (i * 32 + lane < num_experts) total += exponential(values[i] - highest);
             total = sum_of_lanes<32>(total);
         }
-        weight = divide(weight, total);
-        return (CLAMP_NAN && lost ? 0.0f : weight) * scaling_factor;
+        if (lane == 0) chosen.total = lost ? not_a_number() : total;
+        __syncwarp();
     }
 };
+
+// Routing weight of a slot, by a warp of which each lane has one. Slots repeat every TOP_K lanes.
+DEVICE float weight_of(const Chosen &chosen, float scaling_factor, int slot) {
+    int lane = threadIdx.x % 32;
+    bool first = lane < TOP_K;
+    float logit = chosen.logits[slot], weight;
+    if (SCORING == SOFTMAX) {
+        weight = exponential(logit - chosen.logits[0]);
+        float sum = sum_of_lanes<MOST_SLOTS>(first ? weight : 0.0f);
+        weight = divide(weight, NORMALIZE ? __shfl_sync(ALL, sum, 0) : chosen.total);
+        if (CLAMP_NAN && chosen.total != chosen.total) weight = 0.0f;
+    } else {
+        weight = score_of(logit);
+        if (CLAMP_NAN && is_lost(weight)) weight = 0.0f;
+        float sum = sum_of_lanes<MOST_SLOTS>(first ? weight : 0.0f);
+        if (NORMALIZE) weight = divide(weight, __shfl_sync(ALL, sum, 0) + 1e-20f);
+    }
+    return weight * scaling_factor;
+}

@@ -45,10 +45,10 @@ def test_teams_have_room_for_their_items(name: str, num_tokens: int, target: Tar
     units, sizes, teams = few.units_of(problem), few.sizes_of(problem), few.num_teams(problem)
     ctas = few.num_ctas(problem)
     for hit in range(1, min(problem.num_experts, num_tokens * problem.top_k) + 1):
-        items = hit * units["depth2"]
+        items = hit * units["depth_2"]
         ends = [share(team, teams, items) for team in range(teams + 1)]
         assert max(last - first for first, last in itertools.pairwise(ends)) <= sizes.items
-        assert share(ctas, ctas, hit * units["rows1"]) == hit * units["rows1"]
+        assert share(ctas, ctas, hit * units["units_1"]) == hit * units["units_1"]
     most = few.most_stages(problem)
     assert most >= 2
     assert few.shared_bytes(problem, most) <= target.shared_memory
@@ -60,10 +60,10 @@ def test_shares_are_even(name: str) -> None:
     """At T = 1 no CTA has more than 1.13 times the mean of a stage's units and items."""
     problem = describe(SHAPES[name], 1, "bf16")
     units, ctas = few.units_of(problem), few.num_ctas(problem)
-    mean = problem.top_k * units["rows1"] / ctas
-    assert -(-problem.top_k * units["rows1"] // ctas) <= max(1.13 * mean, 1)
+    mean = problem.top_k * units["units_1"] / ctas
+    assert -(-problem.top_k * units["units_1"] // ctas) <= max(1.13 * mean, 1)
     teams = few.num_teams(problem)
-    mean = problem.top_k * units["depth2"] / teams
+    mean = problem.top_k * units["depth_2"] / teams
     assert few.sizes_of(problem).items <= max(1.13 * mean, 1)
 
 
@@ -110,4 +110,4 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_units_have_their_sizes() -> None:
     units = few.units_of(describe(MODEL_SHAPES["gpt-oss-120b"], 1, "bf16"))
-    assert Counter(units) == Counter(rows1=90, depth1=23, rows2=45, depth2=23)
+    assert Counter(units) == Counter(units_1=90, depth_1=23, units_2=45, depth_2=23)

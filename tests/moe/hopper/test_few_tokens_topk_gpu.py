@@ -5,6 +5,7 @@ What the launch chooses is compared through the layer's results, which no other 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -37,16 +38,11 @@ SIZES = ((9, 3), (128, 4), (385, 8), (512, 10))
 """Experts, top_k: of a lane 1, 4, 13 and 16 experts."""
 
 
+@functools.cache
 def weights_of(num_experts: int, device: torch.device) -> MoEWeights:
     """Prepared weights, whose experts all differ."""
     shape = MoEShape(HIDDEN, FEATURES, num_experts, 1, activation=SiLU(), has_bias=True)
     return random_moe_problem(shape, 1, device=device).weights.prepare(device=device)
-
-
-@pytest.fixture(scope="module", params=SIZES, ids=[f"{e}-{k}" for e, k in SIZES])
-def experts(request: pytest.FixtureRequest, device: torch.device) -> tuple[MoEWeights, int]:
-    num_experts, top_k = request.param
-    return weights_of(num_experts, device), top_k
 
 
 def tokens(count: int, device: torch.device) -> torch.Tensor:
@@ -80,12 +76,9 @@ def expected(
 ) -> torch.Tensor:
     """The top-k kernel of its own, then the layer from ids."""
     options = {"activation": "silu"} | options
-    routed = mxpert.route_topk(
-        logits,
-        top_k,
-        correction_bias=bias,
-        **{name: getattr(routing, name) for name in TopKOptions.__dataclass_fields__},
-    )
+    named = {each: getattr(routing, each) for each in TopKOptions.__dataclass_fields__}
+    with mxpert.override():  # a pinned backend is that of the layer
+        routed = mxpert.route_topk(logits, top_k, correction_bias=bias, **named)
     with mxpert.override(config=few(options.get("activation_format", "bf16")), backend="hopper"):
         return mxpert.fused_moe(x, weights, *routed, **options)
 
@@ -104,15 +97,16 @@ def in_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("clamp_nan", [False, True], ids=["", "clamped"])
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_experts, top_k", SIZES)
 def test_it_chooses_as_route_topk(
+    num_experts: int,
+    top_k: int,
     dtype: torch.dtype,
     name: str,
     clamp_nan: bool,
-    experts: tuple[MoEWeights, int],
     device: torch.device,
 ) -> None:
-    weights, top_k = experts
-    num_experts, routing = weights.num_experts, replace(ROUTINGS[name], clamp_nan=clamp_nan)
+    weights, routing = weights_of(num_experts, device), replace(ROUTINGS[name], clamp_nan=clamp_nan)
     bias = torch.randn(num_experts, device=device) * 0.3 if name in BIASED else None
     torch.manual_seed(top_k)
     for count in (1, 2, 3, 4):
@@ -132,6 +126,8 @@ BAD = {
     "all -inf": lambda row: row.fill_(-torch.inf),
     "zeros of both signs": lambda row: row.zero_()[::3].neg_(),
     "huge": lambda row: row.mul_(1e30),
+    "32 equal ones": lambda row: row[1::4].fill_(50.0),
+    "64 equal ones": lambda row: row[1::2].fill_(50.0),
 }
 
 
