@@ -84,6 +84,45 @@ struct Router {
 
     DEVICE float logit(int expert) const { return load_as<LOGITS>(logits, first + expert); }
 
+    // Choose by keys, of which each takes one reduction: ranks whose last bits are the expert's.
+    // False if experts that matter differ in these bits alone.
+    DEVICE bool take_keys(const u32 *ranks, int &own, int lane) const {
+        constexpr bool ARE_EXACT = LOGITS != F32 && !BIASED && SCORING != SIGMOID;
+        constexpr u32 LAST = 511;
+        u32 keys[LANE_EXPERTS], last = 0;
+#pragma unroll
+        for (int i = 0; i < LANE_EXPERTS; i++)
+            keys[i] = ranks[i] == 0 ? 0 : (ranks[i] & ~LAST) | (LAST - (i * 32 + lane));
+        bool are_equal = false;
+#pragma unroll 1
+        for (int slot = 0; slot < TOP_K + !ARE_EXACT; slot++) {
+            u32 best = __reduce_max_sync(ALL, largest<0, LANE_EXPERTS>(keys));
+#pragma unroll
+            for (int i = 0; i < LANE_EXPERTS; i++)
+                if (keys[i] == best) keys[i] = 0;
+            if (lane == slot) own = LAST - (best & LAST);
+            are_equal |= (best ^ last) <= LAST;
+            last = best;
+        }
+        return ARE_EXACT || !are_equal;
+    }
+
+    // Choose by ranks.
+    DEVICE void take_ranks(u32 *ranks, int &own, int lane) const {
+#pragma unroll 1
+        for (int slot = 0; slot < TOP_K; slot++) {
+            u32 best = __reduce_max_sync(ALL, largest<0, LANE_EXPERTS>(ranks)), found = ALL;
+#pragma unroll
+            for (int i = LANE_EXPERTS - 1; i >= 0; i--)
+                if (ranks[i] == best) found = i * 32 + lane;
+            int expert = (int)__reduce_min_sync(ALL, found);
+#pragma unroll
+            for (int i = 0; i < LANE_EXPERTS; i++)
+                if (i * 32 + lane == expert) ranks[i] = 0;
+            if (lane == slot) own = expert;
+        }
+    }
+
     // The best experts in order, of equal ones that with the lower number.
     DEVICE void choose(const float *correction_bias, Chosen &chosen, int lane) const {
         u32 ranks[LANE_EXPERTS];
@@ -113,18 +152,7 @@ struct Router {
         bool lost = CLAMP_NAN && SCORING == SOFTMAX &&
                     (__any_sync(ALL, any_bad) || !__any_sync(ALL, any_good));
         int own = lane;
-#pragma unroll 1
-        for (int slot = 0; slot < TOP_K && !lost; slot++) {
-            u32 best = __reduce_max_sync(ALL, largest<0, LANE_EXPERTS>(ranks)), found = ALL;
-#pragma unroll
-            for (int i = LANE_EXPERTS - 1; i >= 0; i--)
-                if (ranks[i] == best) found = i * 32 + lane;
-            int expert = (int)__reduce_min_sync(ALL, found);
-#pragma unroll
-            for (int i = 0; i < LANE_EXPERTS; i++)
-                if (i * 32 + lane == expert) ranks[i] = 0;
-            if (lane == slot) own = expert;
-        }
+        if (!lost && !take_keys(ranks, own, lane)) take_ranks(ranks, own, lane);
         // Loaded again, now: later the loads would wait behind those of weights.
         float own_logit = lane < TOP_K ? logit(own) : 0.0f, total = 0.0f;
         if (lane < TOP_K) chosen.experts[lane] = own, chosen.logits[lane] = own_logit;
