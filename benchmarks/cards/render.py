@@ -3,11 +3,12 @@
     python -m benchmarks.cards.render benchmarks/results/nvidia-h100
 
 renders every JSON of the folder that has a renderer, then the measured blocks of README.md and
-docs/performance.md that tell the cards apart, from all folders. Without a folder only the blocks.
+docs that tell the cards apart, from all folders. Without a folder only the blocks.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -26,6 +27,7 @@ from benchmarks.moe.cells import NAMED
 from benchmarks.moe.figures import speed_ups
 from benchmarks.moe.row_encoding import share_table
 from benchmarks.moe.weight_format_tables import means_table
+from benchmarks.serving.render import decode_span, summary_table
 
 REPORTS = {
     "moe.json": "moe.render",
@@ -48,8 +50,9 @@ RENDERERS = REPORTS | {
 }
 """Also those that render with --render what they have measured."""
 PAGES = {
-    "README.md": ("cards",),
-    "docs/performance.md": ("files", "row encoding"),
+    "README.md": ("cards", "decode in vLLM"),
+    "docs/performance.md": ("serving", "files", "row encoding"),
+    "docs/serve-with-vllm.md": ("serving, ours",),
     "docs/formats.md": ("weight formats",),
 }
 """Page → its blocks."""
@@ -202,8 +205,44 @@ def weight_formats(every: Mapping[str, Sequence[Result]], place: str) -> str:
     return on_each_card(every, place, "weight_formats", text)
 
 
+def decode_in_vllm(every: Mapping[str, Sequence[Result]], place: str) -> str:
+    """One sentence a card on the decode rates of gpt-oss."""
+    parts = []
+    for card, found in every.items():
+        document = named(found, "serving.json")
+        if document is not None and (span := decode_span(document)):
+            meta = document["meta"]
+            parts.append(
+                f"In vLLM {meta['versions']['vllm']} on one {meta['device']}, gpt-oss with mxpert "
+                f"decodes {span} times as fast as with the best of vLLM's own kernels "
+                f"([results]({place}/{card}/serving.md))."
+            )
+    return paragraphs(*parts) or "No card has measured gpt-oss in vLLM yet."
+
+
+def serving(every: Mapping[str, Sequence[Result]], place: str, *, ours_only: bool = False) -> str:
+    """gpt-oss in vLLM, on each card."""
+    parts = []
+    for card, found in every.items():
+        document = named(found, "serving.json")
+        if document is not None:
+            meta, link = document["meta"], f"{place}/{card}/serving"
+            head = (
+                f"vLLM {meta['versions']['vllm']}, gpt-oss with random weights on one "
+                f"{meta['device']}: tokens/s, and in brackets the ratio to the best of vLLM's own "
+                "kernels, for a16w4 of those with bfloat16 activations. [All formats and rounds, "
+                f"which kernels were measured, first token, memory, load time]({link}.md); "
+                f"[JSON]({link}.json), [plot]({link}.png)."
+            )
+            parts.append(paragraphs(head, summary_table(document, ours_only=ours_only)))
+    return paragraphs(*parts) or "No card has measured it yet."
+
+
 BLOCKS = {
     "cards": cards,
+    "decode in vLLM": decode_in_vllm,
+    "serving": serving,
+    "serving, ours": functools.partial(serving, ours_only=True),
     "files": files,
     "row encoding": row_encoding,
     "weight formats": weight_formats,

@@ -1,9 +1,24 @@
-"""What computes the experts: vLLM's own backends, mxpert's formats, or nothing."""
+"""What computes the experts: vLLM's own backends, mxpert's formats, or nothing.
+
+What vLLM 0.26 offers for gpt-oss's MXFP4 on Hopper, by the name for ``--moe-backend``:
+
+- ``auto`` takes the first of TRITON (triton_kernels, their routing included), FlashInfer CUTLASS
+  and Marlin that runs. Humming is never taken by itself.
+- ``triton_unfused``: triton_kernels behind vLLM's router, the activation in a launch of its own.
+- ``flashinfer_cutlass``: needs FlashInfer and its kernels, compiled or from its cubins.
+- ``marlin``: bfloat16 activations; FP8 ones are for SM 8.9 and 12 only.
+- ``humming``: indexed GEMMs, or grouped ones behind a permutation; the variable
+  ``VLLM_HUMMING_INPUT_QUANT_CONFIG`` asks for activations in e4m3.
+- ``emulation`` dequantises each call: for tests, so it is not measured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+_FP8_TOKEN = {"VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "float8e4m3"}'}
+_GROUPED = {"VLLM_HUMMING_MOE_GEMM_TYPE": "grouped"}
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,7 @@ BACKENDS = {
             "humming-fp8_token",
             moe_backend="humming",
             quantises="fp8_token",
-            environment={"VLLM_HUMMING_INPUT_QUANT_CONFIG": '{"dtype": "float8e4m3"}'},
+            environment=_FP8_TOKEN,
         ),
         Backend("mxpert-a16w4", activation_format="a16w4"),
         Backend("mxpert-a8w4", activation_format="a8w4"),
@@ -61,13 +76,20 @@ BACKENDS = {
         Backend("mxpert-a4w4", activation_format="a4w4"),
         Backend("mxpert-a16w4-modular", activation_format="a16w4", modular=True),
         Backend("no-experts", activation_format="a16w4", computes=False),
+        Backend("humming-grouped", moe_backend="humming", environment=_GROUPED),
+        Backend(
+            "humming-grouped-fp8_token",
+            moe_backend="humming",
+            quantises="fp8_token",
+            environment=_FP8_TOKEN | _GROUPED,
+        ),
         Backend("triton", moe_backend="triton"),
         Backend("triton-unfused", moe_backend="triton_unfused"),
         Backend("flashinfer", moe_backend="flashinfer_cutlass"),
     )
 }
 """The most important first. "vllm" is what vLLM takes by itself: TRITON on Hopper for gpt-oss.
-Those of its own are all that vLLM 0.26 offers for gpt-oss on Hopper; 0.20 has no Humming."""
+Those of its own are all that vLLM 0.26 offers, but for emulation; 0.20 has no Humming."""
 
 DEFAULT = tuple(BACKENDS)[:10]
 IN_TREE = tuple(name for name, each in BACKENDS.items() if each.activation_format is None)

@@ -26,6 +26,8 @@ _TRIES = 3
 REQUEST = (128, 32)
 """Prompt and new tokens of the first request."""
 
+NONE_FOUND = "none found"
+
 
 def select(backend: Backend) -> dict[str, Any]:
     """vLLM's options for a backend; the plugin is registered where it is not installed."""
@@ -45,6 +47,13 @@ def select(backend: Backend) -> dict[str, Any]:
             x.clone() if out is None else out.copy_(x)
         )
     return {"additional_config": {"mxpert": backend.activation_format}}
+
+
+def require_asked(backend: Backend, method: str) -> None:
+    """Raise RuntimeError where vLLM's own method runs in the place of ours, or the other way."""
+    ours = backend.activation_format is not None
+    if method != NONE_FOUND and method.startswith("Mxpert") != ours:
+        raise RuntimeError(f"{backend.name}: the experts are computed by {method}")
 
 
 class Engine:
@@ -89,9 +98,11 @@ class Engine:
             disable_log_stats=True,
             **options,
         )
+        seconds, method = time.monotonic() - began, self.moe_method()
+        require_asked(BACKENDS[spec["backend"]], method)
         return {
-            "load_s": time.monotonic() - began,
-            "moe_method": self.moe_method(),
+            "load_s": seconds,
+            "moe_method": method,
             "weights_gib": sum(p.nbytes for p in self.model.parameters()) / _GIB,  # type: ignore[attr-defined]
         }
 
@@ -101,13 +112,18 @@ class Engine:
         return {"first_request_s": first, "warm_request_s": min(warm)}
 
     def moe_method(self) -> str:
-        """Which of vLLM's methods computes the experts, and the backend that it chose."""
+        """Which of vLLM's methods computes the experts, the backend that it chose if it chose one,
+        and the class of the experts."""
         for module in self.model.modules():  # type: ignore[attr-defined]
             method = getattr(module, "quant_method", None)
             if hasattr(method, "process_weights_after_loading") and hasattr(module, "w13_weight"):
-                chosen = getattr(method, "mxfp4_backend", None)
-                return f"{type(method).__name__} {getattr(chosen, 'name', '')}".strip()
-        return "none found"
+                name, chosen = type(method).__name__, getattr(method, "mxfp4_backend", None)
+                chose = "" if name.startswith("Mxpert") else getattr(chosen, "name", "")
+                kernel = getattr(method, "moe_kernel", None)
+                experts = getattr(kernel, "fused_experts", None)
+                computes = "" if experts is None else type(experts).__name__
+                return " ".join(filter(None, (name, chose, computes)))
+        return NONE_FOUND
 
     def prompts(self, count: int, length: int, seed: int) -> list[dict[str, list[int]]]:
         generator = torch.Generator().manual_seed(seed)

@@ -2,7 +2,8 @@
 
     python -m benchmarks.serving.render benchmarks/results/nvidia-h200/serving.json
 
-writes serving.md and serving.png beside the JSON, and prints the tables.
+writes serving.md and serving.png beside the JSON, and prints the tables. `summary_table` and
+`decode_span` are what README.md and docs say of it, through `benchmarks.cards.render`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,22 @@ BARS = {
     "mxpert-a4w4": 8,
     "mxpert-a16w4-modular": 6,
 }
-"""Colour and hatch of a backend."""
+"""Colour and hatch of a backend; those that are not here are in the tables alone."""
+
+TITLES = {
+    "marlin": "Marlin",
+    "humming": "Humming",
+    "humming-fp8_token": "Humming, FP8 activations",
+    "humming-grouped": "Humming, grouped GEMMs",
+    "humming-grouped-fp8_token": "Humming, grouped GEMMs, FP8 activations",
+    "triton": "triton_kernels",
+    "triton-unfused": "triton_kernels, not fused",
+    "flashinfer": "FlashInfer CUTLASS",
+    "mxpert-a16w4": "mxpert a16w4",
+    "mxpert-a8w4": "mxpert a8w4",
+}
+"""What the summaries call a backend; they leave out those that are not here."""
+KERNELS = {"TRITON": "triton_kernels", "MARLIN": "Marlin"}
 
 
 def rates(rows: Sequence[Row], model: str, phase: str) -> dict[str, dict[int, list[float]]]:
@@ -164,20 +180,65 @@ def of_model(document: Mapping[str, Any], model: str) -> str:
     ).rstrip()
 
 
-def baselines(document: Mapping[str, Any], model: str) -> str:
-    """Which of vLLM's own backends were measured, with the name that vLLM gives them."""
-    chosen = {
-        row["backend"]: row["moe_method"].partition(" ")[2]
+def chosen_kernels(document: Mapping[str, Any], model: str) -> dict[str, str]:
+    """Backend → the name that vLLM gives it."""
+    methods = {
+        row["backend"]: row["moe_method"].split()
         for row in document["engines"]
         if row["model"] == model
     }
+    return {name: words[1] for name, words in methods.items() if len(words) > 1}
+
+
+def baselines(document: Mapping[str, Any], model: str) -> str:
+    """Which of vLLM's own backends were measured, with the name that vLLM gives them."""
+    chosen = chosen_kernels(document, model)
     timed = {row["backend"] for row in document["rows"] if row["model"] == model}
     has = [name for name in IN_TREE if name in timed]
     told = [f"{name} ({chosen[name]})" if chosen.get(name) else name for name in has]
-    kernels = {chosen[name].lower() for name in has if name in chosen}
-    absent = [name for name in IN_TREE if name not in timed and name not in kernels]
+    by_itself = chosen.get("vllm", "").lower() if "vllm" in timed else ""
+    absent = [name for name in IN_TREE if name not in {*timed, by_itself}]
     text = f"vLLM's own that were measured: {', '.join(told) or 'none'}"
     return f"{text}; not measured: {', '.join(absent)}." if absent else f"{text}."
+
+
+def summary_table(document: Mapping[str, Any], *, ours_only: bool = False) -> str:
+    """All models, decode at each concurrency and prefill: medians, and ratios of ours."""
+    rows, cells = document["rows"], Cells()
+    columns: dict[tuple[str, int], str] = {}
+    for row in sorted(rows, key=lambda row: (row["phase"], row["concurrency"])):
+        size, tokens = row["concurrency"], row["prompt_tokens"]
+        text = f"prefill, {size} × {tokens} tokens" if row["phase"] == "prefill" else str(size)
+        columns[row["phase"], size] = text
+    first = next((key for key in columns if key[0] == "decode"), None)
+    if first is not None:
+        columns[first] = f"decode, {first[1]} request" + ("s" if first[1] > 1 else "")
+    for model in dict.fromkeys(row["model"] for row in rows):
+        chosen = chosen_kernels(document, model).get("vllm", "")
+        default = f"vLLM's default ({KERNELS.get(chosen, chosen)})" if chosen else "vLLM's default"
+        for (phase, size), column in columns.items():
+            found = rates(rows, model, phase)
+            for name, title in ({"vllm": default} | TITLES).items():
+                backend, samples = BACKENDS[name], found.get(name, {}).get(size)
+                if samples is None or (ours_only and not backend.is_ours):
+                    continue
+                best = best_in_tree(found, size, backend) if backend.is_ours else None
+                ratio = "" if best is None else f" ({median(samples) / best:.2f}×)"
+                cells[f"{model}, {title}", column] = f"{median(samples):.0f}{ratio}"
+    return pivot("model, experts", cells, list(columns.values())) if cells else ""
+
+
+def decode_span(document: Mapping[str, Any]) -> str:
+    """Smallest and largest ratio of decode, all models and sizes, a16w4 and a8w4."""
+    rows, ratios = document["rows"], []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        found = rates(rows, model, "decode")
+        for name in ("mxpert-a16w4", "mxpert-a8w4"):
+            for size, samples in found.get(name, {}).items():
+                best = best_in_tree(found, size, BACKENDS[name])
+                ratios += [] if best is None else [median(samples) / best]
+    texts = [f"{value:.2f}" for value in (min(ratios), max(ratios))] if ratios else []
+    return " to ".join(dict.fromkeys(texts))
 
 
 def full(document: Mapping[str, Any]) -> str:

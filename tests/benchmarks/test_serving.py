@@ -14,7 +14,7 @@ from benchmarks.serving import gate
 from benchmarks.serving import render as serving_render
 from benchmarks.serving import run as serving
 from benchmarks.serving.backends import BACKENDS, DEFAULT, OURS
-from benchmarks.serving.engine import Engine
+from benchmarks.serving.engine import NONE_FOUND, Engine, require_asked
 from benchmarks.serving.models import SIZES, cache_bytes, config_of, random_tensors, write_config
 from benchmarks.serving.process import EngineError, EngineProcess
 from benchmarks.serving.rows import SCHEMA
@@ -192,7 +192,31 @@ def test_ours_is_compared_with_activations_as_wide_or_wider(rig: Rig) -> None:
     assert (
         "vLLM's own that were measured: vllm (TRITON), marlin (MARLIN), humming-fp8_token" in text
     )
-    assert "; not measured: humming, triton-unfused, flashinfer." in text
+    assert (
+        "; not measured: humming, humming-grouped, humming-grouped-fp8_token, triton-unfused, "
+        "flashinfer." in text
+    )
+
+
+def test_the_summary_has_medians_ratios_and_the_span_of_both_formats(rig: Rig) -> None:
+    names = "vllm,marlin,humming-fp8_token,mxpert-a16w4,mxpert-a8w4,mxpert-a4w4,no-experts"
+    rig.run("--backends", names, "--rounds", "1")
+    document = rig.document
+    text = serving_render.summary_table(document)
+    assert "| model, experts | decode, 1 request | 8 | prefill, 8 × 1024 tokens |" in text
+    assert "| gpt-oss-20b, vLLM's default (triton_kernels) | 150 | 1200 | 8192 |" in text
+    assert "| gpt-oss-20b, Humming, FP8 activations | 200 | 1600 | 8192 |" in text
+    assert "| gpt-oss-20b, mxpert a8w4 | 150 (0.75×) | 1200 (0.75×) | 8192 (1.00×) |" in text
+    assert "a4w4" not in text
+    assert "no-experts" not in text
+    ours = serving_render.summary_table(document, ours_only=True).splitlines()
+    assert [line.split(" | ")[0] for line in ours[2:]] == [
+        "| gpt-oss-20b, mxpert a16w4",
+        "| gpt-oss-20b, mxpert a8w4",
+    ]
+    assert serving_render.decode_span(document) == "0.75 to 1.00"
+    nothing: dict[str, Any] = {"rows": [], "engines": []}
+    assert serving_render.decode_span(nothing) == serving_render.summary_table(nothing) == ""
 
 
 def test_a_backends_variables_are_those_of_its_process(tmp_path: Path) -> None:
@@ -284,6 +308,49 @@ def test_swapped_times_are_taken_again() -> None:
         engine_with(2.0, 1.0, 2.0, 1.0, 2.0, 2.0).measure()
 
 
+def made(kind: str, **attributes: Any) -> Any:
+    """An object of a class of that name."""
+    it = type(kind, (), {})()
+    vars(it).update(attributes)
+    return it
+
+
+@pytest.mark.parametrize(
+    "method, chose, experts, told",
+    [
+        ("GptOssMethod", "TRITON", "MonolithicExperts", "GptOssMethod TRITON MonolithicExperts"),
+        ("GptOssMethod", "MARLIN", "", "GptOssMethod MARLIN"),
+        ("MxpertGptOssMethod", "EMULATION", "RoutingExperts", "MxpertGptOssMethod RoutingExperts"),
+    ],
+)
+def test_a_method_is_told_with_what_computes(
+    method: str, chose: str, experts: str, told: str
+) -> None:
+    """vLLM's "emulation" of a method of ours says how weights are loaded, and is left out."""
+    engine = Engine.__new__(Engine)
+    kernel = made("Kernel", fused_experts=made(experts)) if experts else None
+    found = made(
+        method,
+        mxfp4_backend=made("Backend", name=chose),
+        moe_kernel=kernel,
+        process_weights_after_loading=None,
+    )
+    layers = [made("Linear"), made("RoutedExperts", quant_method=found, w13_weight=0)]
+    engine.model = made("Model", modules=lambda: layers)
+    assert engine.moe_method() == told
+    engine.model = made("Model", modules=lambda: layers[:1])
+    assert engine.moe_method() == NONE_FOUND
+
+
+def test_another_method_than_the_one_asked_for_is_not_measured() -> None:
+    ours, theirs = BACKENDS["mxpert-a16w4"], BACKENDS["vllm"]
+    for backend, method in ((ours, "MxpertMethod"), (theirs, "Method"), (ours, NONE_FOUND)):
+        require_asked(backend, method)
+    for backend, method in ((ours, "Method TRITON"), (theirs, "MxpertMethod")):
+        with pytest.raises(RuntimeError, match=f"{backend.name}: .* computed by {method}"):
+            require_asked(backend, method)
+
+
 def test_sizes_are_the_published_ones() -> None:
     for model, depth in (("gpt-oss-20b", 24), ("gpt-oss-120b", 36)):
         config = config_of(model)
@@ -304,4 +371,5 @@ def test_backends_are_named_once() -> None:
     assert "no-experts" not in OURS
     assert {"vllm", "marlin", "humming", "humming-fp8_token", "no-experts"} <= set(DEFAULT)
     narrow = {name for name, each in BACKENDS.items() if each.is_narrow}
-    assert narrow == {"humming-fp8_token", "mxpert-a8w4", "mxpert-a4w4", "mxpert-fp8_token"}
+    theirs = {"humming-fp8_token", "humming-grouped-fp8_token"}
+    assert narrow == theirs | {"mxpert-a8w4", "mxpert-a4w4", "mxpert-fp8_token"}
