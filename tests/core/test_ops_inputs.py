@@ -12,7 +12,7 @@ from mxpert.core.ops import OPS
 from mxpert.core.problem import Op
 from mxpert.errors import Checks
 from mxpert.training.rows import op as rows  # noqa: F401  (it fills OPS)
-from support.inputs import INPUTS
+from support.inputs import INPUTS, LAUNCHED
 from support.kernels import kernels_of
 
 KERNELS = {
@@ -26,7 +26,7 @@ KERNELS = {
 def test_a_kernel_takes_the_inputs_of_its_op(kernel: Any) -> None:
     hints = get_type_hints(kernel.launch)
     assert list(hints)[:3] == ["problem", "config", "inputs"]
-    assert hints["inputs"] is INPUTS[kernel.op]
+    assert hints["inputs"] == LAUNCHED[kernel.op]
 
 
 @pytest.mark.parametrize("op", Op, ids=lambda op: op.value)
