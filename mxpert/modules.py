@@ -24,7 +24,6 @@ from .formats.tensor import Layout
 from .moe.checks import check_weight_on_input
 from .moe.local_weights import local_weights
 from .moe.prepared_experts import PreparedExperts as PreparedExperts
-from .moe.prepared_experts import in_dtype
 from .moe.prepared_weights import check_keep_fp8
 from .moe.requantize import requantize_ as requantize_
 from .moe.stacked import quantize_weights as quantize_weights
@@ -175,8 +174,8 @@ class MoE(torch.nn.Module):
         options, correction = self.routing, self._buffers["correction_bias"]
         without_grad = torch.no_grad() if torch.is_grad_enabled() else _NOTHING
         with without_grad, isolated(rows.device.type):  # autocast would choose other experts
-            logits = router(in_dtype(rows, weight.dtype))
-        correction = None if correction is None else in_dtype(correction, torch.float32)
+            logits = router(_as(rows, weight.dtype))
+        correction = None if correction is None else _as(correction, torch.float32)
         if _is_forward_alone(experts):
             result = experts.from_logits(
                 rows, logits, self.top_k, routing=options, correction_bias=correction
@@ -232,3 +231,8 @@ def _float32_kept(before: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
     """A float32 tensor in float32 on the device of `moved`; any other as it was moved."""
     changed = before.dtype == torch.float32 != moved.dtype
     return before.to(moved.device) if changed else moved
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor` in `dtype`; a call of `to` that changes nothing takes as long as an allocation."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -120,7 +120,7 @@ class PreparedExperts(torch.nn.Module):
         on_input = self.apply_router_weight_on_input
         rows = self._rows(x, topk_ids.shape[-1] if on_input else 1)
         out = fused_moe(
-            in_dtype(rows, torch.bfloat16),
+            rows,
             self.weights,
             topk_weights,
             topk_ids,
@@ -131,7 +131,9 @@ class PreparedExperts(torch.nn.Module):
             expert_parallel=self._ranks,
             num_sms=self.num_sms,
         )
-        return self._shaped(out, x)
+        if x.dim() != 2:
+            out = out.view(x.shape)
+        return without_backward(type(self).__name__, out, x, remedy=self.no_gradient)
 
     def from_logits(
         self,
@@ -163,7 +165,7 @@ class PreparedExperts(torch.nn.Module):
         on_input = self.apply_router_weight_on_input
         rows = self._rows(x, top_k if on_input else 1)
         out = fused_moe_from_logits(
-            in_dtype(rows, torch.bfloat16),
+            rows,
             self.weights,
             logits,
             top_k,
@@ -176,10 +178,12 @@ class PreparedExperts(torch.nn.Module):
             expert_parallel=self._ranks,
             num_sms=self.num_sms,
         )
-        return self._shaped(out, x)
+        if x.dim() != 2:
+            out = out.view(x.shape)
+        return without_backward(type(self).__name__, out, x, remedy=self.no_gradient)
 
     def _rows(self, x: torch.Tensor, top_k: int) -> torch.Tensor:
-        """Check a call, and return x as rows [T, H] whose values are adjacent.
+        """Check a call, and return x as bfloat16 rows [T, H] whose values are adjacent.
 
         top_k: experts per token; any number without `apply_router_weight_on_input`.
         """
@@ -204,13 +208,7 @@ class PreparedExperts(torch.nn.Module):
         rows = x if x.dim() == 2 else x.reshape(-1, width)
         if rows.stride(-1) != 1:  # the kernels read rows whose values are adjacent
             rows = rows.contiguous()
-        return rows
-
-    def _shaped(self, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """The result in the shape of x, without a backward pass."""
-        if x.dim() != 2:
-            out = out.view(x.shape)
-        return without_backward(type(self).__name__, out, x, remedy=self.no_gradient)
+        return rows if rows.dtype == torch.bfloat16 else rows.to(torch.bfloat16)
 
     def _refuse_exchanged_buffers(self) -> None:
         """Raise for buffers that were assigned, or that `functional_call` exchanged."""
@@ -321,8 +319,3 @@ def _parts_of(weights: MoEWeights) -> dict[str, torch.Tensor]:
         for part in (*published.PARTS, "fp8_codes")
     }
     return {name: tensor for name, tensor in parts.items() if tensor is not None}
-
-
-def in_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` in `dtype`; a call of `to` that changes nothing takes as long as an allocation."""
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
