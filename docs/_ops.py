@@ -154,7 +154,7 @@ def rows_between(target: Target, _: Layouts) -> list[Problem]:
 
 _MX = "mxfp4, mxfp8 e4m3, mxfp8 e5m2"
 _MXFP8, _NAMES = "mxfp8 e4m3, mxfp8 e5m2", ("mxfp8_e4m3", "mxfp8_e5m2")
-_LAYER = "`moe_gate_up`, `moe_down`, `fused_moe`"
+_LAYER = "`moe_gate_up`, `moe_down`, `fused_moe`, `fused_moe_from_logits`"
 _OTHER = ("nvfp4", "int4_g32", "int4_g128")
 _GEMM, _WGRAD = Op.GROUPED_GEMM, Op.GROUPED_WGRAD
 _SPANS = (ScaleSpan.ROW, ScaleSpan.SPAN128, ScaleSpan.AUTO)

@@ -10,16 +10,7 @@ import pytest
 import torch
 
 import mxpert
-from mxpert import (
-    ClampedSiLU,
-    GateUpOrder,
-    MoEWeights,
-    Scoring,
-    SiLU,
-    SwiGLU,
-    UnsupportedError,
-    modules,
-)
+from mxpert import ClampedSiLU, GateUpOrder, MoEWeights, Scoring, SiLU, SwiGLU, UnsupportedError
 from mxpert.core.problem import TopKOptions
 from mxpert.formats import dequantize_blocks
 from mxpert.integrations.checkpoints.gpt_oss import (
@@ -29,6 +20,7 @@ from mxpert.integrations.checkpoints.gpt_oss import (
 )
 from mxpert.integrations.checkpoints.load import load_gpt_oss_layers
 from mxpert.modules import quantize_weights
+from mxpert.moe import prepared_experts
 from mxpert.moe.published_tensors import expert_weights_from
 from mxpert.testing.numerics import assert_exact, cosine
 from support.gpt_oss import tiny_gpt_oss
@@ -178,7 +170,7 @@ def test_experts_take_a_routers_own_dtypes(
         given.extend((x, *routing))
         return mxpert.fused_moe(x, weights, *routing, **options)
 
-    monkeypatch.setattr(modules, "fused_moe", noted)
+    monkeypatch.setattr(prepared_experts, "fused_moe", noted)
     moe, x = layer(), rows(5).bfloat16()
     topk_weights, topk_ids = mxpert.route_topk(torch.randn(5, E), K)
     passed = x, topk_weights.to(weights_dtype), topk_ids.long()

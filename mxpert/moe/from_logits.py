@@ -20,11 +20,11 @@ from ..core.problem import (
 from ..errors import Checks
 from ..formats.spec import FLOAT_DTYPES, ScaleRule, ScaleRuleLike
 from ..formats.tensor import MXTensor
-from ..routing.op import route_topk
+from ..routing.op import choose_experts
 from .checks import LogitsOptions, check_from_logits, moe_options
-from .inputs import LogitsInputs
+from .inputs import FusedMoEInputs, LogitsInputs
 from .local_weights import require_ranks
-from .op import fake_layer, fused_moe, layer_problem
+from .op import fake_layer, layer_on_ranks, layer_problem
 from .weights import MoEWeights
 
 if TYPE_CHECKING:
@@ -102,66 +102,39 @@ def fused_moe_from_logits(
     """
     if not isinstance(routing, TopKOptions):
         raise Checks(_OP).type_error("routing", "an mxpert.TopKOptions", repr(routing))
+    choices = scale_rule, apply_router_weight_on_input, combine, out_dtype, num_sms
+    options = LogitsOptions(
+        moe_options(_OP, activation, activation_format, *choices),
+        top_k,
+        routing.scoring,
+        routing.normalize,
+        routing.num_groups,
+        routing.top_groups,
+        routing.routed_scaling_factor,
+        routing.group_score,
+        routing.clamp_nan,
+    )
+    inputs = LogitsInputs(x, weights, logits, correction_bias, expert_map, num_local_tokens, out)
     if expert_parallel is not None:
-        _check_logits_of_ranks(expert_parallel, logits)
-        topk_weights, topk_ids = route_topk(
-            logits,
-            top_k,
-            normalize=routing.normalize,
-            scoring=routing.scoring,
-            num_groups=routing.num_groups,
-            top_groups=routing.top_groups,
-            correction_bias=correction_bias,
-            routed_scaling_factor=routing.routed_scaling_factor,
-            group_score=routing.group_score,
-            clamp_nan=routing.clamp_nan,
-        )
-        y = fused_moe(
-            x,
-            weights,
-            topk_weights,
-            topk_ids,
-            activation=activation,
-            activation_format=activation_format,
-            combine=combine,
-            scale_rule=scale_rule,
-            apply_router_weight_on_input=apply_router_weight_on_input,
-            expert_map=expert_map,
-            num_local_tokens=num_local_tokens,
-            out_dtype=out_dtype,
-            out=out,
-            expert_parallel=expert_parallel,
-            num_sms=num_sms,
-        )
-    else:
-        choices = scale_rule, apply_router_weight_on_input, combine, out_dtype, num_sms
-        options = LogitsOptions(
-            moe_options(_OP, activation, activation_format, *choices),
-            top_k,
-            routing.scoring,
-            routing.normalize,
-            routing.num_groups,
-            routing.top_groups,
-            routing.routed_scaling_factor,
-            routing.group_score,
-            routing.clamp_nan,
-        )
-        inputs = LogitsInputs(
-            x, weights, logits, correction_bias, expert_map, num_local_tokens, out
-        )
-        if out is not None:
-            _FROM_LOGITS_OUT(options, inputs)
-            return out
+        y = _on_ranks(expert_parallel, options, inputs)
+    elif out is None:
         y = _FROM_LOGITS(options, inputs)
+    else:
+        _FROM_LOGITS_OUT(options, inputs)
+        return out
     guard = torch.is_grad_enabled() and y is not out
     return without_backward(_OP, y, x, logits, correction_bias) if guard else y
 
 
-def _check_logits_of_ranks(ranks: ExpertParallel, logits: torch.Tensor) -> None:
-    """Check what neither `route_topk` nor `fused_moe` knows: logits of the experts of all ranks."""
+def _on_ranks(ranks: ExpertParallel, options: LogitsOptions, inputs: LogitsInputs) -> torch.Tensor:
+    """Choose the experts of this rank's tokens, then run the layer on all ranks."""
     require_ranks(_OP, ranks)
-    shape = None, ranks.placement.num_experts
+    logits, shape = inputs.logits, (None, ranks.placement.num_experts)
     Checks(_OP).tensor(logits, "logits", dtype=FLOAT_DTYPES, shape=shape)
+    routed = choose_experts(logits, options.top_k, options.routing, inputs.correction_bias)
+    expert_map, num_local_tokens, out = inputs.expert_map, inputs.num_local_tokens, inputs.out
+    given = FusedMoEInputs(inputs.x, inputs.weights, *routed, expert_map, num_local_tokens, out)
+    return layer_on_ranks(_OP, ranks, options.options, given)
 
 
 def _describe(options: LogitsOptions, inputs: LogitsInputs) -> MoEProblem:

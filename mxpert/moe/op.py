@@ -128,7 +128,7 @@ def fused_moe(
     options = moe_options("fused_moe", activation, activation_format, *choices)
     inputs = FusedMoEInputs(x, weights, topk_weights, topk_ids, expert_map, num_local_tokens, out)
     if expert_parallel is not None:
-        y = _on_ranks(expert_parallel, options, inputs)
+        y = layer_on_ranks("fused_moe", expert_parallel, options, inputs)
     elif out is None:
         y = _FUSED_MOE(options, inputs)
     else:
@@ -178,14 +178,14 @@ _REMEDY_ON_RANKS = {
 }
 
 
-def _on_ranks(ranks: ExpertParallel, options: MoEOptions, inputs: FusedMoEInputs) -> torch.Tensor:
+def layer_on_ranks(
+    op: str, ranks: ExpertParallel, options: MoEOptions, inputs: FusedMoEInputs
+) -> torch.Tensor:
     """Run a layer on several ranks, which takes neither an expert map nor a number of tokens."""
-    require_ranks("fused_moe", ranks)
+    require_ranks(op, ranks)
     for name, remedy in _REMEDY_ON_RANKS.items():
         if getattr(inputs, name) is not None:
-            raise ValueError(
-                message("fused_moe", name, "None with expert_parallel", "a tensor", remedy)
-            )
+            raise ValueError(message(op, name, "None with expert_parallel", "a tensor", remedy))
     return ranks.run_layer(options, inputs)
 
 

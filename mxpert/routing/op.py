@@ -111,6 +111,24 @@ def route_topk(
     return _TOPK(choice, TopKInputs(logits, correction_bias))
 
 
+def choose_experts(
+    logits: torch.Tensor, top_k: int, options: TopKOptions, correction_bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`route_topk` with the options of a layer."""
+    return route_topk(
+        logits,
+        top_k,
+        normalize=options.normalize,
+        scoring=options.scoring,
+        num_groups=options.num_groups,
+        top_groups=options.top_groups,
+        correction_bias=correction_bias,
+        routed_scaling_factor=options.routed_scaling_factor,
+        group_score=options.group_score,
+        clamp_nan=options.clamp_nan,
+    )
+
+
 def make_routing_plan(
     topk_weights: torch.Tensor,
     topk_ids: torch.Tensor,

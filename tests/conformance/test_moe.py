@@ -46,6 +46,12 @@ def test_stages(case: MoECase, executor: Executor) -> None:
     case.check_stages(executor)
 
 
+@pytest.mark.cases(cases.FROM_LOGITS)
+def test_layer_from_logits(case: MoECase, executor: Executor) -> None:
+    """It has the bits of the layer with the ids of `route_topk` on the same executor."""
+    case.check_from_logits(executor)
+
+
 @pytest.mark.parametrize("arch", [*CHIPS, "sm_100"])
 def test_backends_serve_what_the_cases_say(arch: str) -> None:
     backend = CHIPS.get(arch, "triton")

@@ -30,13 +30,20 @@ WEIGHTS = quantize_weights(
     gate_up_order=GateUpOrder.CONCATENATED,
 )
 ROUTER = torch.randn(E, H, generator=GENERATOR)
-ROUTING = mxpert.route_topk(X @ ROUTER.T, 2)
+LOGITS = X @ ROUTER.T
+ROUTING = mxpert.route_topk(LOGITS, 2)
 OFFSETS = torch.tensor([0, 3, 3, 7, 9])
 
 
 def layer(x: torch.Tensor = X) -> torch.Tensor:
     return mxpert.fused_moe(
         x.bfloat16(), WEIGHTS, *ROUTING, activation=mxpert.SwiGLU(), out_dtype=torch.float32
+    )
+
+
+def from_logits(x: torch.Tensor = X) -> torch.Tensor:
+    return mxpert.fused_moe_from_logits(
+        x.bfloat16(), WEIGHTS, LOGITS, 2, activation="silu", out_dtype=torch.float32
     )
 
 
@@ -69,6 +76,7 @@ def block(x: torch.Tensor = X) -> list[torch.Tensor]:
 
 CALLS: dict[str, Callable[[], Any]] = {
     "fused_moe": layer,
+    "fused_moe_from_logits": from_logits,
     "grouped_gemm": gemm,
     "MoE": lambda: mxpert.MoE(WEIGHTS, ROUTER, top_k=2).eval()(X),
     "linear": lambda: linear(MXFP8Recipe()),
@@ -153,6 +161,7 @@ FOLLOWED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         * x.sum()
     ),
     "fused_moe": layer,
+    "fused_moe_from_logits": from_logits,
     "grouped_gemm": gemm,
     "route_topk": lambda x: mxpert.route_topk(x @ ROUTER.T, 2)[0],
     "grouped_linear": lambda x: grouped_linear(x, torch.ones(E, H, H), OFFSETS),

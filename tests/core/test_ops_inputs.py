@@ -12,7 +12,7 @@ from mxpert.core.ops import OPS
 from mxpert.core.problem import Op
 from mxpert.errors import Checks
 from mxpert.training.rows import op as rows  # noqa: F401  (it fills OPS)
-from support.inputs import INPUTS
+from support.inputs import INPUTS, LAUNCHED
 from support.kernels import kernels_of
 
 KERNELS = {
@@ -26,7 +26,7 @@ KERNELS = {
 def test_a_kernel_takes_the_inputs_of_its_op(kernel: Any) -> None:
     hints = get_type_hints(kernel.launch)
     assert list(hints)[:3] == ["problem", "config", "inputs"]
-    assert hints["inputs"] is INPUTS[kernel.op]
+    assert hints["inputs"] == LAUNCHED[kernel.op]
 
 
 @pytest.mark.parametrize("op", Op, ids=lambda op: op.value)
@@ -35,7 +35,7 @@ def test_the_checks_of_an_op_take_its_inputs(op: Op) -> None:
     spec = OPS[op.value]
     for function in (spec._check, spec._fake):
         if function.__name__ != "<lambda>":
-            assert INPUTS[op] in get_type_hints(function).values()
+            assert {INPUTS[op], LAUNCHED[op]} & {*get_type_hints(function).values()}
     inputs = INPUTS[op](*range(len(INPUTS[op].__slots__)))
     assert spec.values(inputs) == tuple(range(len(INPUTS[op].__slots__)))
 

@@ -152,6 +152,12 @@ def fused_moe(num_sms: Any) -> None:
     mxpert.fused_moe(inputs.x, inputs.weights, *routed, activation="silu", num_sms=num_sms)
 
 
+def from_logits(num_sms: Any) -> None:
+    inputs = random_moe_problem(MoEShape(64, 32, 4, 2), 5)
+    layer = inputs.x, inputs.weights, torch.zeros(5, 4), 2
+    mxpert.fused_moe_from_logits(*layer, activation="silu", num_sms=num_sms)
+
+
 def stage(which: str) -> Callable[[Any], None]:
     inputs = random_moe_problem(MoEShape(64, 32, 4, 2), 5)
     plan = plan_of(inputs, 16)
@@ -184,6 +190,7 @@ def grouped_call(op: str) -> Callable[[Any], None]:
 
 CALLS: dict[str, Callable[[Any], None]] = {
     "fused_moe": fused_moe,
+    "fused_moe_from_logits": from_logits,
     "moe_gate_up": stage("gate_up"),
     "moe_down": stage("down"),
     "grouped_gemm": grouped_call("gemm"),

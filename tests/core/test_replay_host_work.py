@@ -46,6 +46,8 @@ MOST_LAUNCHES = {
     "quantize": 1,
     "fused_moe": 6,
     "fused_moe_out": 6,
+    "fused_moe_from_logits": 7,
+    "fused_moe_from_logits_out": 7,
     "moe_gate_up": 3,
     "moe_down": 3,
 }
@@ -55,6 +57,8 @@ MOST_ALLOCATIONS = {
     "quantize": 2,
     "fused_moe": 2,
     "fused_moe_out": 1,
+    "fused_moe_from_logits": 2,
+    "fused_moe_from_logits_out": 1,
     "moe_gate_up": 3,
     "moe_down": 2,
 }
@@ -65,10 +69,12 @@ MOST_FRAMES = {
     "quantize": 15,
     "fused_moe": 16,
     "fused_moe_out": 15,
+    "fused_moe_from_logits": 16,
+    "fused_moe_from_logits_out": 15,
     "moe_gate_up": 16,
     "moe_down": 20,
-    "experts": 20,
-    "MoE": 40,
+    "experts": 21,
+    "MoE": 28,
 }
 """Python functions of this package that a warm call enters, as many as today."""
 MOST_COPIES = 3
@@ -141,6 +147,12 @@ def calls(num_tokens: int) -> dict[str, Callable[[], object]]:
         "fused_moe": lambda: mxpert.fused_moe(problem.x, weights, routing, ids, **options),
         "fused_moe_out": lambda: mxpert.fused_moe(
             problem.x, weights, narrow, wide_ids, out=out, **options
+        ),
+        "fused_moe_from_logits": lambda: mxpert.fused_moe_from_logits(
+            problem.x, weights, logits, SHAPE.top_k, **options
+        ),
+        "fused_moe_from_logits_out": lambda: mxpert.fused_moe_from_logits(
+            problem.x, weights, logits, SHAPE.top_k, out=out, **options
         ),
     }
 

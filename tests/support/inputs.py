@@ -6,7 +6,7 @@ from typing import Any
 
 from mxpert.core.problem import Op
 from mxpert.grouped.inputs import GroupedGemmInputs, GroupedWgradInputs
-from mxpert.moe.inputs import DownInputs, FusedMoEInputs, GateUpInputs
+from mxpert.moe.inputs import DownInputs, FusedMoEInputs, GateUpInputs, LayerInputs
 from mxpert.quantize.inputs import DequantizeInputs, DualInputs, QuantizeInputs
 from mxpert.routing.inputs import PlanInputs, TopKInputs
 from mxpert.training.rows.inputs import (
@@ -32,3 +32,6 @@ INPUTS: dict[Op, Any] = {  # Any: each op has its own class
     Op.COMBINE_ROWS: CombineInputs,
     Op.COMBINE_ROWS_BACKWARD: CombineBackwardInputs,
 }
+
+LAUNCHED = INPUTS | {Op.FUSED_MOE: LayerInputs}
+"""What the kernels of each op take: of a layer the inputs of `fused_moe_from_logits`, too."""

@@ -236,6 +236,15 @@ OUT: Cases = {
     )
     for combine, tile in zip(COMBINES[:2], tiles, strict=True)
 } | {"no_tokens": MoECase("bf16", out="new", sizes=Sizes(tokens=0))}
+FROM_LOGITS: Cases = {
+    "bf16": MoECase("bf16", tile="split"),
+    "mxfp8": MoECase("mxfp8", x="quantised", local_tokens=7),
+    "expert_map": MoECase("bf16", on_input=True, expert_map=(2, -1, 0, -1, 1)),
+    "few_tokens": MoECase("bf16", tile="chosen", sizes=Sizes(tokens=2)),
+    "out": MoECase("bf16", out="x"),
+    "no_tokens": MoECase("bf16", sizes=Sizes(tokens=0)),
+}
+"""The choice of experts is that of the routing cases."""
 WIDE = Sizes(256, 128, tokens=40)
 """Depths that groups of 128 weights divide."""
 WEIGHTS: Cases = {
@@ -324,6 +333,7 @@ ALL = (
     POISONED,
     NO_GATE,
     OUT,
+    FROM_LOGITS,
     WEIGHTS,
     WEIGHT_STAGES,
 )

@@ -244,8 +244,10 @@ class MoECase:
         view = wide[:, before : before + x.shape[1]]
         return view.copy_(x)
 
-    def run(self, inputs: MoEInputs, num_sms: int | None = None) -> torch.Tensor:
-        """The layer's result."""
+    def run(
+        self, inputs: MoEInputs, num_sms: int | None = None, logits: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The layer's result; logits: choose experts from them, not by the inputs' ids."""
         device, options = inputs.topk_ids.device, {}
         if self.expert_map is not None:
             options["expert_map"] = torch.tensor(self.expert_map, dtype=torch.int32, device=device)
@@ -258,11 +260,14 @@ class MoECase:
             options["out"] = x = x.clone()
         elif self.out == "new":
             options["out"] = torch.full_like(x, torch.nan, dtype=self.out_dtype)
-        y = mxpert.fused_moe(
+        op: Any = mxpert.fused_moe  # Any: one of two ops
+        routing: tuple[object, ...] = inputs.topk_weights, inputs.topk_ids
+        if logits is not None:
+            op, routing = mxpert.fused_moe_from_logits, (logits, self.sizes.top_k)
+        y: torch.Tensor = op(
             x,
             inputs.weights,
-            inputs.topk_weights,
-            inputs.topk_ids,
+            *routing,
             activation=inputs.activation,
             activation_format=self.a_format,
             combine=self.combine,
@@ -282,6 +287,22 @@ class MoECase:
         with executor.serving(self.config(executor)):
             for _ in range(4 if executor.way == "gpu" else 1):
                 self.compare(self.run(given).cpu(), inputs, expected, executor.backend)
+
+    def check_from_logits(self, executor: Executor) -> None:
+        """Compare the bits of the layer from logits with those of the layer from ids."""
+        sizes, given = self.sizes, self.given(self.inputs(), executor)
+        experts = sizes.experts if self.expert_map is None else len(self.expert_map)
+        draw = torch.Generator().manual_seed(self.seed)
+        logits = torch.randn(sizes.tokens, experts, generator=draw).to(executor.device)
+        # Chips have no top-k of their own: their layers launch the portable one.
+        chooses = "reference" if executor.backend == "reference" else "triton"
+        with executor.serving(self.config(executor)):
+            with mxpert.override(backend=chooses):
+                topk_weights, topk_ids = mxpert.route_topk(logits, sizes.top_k)
+            want = self.run(replace(given, topk_weights=topk_weights, topk_ids=topk_ids))
+            for _ in range(4 if executor.way == "gpu" else 1):
+                assert torch.equal(self.run(given, logits=logits), want)
+            assert want.any() or not sizes.tokens
 
     def compare(
         self, actual: torch.Tensor, inputs: MoEInputs, expected: Rows, backend: str = ""

@@ -139,6 +139,25 @@ def test_from_the_routers_logits(kind: str, activation_format: str) -> None:
     )
 
 
+def test_logits_go_to_the_layer_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding rows of graphs have NaN logits: their weights are 0."""
+    method, layer, checkpoint = built("gpt_oss", routing_method=ROUTING)
+    given: list[torch.Tensor] = []
+
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+        given.append(arguments[2])
+        return mxpert.fused_moe_from_logits(*arguments, **options)
+
+    monkeypatch.setattr(shared, "fused_moe_from_logits", noted)
+    x, logits = tokens()
+    logits[-2:] = float("nan")
+    y = call(method, layer, x, logits)
+    assert given[0] is logits
+    assert not y[-2:].any()
+    routing = mxpert.route_topk(logits, TOP_K, clamp_nan=True)
+    assert torch.equal(y, expected("gpt_oss", checkpoint, x, routing))
+
+
 @pytest.mark.parametrize("routing_method", [ROUTED, ROUTING])
 def test_weights_on_the_input(routing_method: Any) -> None:
     changes = dict(routing_method=routing_method, experts_per_token=1)

@@ -124,6 +124,46 @@ def test_no_kernel_is_left_to_compile(
     assert any(is_fp8(key) for key in warm) == (layout.has_fp8_codes and many_rows)
 
 
+@pytest.mark.parametrize("layout", [Layout.HOPPER_FRAGMENT, Layout.ROW_MAJOR], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_no_kernel_is_left_to_compile_from_logits(
+    scoring: Any, dtype: torch.dtype, layout: Layout
+) -> None:
+    experts, top_k, hidden, inner = SHAPES["gpt-oss-20b"]
+    weights = unwritten(experts, hidden, inner, layout)
+    options: Options = dict(activation=mxpert.SiLU(), routing=mxpert.TopKOptions(scoring))
+    options["correction_bias"] = torch.zeros(experts) if scoring == "sigmoid" else None
+    with launched_binaries() as binaries:
+        counts = mxpert.warm_up(
+            weights, MAX_TOKENS, top_k=top_k, router_logits_dtype=dtype, **options
+        )
+        warm = set(binaries)
+        for num_tokens in (*range(1, 300, 7), *range(300, MAX_TOKENS, 137), MAX_TOKENS):
+            x = torch.empty(num_tokens, hidden, dtype=torch.bfloat16)
+            logits = torch.empty(num_tokens, experts, dtype=dtype)
+            mxpert.fused_moe_from_logits(x, weights, logits, top_k, **options)
+            assert binaries == warm, f"{num_tokens} tokens launch another binary than {counts}"
+    assert any("route_topk" in key[0][0].__name__ for key in warm)
+
+
+def test_logits_of_a_warm_up_use_the_experts_in_turn() -> None:
+    seen: list[torch.Tensor] = []
+
+    def noted(*arguments: Any, **options: Any) -> torch.Tensor:
+        seen.append(arguments[2])
+        return mxpert.fused_moe_from_logits(*arguments, **options)
+
+    with (
+        mock.patch.object(module, "_token_counts", return_value=(8,)),
+        mock.patch.object(module, "fused_moe_from_logits", noted),
+    ):
+        given: Options = dict(router_logits_dtype=torch.bfloat16, top_k=2, activation="silu")
+        assert mxpert.warm_up(small(), 8, **given) == (8,)
+    chosen = mxpert.route_topk(seen[-1], 2)[1].sort().values
+    assert torch.equal(chosen, module.even_routing(8, 2, 4, chosen.device)[1].sort().values)
+
+
 def is_fp8(key: Any) -> bool:
     """Whether a binary is one of the GEMM that reads FP8 copies."""
     return "prefill_fp8" in key[0][0].__name__
@@ -200,6 +240,10 @@ def test_slow_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         ({"weights": None}, TypeError, "weights"),
         ({"activation_format": "a3w4"}, ValueError, "activation_format"),
         ({"expert_map": [0, 1]}, TypeError, "expert_map"),
+        ({"router_logits_dtype": torch.int32}, TypeError, "router_logits_dtype"),
+        ({"router_logits_dtype": torch.float32, "routing": 1}, TypeError, "routing"),
+        ({"routing": mxpert.TopKOptions("sigmoid")}, ValueError, "router_logits_dtype"),
+        ({"correction_bias": torch.zeros(4)}, ValueError, "router_logits_dtype"),
     ],
     ids=str,
 )

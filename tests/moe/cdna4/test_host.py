@@ -62,6 +62,24 @@ def test_parts_of_quantised_tokens_write_the_given_tensor(monkeypatch: pytest.Mo
     assert_exact(out, expected, "out")
 
 
+def test_parts_share_one_choice_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits become ids before the tokens are split."""
+    inputs = exact_moe_problem(SHAPE, TOKENS)
+    weights = inputs.weights.prepare(device="cpu", layout="cdna4_fragment")
+    logits = torch.randn(TOKENS, SHAPE.num_experts, generator=torch.Generator().manual_seed(0))
+    options = {"activation": inputs.activation, "activation_format": "mxfp8"}
+    monkeypatch.setattr(config, "_MOST_BYTES", MOST_BYTES)
+    with emulate() as emulation, nan_filled_scratch(), mxpert.override(backend="cdna4"):
+        y = mxpert.fused_moe_from_logits(inputs.x, weights, logits, SHAPE.top_k, **options)
+        launches = {name: each.launches for name, each in emulation.kernels.items()}
+        with mxpert.override(backend="triton"):
+            topk = mxpert.route_topk(logits, SHAPE.top_k)
+        expected = mxpert.fused_moe(inputs.x, weights, *topk, **options)
+    (choices,) = (count for name, count in launches.items() if "route_topk" in name)
+    assert choices == 1
+    assert_exact(y, expected, "y")
+
+
 def test_tokens_of_other_ranks_are_not_split() -> None:
     """Their sort waits for all of them."""
     inputs = exact_moe_problem(SHAPE, TOKENS)
