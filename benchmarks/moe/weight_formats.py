@@ -210,11 +210,12 @@ def measure(run: FormatRun, groups: Sequence[tuple[Model, str]], tokens: Sequenc
     named = {f"{model.name} {each}": (model, each) for model, each in groups}
     for name in run.each(named):
         model, weight_format = named[name]
-        built = Built.of(run, model, weight_format)
-        for count in tokens:
-            with run.blaming(f"{model.name} T={count}", weight_format, "", ""):
-                measure_cell(run, Cell(model, count), built)
-        del built
+        with run.blaming(model.name, weight_format, "", ""):
+            built = Built.of(run, model, weight_format)
+            for count in tokens:
+                with run.blaming(f"{model.name} T={count}", weight_format, "", ""):
+                    measure_cell(run, Cell(model, count), built)
+            del built
 
 
 # --- kernels ------------------------------------------------------------------------------------

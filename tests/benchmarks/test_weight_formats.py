@@ -17,6 +17,7 @@ from benchmarks.moe.cells import Cell, Inputs, Model
 from benchmarks.moe.humming import _stored, weight_config
 from benchmarks.moe.ours import Ours, Truth, random_weights
 from benchmarks.moe.peers import Variants
+from mxpert.cli.measure import RunWeights
 from mxpert.formats.weight_tensor import WeightTensor
 from mxpert.moe.weights import MoEWeights
 
@@ -39,6 +40,22 @@ def test_a_dry_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     rows = json.loads(path.read_text())["rows"]
     assert rows[:2] == first
     assert [row["weights"] for row in rows] == ["nvfp4"] * 2 + ["int4_g32"] * 2
+
+
+def test_weights_that_cannot_be_made_leave_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_nvfp4(model: Model, device: torch.device, name: str) -> RunWeights:
+        if name == "nvfp4":
+            raise RuntimeError("out of memory")
+        return random_weights(model, device, name)
+
+    monkeypatch.setattr(weight_formats, "random_weights", without_nvfp4)
+    path = tmp_path / "weight_formats.json"
+    assert run(path, "--formats", "nvfp4,int4_g32", "--tokens", "1") == 1
+    found = json.loads(path.read_text())
+    assert [row["weights"] for row in found["rows"]] == ["int4_g32"]
+    assert "out of memory" in found["meta"]["failures"][0]["error"]
 
 
 def test_our_kernels_are_compiled_for_every_format(monkeypatch: pytest.MonkeyPatch) -> None:
