@@ -269,6 +269,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     text = f"of {', '.join(ACTIVATIONS)}; default: %(default)s"
     parser.add_argument("--formats", default="mxfp8,fp8_token", help=text)
+    warm_up.add_option(parser)
 
 
 def prepare(options: argparse.Namespace) -> tuple[Run, list[Cell], list[str]]:

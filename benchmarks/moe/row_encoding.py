@@ -278,6 +278,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=",".join(NAMED), help="default: %(default)s")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--formats", default=",".join(FORMATS), help="default: %(default)s")
+    warm_up.add_option(parser)
 
 
 def prepare(options: argparse.Namespace) -> tuple[Run, list[Cell], list[str]]:

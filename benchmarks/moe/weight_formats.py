@@ -6,12 +6,14 @@
 A layer goes from router logits to the output. Marlin multiplies bfloat16 activations, Humming these
 and e4m3 ones with a scale a token. Humming gets our weights and passes the gate, too; Marlin gets
 random ones of the format, since its packer is in another library. Kernels are compiled before the
-first cell: ours by a process for each format and activation, Humming's in the background.
+first cell: ours by processes that use no GPU (`warm_up`), Humming's in the background. With
+--no-warm-up, Triton's cache has ours already.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import subprocess
 import sys
 import time
@@ -22,7 +24,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import ROOT
 from benchmarks.harness.document import FACTS, Row
 from benchmarks.harness.faults import describe
 from benchmarks.harness.run import Run, times_of
@@ -131,32 +132,32 @@ def calls_of(
     """Calls of all that are right, and their errors; the others are noted as failures."""
     calls: Calls = {}
     errors: dict[tuple[str, str], float] = {}
-    form = built.weights.plain.weight_format
+    plain = built.weights.plain
+    form = plain.weight_format
+    truth_of = functools.cache(functools.partial(Truth.of, plain, batches[0], cell.model.k))
     for ours in built.ours:
         with run.blaming(str(cell), form, ours.impl, ours.activation):
-            made, found = ours.prepare(cell, batches, ("layer",))
+            truth = truth_of(ours.activation)
+            made, found = ours.prepare(cell, batches, ("layer",), truth)
             calls[ours.impl, ours.activation, ""] = made["layer"]
             errors[ours.impl, ours.activation] = found["layer"]
     for peer in built.peers:
         with run.blaming(str(cell), form, peer.impl, peer.activation):
             variants = peer.prepare(cell, batches)
             if peer.same_weights:
-                errors[peer.impl, peer.activation] = gate(cell, peer, built, batches, variants)
+                truth = truth_of(peer.activation)
+                errors[peer.impl, peer.activation] = gate(cell, peer, truth, plain, variants)
             for name, stages in variants.items():
                 calls[peer.impl, peer.activation, name] = stages["layer"]
     return calls, errors
 
 
-def gate(
-    cell: Cell, peer: Peer, built: Built, batches: Sequence[Inputs], variants: Variants
-) -> float:
+def gate(cell: Cell, peer: Peer, truth: Truth, plain: MoEWeights, variants: Variants) -> float:
     """A peer's relative L2 to float64.
 
     Raises:
         GateError: another layer came out.
     """
-    plain = built.weights.plain
-    truth = Truth.of(plain, batches[0], cell.model.k, peer.activation)
     sizes = intermediate_sizes(truth.tokens.numel(), cell.model.k, plain.intermediate_size)
     error = max(truth.layer_error(stages["layer"][0]()) for stages in variants.values())
     check_gate(f"{cell} {peer.impl}", error, "layer", peer.activation, sizes)
@@ -209,45 +210,23 @@ def measure(run: FormatRun, groups: Sequence[tuple[Model, str]], tokens: Sequenc
     named = {f"{model.name} {each}": (model, each) for model, each in groups}
     for name in run.each(named):
         model, weight_format = named[name]
-        built = Built.of(run, model, weight_format)
-        for count in tokens:
-            with run.blaming(f"{model.name} T={count}", weight_format, "", ""):
-                measure_cell(run, Cell(model, count), built)
-        del built
+        with run.blaming(model.name, weight_format, "", ""):
+            built = Built.of(run, model, weight_format)
+            for count in tokens:
+                with run.blaming(f"{model.name} T={count}", weight_format, "", ""):
+                    measure_cell(run, Cell(model, count), built)
+            del built
 
 
 # --- kernels ------------------------------------------------------------------------------------
 
 
-def compile_ours(groups: Sequence[tuple[Model, str]], tokens: Sequence[int], name: str) -> None:
-    """Run each layer once, which fills Triton's cache."""
-    device = torch.device("cuda")
-    for model, weight_format in groups:
-        ours = Ours(model, random_weights(model, device, weight_format), name)
-        for count in tokens:
-            for inputs in random_inputs(Cell(model, count), device)[:1]:
-                ours._layer(ours._chosen_weights(inputs)[0], inputs)
-        torch.cuda.synchronize()
-
-
 def start_compilers(
     run: FormatRun, groups: Sequence[tuple[Model, str]], tokens: Sequence[int]
 ) -> list[subprocess.Popen[str]]:
-    """A process for each format and activation."""
-    models = ",".join(dict.fromkeys(model.name for model, _ in groups))
-    command = [sys.executable, "-m", "benchmarks.moe.weight_formats", "--only-compile"]
-    command += ["--models", models, "--tokens", ",".join(map(str, tokens))]
-    return [
-        subprocess.Popen(
-            [*command, "--formats", weight_format, "--activations", activation],
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for weight_format in dict.fromkeys(each for _, each in groups)
-        for activation in run.activations
-    ]
+    """Processes that compile our kernels of all groups, without the GPU."""
+    cells = [Cell(model, count) for model, _ in groups for count in tokens]
+    return warm_up.start(cells, run.activations, list(dict.fromkeys(each for _, each in groups)))
 
 
 def start_peer_compiler(
@@ -275,7 +254,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--tokens", default=",".join(map(str, TOKENS)))
     add("--formats", default=",".join(FORMATS), help="of the weights; default: %(default)s")
     add("--activations", default=",".join(ACTIVATIONS), help="ours; default: %(default)s")
-    add("--only-compile", action="store_true", help=argparse.SUPPRESS)
+    warm_up.add_option(parser)
 
 
 def prepare(options: argparse.Namespace) -> tuple[FormatRun, list[tuple[Model, str]], list[int]]:
@@ -306,14 +285,12 @@ def execute(
 ) -> int:
     """Measure; 0 if every implementation that is present gave the right layers."""
     run, groups, tokens = prepared
-    if options.only_compile:
-        compile_ours(groups, tokens, run.activations[0])
-        return 0
     if not run.dry:
         run.meta["ceilings"] = measure_ceilings(run.device)
         if run.folder is not None:
             start_peer_compiler(run, groups, tokens)
-        warm_up.wait(start_compilers(run, groups, tokens), COMPILE_SECONDS)
+        if not options.no_warm_up:
+            warm_up.wait(start_compilers(run, groups, tokens), COMPILE_SECONDS)
     measure(run, groups, tokens)
     if hasattr(run.compiler, "stop"):
         run.compiler.stop()

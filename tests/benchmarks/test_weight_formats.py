@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.moe import weight_format_tables, weight_formats
-from benchmarks.moe.cells import Model
+from benchmarks.moe import warm_up, weight_format_tables, weight_formats
+from benchmarks.moe.cells import Cell, Inputs, Model
 from benchmarks.moe.humming import _stored, weight_config
-from benchmarks.moe.ours import random_weights
+from benchmarks.moe.ours import Ours, Truth, random_weights
+from benchmarks.moe.peers import Variants
+from mxpert.cli.measure import RunWeights
 from mxpert.formats.weight_tensor import WeightTensor
+from mxpert.moe.weights import MoEWeights
 
+CPU = torch.device("cpu")
 TINY = Model("tiny", 4, 2, 256, 128)
 
 
@@ -32,6 +40,77 @@ def test_a_dry_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     rows = json.loads(path.read_text())["rows"]
     assert rows[:2] == first
     assert [row["weights"] for row in rows] == ["nvfp4"] * 2 + ["int4_g32"] * 2
+
+
+def test_weights_that_cannot_be_made_leave_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_nvfp4(model: Model, device: torch.device, name: str) -> RunWeights:
+        if name == "nvfp4":
+            raise RuntimeError("out of memory")
+        return random_weights(model, device, name)
+
+    monkeypatch.setattr(weight_formats, "random_weights", without_nvfp4)
+    path = tmp_path / "weight_formats.json"
+    assert run(path, "--formats", "nvfp4,int4_g32", "--tokens", "1") == 1
+    found = json.loads(path.read_text())
+    assert [row["weights"] for row in found["rows"]] == ["int4_g32"]
+    assert "out of memory" in found["meta"]["failures"][0]["error"]
+
+
+def test_our_kernels_are_compiled_for_every_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(warm_up.subprocess, "Popen", lambda command, **_: commands.append(command))
+    path = Path("none.json")
+    run = weight_formats.FormatRun(
+        path, {}, (), device=CPU, deadline=0.0, folder=None, activations=["bf16", "mxfp8"]
+    )
+    models = [weight_formats.MODELS[name] for name in ("qwen3-30b", "kimi-k2-tp8")]
+    groups = list(itertools.product(models, ("mxfp4", "nvfp4")))
+    weight_formats.start_compilers(run, groups, [1, 16, 1024])
+    assert {command[4] for command in commands} == {"qwen3-30b,kimi-k2-tp8"}
+    found = {(command[6], command[8], command[10]) for command in commands}
+    wanted = ("1,16", "1024"), ("bf16", "mxfp8"), ("mxfp4", "nvfp4")
+    assert found == set(itertools.product(*wanted))
+
+
+class SamePeer:
+    """A peer that has our layer."""
+
+    impl, activation, same_weights = "humming", "bf16", True
+
+    def __init__(self, ours: Ours) -> None:
+        self.ours = ours
+
+    def prepare(self, cell: Cell, batches: Sequence[Inputs]) -> Variants:
+        call = partial(self.ours._layer, self.ours.weights.plain, batches[0])
+        return {"": {"layer": [call]}}
+
+
+def test_one_truth_serves_all_with_the_same_activations(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+    truth_of = weight_formats.Truth.of
+
+    def note(weights: MoEWeights, inputs: Inputs, top_k: int, activation: str) -> Truth:
+        asked.append(activation)
+        return truth_of(weights, inputs, top_k, activation)
+
+    monkeypatch.setattr(weight_formats.Truth, "of", note)
+    weights = random_weights(TINY, CPU, "int4_g32")
+    ours = [Ours(TINY, weights, name) for name in ("bf16", "mxfp8")]
+    key, blame = ("model", "T", "weights", "impl", "activation"), ("cell", "w", "impl", "a")
+    place: dict[str, Any] = dict(
+        device=CPU, deadline=0.0, folder=None, activations=["bf16", "mxfp8"]
+    )
+    run = weight_formats.FormatRun(tmp_path / "a.json", {}, key, blame, **place)
+    built = weight_formats.Built(weights, ours, [SamePeer(ours[0])])
+    weight_formats.measure_cell(run, Cell(TINY, 16), built)
+    assert run.failures == {}
+    assert asked == ["bf16", "mxfp8"]
+    errors = {(row["impl"], row["activation"]): row["rel_l2"] for row in run.rows.values()}
+    assert errors["humming", "bf16"] == errors["mxpert", "bf16"] < 0.01
 
 
 @pytest.mark.parametrize("name", weight_formats.FORMATS)
