@@ -133,8 +133,10 @@ def test_a_resumed_run_measures_what_is_missing(
 
 
 def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = mxpert.fused_moe
-    monkeypatch.setattr(mxpert, "fused_moe", lambda *args, **kwargs: 1.1 * right(*args, **kwargs))
+    right = mxpert.fused_moe_from_logits
+    monkeypatch.setattr(
+        mxpert, "fused_moe_from_logits", lambda *args, **kwargs: 1.1 * right(*args, **kwargs)
+    )
     monkeypatch.setitem(compare.build_model.__globals__, "Ours", PlainOurs)
     found = run(tmp_path / "x.json", "--activations", "a16")
     assert found["rows"] == []
@@ -147,7 +149,8 @@ class PlainOurs(ours.Ours):
 
     def _chosen_weights(self, inputs: cells.Inputs) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(mxpert, "fused_moe", sys.modules["mxpert.moe.op"].fused_moe)
+            right = sys.modules["mxpert.moe.from_logits"].fused_moe_from_logits
+            patch.setattr(mxpert, "fused_moe_from_logits", right)
             return super()._chosen_weights(inputs)
 
 
