@@ -161,6 +161,30 @@ def layer(
     return make
 
 
+def layer_from_logits(tokens: int, a_format: str) -> Callable[[torch.device, bool], Hunted]:
+    """A fused layer that chooses its experts itself, from logits that are drawn anew, too."""
+
+    def make(device: torch.device, dry: bool) -> Hunted:
+        shape = TINY_GROUPS if dry else SMALL
+        inputs = random_moe_problem(shape, tokens, device=device)
+        inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
+        generator = torch.Generator(device).manual_seed(1)
+        logits = torch.empty(tokens, shape.num_experts, device=device)
+        arguments = inputs.x, inputs.weights, logits, shape.top_k
+        options: dict[str, Any] = {"activation": inputs.activation, "activation_format": a_format}
+
+        def renew() -> None:
+            redraw(inputs, generator)
+            logits.normal_(generator=generator)
+
+        renew()
+        resolution = mxpert.explain(mxpert.fused_moe_from_logits, *arguments, **options).resolution
+        run = lambda: bits(mxpert.fused_moe_from_logits(*arguments, **options))  # noqa: E731
+        return Hunted(run, renew, f"{resolution.kernel.backend}: {resolution.config}")
+
+    return make
+
+
 def tile_variants() -> Iterator[Variant]:
     """Both stages with every tile that reads MXFP4 weights, or their FP8 copies."""
     tiles = [
@@ -184,6 +208,10 @@ def one_launch_variants() -> Iterator[Variant]:
             name, shape = f"hopper one launch/{a_format}/T={tokens}", text_of(SMALL, f"T {tokens}")
             make = layer(SMALL, tokens, a_format, prepared=True)
             yield Variant(name, shape, make, backend="hopper", config=config)
+            if a_format == "bf16":
+                make = layer_from_logits(tokens, a_format)
+                name += " from logits"
+                yield Variant(name, shape, make, backend="hopper", config=config)
         shape = MODEL_SHAPES["gpt-oss-20b"]
         name = f"large one launch/{a_format}/gpt-oss-20b"
         make = layer(shape, 1, a_format, prepared=True)

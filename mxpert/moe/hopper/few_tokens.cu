@@ -83,10 +83,10 @@ struct Shared {
     volatile int made;  // units of stage 1 whose features are published
     int hit;            // experts
     int experts[SLOTS], copied[SLOTS];  // by rank among those that are hit; for the producer
-    u32 members[SLOTS];  // tokens of each, a bit each
+    u32 members[SLOTS];                 // tokens of each, a bit each
     float weights[SLOTS][TOKENS];
     Chosen chosen[TOKENS];  // where logits are given
-    u64 teams[TOKENS];  // that have sums of a token, a bit each
+    u64 teams[TOKENS];      // that have sums of a token, a bit each
 };
 
 static_assert(sizeof(Shared) <= TABLE_BYTES, "the host counts other bytes");
@@ -148,8 +148,6 @@ DEVICE void choose_experts(const Given &given, Shared &s, int warp, int lane) {
         router.choose(given.correction_bias, s.chosen[token], lane);
     }
 }
-
-// ---- Producer.
 
 // The routing, by a warp with a slot a lane: `key` is its local expert, or -1.
 struct Slots {

@@ -50,7 +50,7 @@ DEVICE float score_of(float logit) {
 // Whether a score, or a logit of a softmax, is NaN or too large.
 DEVICE bool is_lost(float v) { return !(v < infinity()); }
 
-// Sum over the lanes of a warp, of which those from `width` on have zeros.
+// Sum over the first WIDTH lanes of a warp, for each of them.
 template <int WIDTH>
 DEVICE float sum_of_lanes(float v) {
 #pragma unroll
