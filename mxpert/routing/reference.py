@@ -56,7 +56,7 @@ class TopKKernel(ReferenceKernel):
             weights = scores.gather(1, ids)
             if options.normalize:
                 weights = weights / (weights.sum(dim=-1, keepdim=True) + DEEPSEEK_EPSILON)
-        return weights * options.routed_scaling_factor, ids.to(torch.int32)
+        return weights * float(options.routed_scaling_factor), ids.to(torch.int32)
 
 
 def _scores(logits: torch.Tensor, scoring: Scoring) -> torch.Tensor:

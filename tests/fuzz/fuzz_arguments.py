@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from special_case import exact_layer
 import mxpert
 from mxpert import Combine, GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan, Scoring
 from mxpert import formats as mx
-from mxpert.core.problem import FORMAT_OF, parse_activation_format
+from mxpert.core.problem import FORMAT_OF, TopKOptions, parse_activation_format
 from mxpert.training import MXFP8Recipe
 
 MXFP8_NAMES = ("mxfp8", "mxfp8_e4m3", "mxfp8_e5m2")
@@ -112,6 +113,32 @@ def layer_in_float64(a: Arguments) -> torch.Tensor | None:
     return y
 
 
+def layer_with_logits(rng: random.Random) -> Arguments:
+    arguments = whole_layer(rng)
+    del arguments["topk_weights"]
+    tokens, top_k = arguments.pop("topk_ids").shape
+    experts = arguments["weights"].num_experts
+    return arguments | dict(
+        logits=randn(rng, tokens, experts, dtype=rng.choice(FLOATS)),
+        top_k=top_k,
+        routing=TopKOptions(
+            rng.choice(list(Scoring)),
+            normalize=rng.random() < 0.5,
+            routed_scaling_factor=rng.choice((1.0, 2.5)),
+            clamp_nan=rng.random() < 0.3,
+        ),
+        correction_bias=randn(rng, experts) if rng.random() < 0.3 else None,
+    )
+
+
+def layer_with_logits_in_float64(a: Arguments) -> torch.Tensor | None:
+    """The definition, for the experts that `route_topk` chooses; it has its own definition."""
+    options = {each.name: getattr(a["routing"], each.name) for each in fields(TopKOptions)}
+    bias = a["correction_bias"]
+    weights, ids = mxpert.route_topk(a["logits"], a["top_k"], correction_bias=bias, **options)
+    return layer_in_float64(a | dict(topk_weights=weights, topk_ids=ids))
+
+
 def planned(arguments: Arguments) -> Arguments:
     """Arguments of a layer as those of its first stage."""
     plan = mxpert.make_routing_plan(
@@ -157,7 +184,11 @@ def routed_in_float64(a: Arguments) -> tuple[torch.Tensor, torch.Tensor] | None:
     ties = len(logits.unique()) < logits.numel()
     if ties or a["correction_bias"] is not None or a["num_groups"] > 1:
         return None
-    scores = logits.softmax(-1) if a["scoring"] is Scoring.SOFTMAX else logits.sigmoid()
+    scores = {
+        Scoring.SOFTMAX: lambda: logits.softmax(-1),
+        Scoring.SIGMOID: logits.sigmoid,
+        Scoring.SQRTSOFTPLUS: lambda: torch.nn.functional.softplus(logits).sqrt(),
+    }[a["scoring"]]()
     chosen, ids = scores.topk(a["top_k"])
     if a["normalize"]:
         chosen = chosen / chosen.sum(-1, keepdim=True)

@@ -22,6 +22,8 @@ from fuzz_arguments import (
     groups,
     layer,
     layer_in_float64,
+    layer_with_logits,
+    layer_with_logits_in_float64,
     linear,
     load_state,
     matmul,
@@ -230,6 +232,13 @@ LAYERS = [
         ),
     ),
     Target("fused_moe", mxpert.fused_moe, whole_layer, layer_in_float64, 0.03),
+    Target(
+        "fused_moe_from_logits",
+        mxpert.fused_moe_from_logits,
+        layer_with_logits,
+        layer_with_logits_in_float64,
+        0.03,
+    ),
     Target(
         "warm_up",
         mxpert.warm_up,

@@ -202,6 +202,11 @@ def test_clamped_rows_have_weight_zero(scoring, normalize):
     assert torch.equal(weights[others], clean[0][others])
 
 
+def test_a_factor_may_be_any_number_that_float32_holds():
+    weights, _ = mxpert.route_topk(torch.zeros(1, 2), 1, routed_scaling_factor=1 << 64)
+    assert weights.item() == float(1 << 64)
+
+
 def test_decision_gap_sees_groups_and_experts():
     """The helper that lets float32 implementations be compared by ids."""
     sigmoid = TopKOptions(scoring=Scoring.SIGMOID)
