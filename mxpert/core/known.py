@@ -36,6 +36,9 @@ def _first_key(value: Any) -> object:  # of the type of the first argument
     return None if parts is None else parts[1]
 
 
+_is_nested = operator.attrgetter("is_nested")
+
+
 def _guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """Torch's guard of these tensors: whether others are like them."""
     sizes = [list(tensor.shape) for tensor in tensors]
@@ -91,7 +94,11 @@ class _Known(Generic[_T]):
             and all(map(operator.is_, options, known))
         ):
             return None
-        if not self._fit(*self._plain(values)):
+        plain = self._plain(values)
+        try:  # torch's guard ends the process at a nested tensor whose layout is torch.strided
+            if True in map(_is_nested, plain) or not self._fit(*plain):
+                return None
+        except AttributeError:  # no tensor
             return None
         tensors: list[torch.Tensor] = []
         for value, expected in zip(values, self._expected, strict=True):

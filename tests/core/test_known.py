@@ -57,6 +57,8 @@ DIFFERENT: dict[str, Callable[[], tuple[Any, ...]]] = {
     "parameter": lambda: with_(0, torch.nn.Parameter(ROWS)),
     "subclass": lambda: with_(0, ROWS.as_subclass(type("Other", (torch.Tensor,), {}))),
     "sparse": lambda: with_(3, IDS.to_sparse()),
+    "nested": lambda: with_(3, torch.nested.nested_tensor([torch.zeros(2, 2), torch.zeros(1, 2)])),
+    "nested-first": lambda: with_(0, torch.nested.nested_tensor([torch.zeros(2), torch.zeros(1)])),
     "negated-view": lambda: with_(0, torch._neg_view(ROWS)),
     "none-for-a-tensor": lambda: with_(3, None),
     "none-for-the-first": lambda: with_(0, None),
