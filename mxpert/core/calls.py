@@ -57,7 +57,7 @@ class CallCache(KnownArguments[_OptionsT, CachedCall]):
 
     def _key(self, options: _OptionsT, geometry: Described) -> tuple[object, ...]:
         """Types and values of the options (the identity of the first), and the geometry."""
-        if not isinstance(options, tuple):
+        if not isinstance(options, tuple) or not options:  # a tuple without fields is wrong
             if self._by_identity:
                 return (id(options), *geometry[1])
             return (options, type(options), *geometry[1])

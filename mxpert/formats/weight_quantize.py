@@ -59,7 +59,8 @@ def quantize_weight(weight: torch.Tensor, format: WeightFormat | str) -> WeightT
 
 def _nvfp4(groups: torch.Tensor, amax: torch.Tensor) -> WeightTensor:
     """groups: float32 [..., N, K/16, 16]. amax: [..., N, K/16]."""
-    largest = amax.amax((-2, -1), keepdim=True)
+    sizes = *amax.shape[:-2], 1, 1
+    largest = amax.amax((-2, -1), keepdim=True) if amax.numel() else amax.new_zeros(sizes)
     factor = largest / (E4M3.max_value * E2M1.max_value)
     factor = torch.where(factor == 0, 1.0, factor)
     scale = encode(amax / E2M1.max_value / factor, E4M3)

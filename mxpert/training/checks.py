@@ -116,8 +116,9 @@ def _check_weight(
 def _check_offsets(
     need: Checks, group_offsets: torch.Tensor, num_groups: int, device: torch.device
 ) -> None:
+    need.tensor(group_offsets, "group_offsets")
     need(
-        not isinstance(group_offsets, torch.Tensor) or group_offsets.shape != (num_groups,),
+        group_offsets.shape != (num_groups,),
         "group_offsets.shape",
         [num_groups + 1],
         [num_groups],

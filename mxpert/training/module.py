@@ -221,7 +221,7 @@ def check_options(
         raise TypeError(message(op, "bias", "True or False", _kind(bias)))
     allowed = float_dtypes(recipe)
     dtype = torch.get_default_dtype() if dtype is None else dtype
-    if dtype not in allowed:
+    if not isinstance(dtype, torch.dtype) or dtype not in allowed:
         names = " or ".join(str(each).removeprefix("torch.") for each in allowed)
         raise TypeError(message(op, "dtype", names, repr(dtype)))
     return None if device is None else require_device(device, op)

@@ -13,13 +13,14 @@ import mxpert
 from mxpert import formats
 from mxpert.core.geometry import describe
 from mxpert.testing.problems import MoEShape, random_moe_problem
-from mxpert.training import MXGroupedLinear
-from mxpert.training.rows.op import combine_rows
+from mxpert.training import MXGroupedLinear, grouped_linear
+from mxpert.training.rows.op import combine_rows, combine_rows_backward
 from support.layers import run_layer
 
 LAYER = random_moe_problem(MoEShape(64, 32, 4, 2), 5)
 W = formats.quantize_blocks(torch.randn(2, 64), "mxfp4")
 ARRAY = numpy.ones(3)
+ONE = torch.ones(1, 1)
 BAD: dict[str, Callable[[], Any]] = {
     "no columns": lambda: formats.quantize_token_rows(torch.zeros(3, 0)),
     "array as limit": lambda: mxpert.SwiGLU(limit=ARRAY),  # type: ignore[arg-type]
@@ -32,6 +33,12 @@ BAD: dict[str, Callable[[], Any]] = {
     ),  # type: ignore[arg-type]
     "empty path": lambda: LAYER.weights.save(""),
     "huge layer": lambda: MXGroupedLinear(2**63, 32, 32, device="meta"),
+    "tuple as dtype": lambda: mxpert.dequantize(W, dtype=()),  # type: ignore[arg-type]
+    "array as dtype of parameters": lambda: MXGroupedLinear(1, 32, 32, dtype=ARRAY),  # type: ignore[arg-type]
+    "no weights": lambda: combine_rows_backward(ONE, ONE, ONE.long() - 1, None),  # type: ignore[arg-type]
+    "nested offsets": lambda: grouped_linear(
+        torch.ones(4, 32), torch.ones(1, 32, 32), torch.nested.nested_tensor([torch.ones(2)])
+    ),
 }
 
 
@@ -39,6 +46,11 @@ BAD: dict[str, Callable[[], Any]] = {
 def test_bad_arguments_are_refused_in_the_form_of_the_library(case: str) -> None:
     with pytest.raises((ValueError, TypeError), match=r"^[\w.]+: .+ — need .+, got "):
         BAD[case]()
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (3, 0, 16)])
+def test_weights_without_values(shape: tuple[int, ...]) -> None:
+    assert formats.quantize_weight(torch.ones(shape), "nvfp4").shape == torch.Size(shape)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])

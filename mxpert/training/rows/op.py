@@ -137,6 +137,7 @@ def _check_combine(options: None, inputs: CombineInputs) -> None:
 
 def _check_combine_backward(options: None, inputs: CombineBackwardInputs) -> None:
     need, rows, row_ids = Checks("combine_rows_backward"), inputs.rows, inputs.row_ids
+    need.tensor(inputs.weights, "weights")
     _check_rows(rows, row_ids, inputs.weights, need)
     shape = row_ids.shape[0], rows.shape[1]
     need.tensor(inputs.grad, "grad", dtype=WIDE_DTYPES, shape=shape, device=rows.device)
