@@ -180,7 +180,8 @@ def refuse_counts(group_offsets: torch.Tensor, op: str) -> None:
     """
     if not (isinstance(group_offsets, torch.Tensor) and group_offsets.is_cpu and runs_eagerly()):
         return
-    if group_offsets.dim() == 1 and group_offsets.dtype in GROUP_OFFSET_DTYPES:
+    is_dense = group_offsets.layout is torch.strided and not group_offsets.is_nested
+    if is_dense and group_offsets.dim() == 1 and group_offsets.dtype in GROUP_OFFSET_DTYPES:
         need = Checks(op)
         need(
             not (group_offsets[1:] < group_offsets[:-1]).any(),

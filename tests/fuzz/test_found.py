@@ -39,6 +39,9 @@ BAD: dict[str, Callable[[], Any]] = {
     "nested offsets": lambda: grouped_linear(
         torch.ones(4, 32), torch.ones(1, 32, 32), torch.nested.nested_tensor([torch.ones(2)])
     ),
+    "sparse offsets": lambda: mxpert.quantize_dual(
+        torch.ones(2, 32), "mxfp8", group_offsets=torch.tensor([0, 2]).to_sparse()
+    ),
 }
 
 
