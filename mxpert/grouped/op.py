@@ -196,9 +196,9 @@ def check_grouped_wgrad(options: WgradOptions, inputs: GroupedWgradInputs) -> No
         )
     if accumulate_into is not None:
         widths = (grad.shape[0], a.shape[0]) if copies else (grad.shape[1], a.shape[1])
+        need.tensor(accumulate_into, "accumulate_into")
         need(
-            not isinstance(accumulate_into, torch.Tensor)
-            or accumulate_into.shape[:1] != (num_groups + 1,),
+            accumulate_into.shape[:1] != (num_groups + 1,),
             "group_offsets.shape",
             f"[G + 1] = [{num_groups + 2}], as accumulate_into has G = {num_groups + 1}",
             [num_groups + 1],
