@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..core.ambient import isolated
 from ..errors import require, require_device, require_tensor
 from ..formats.gate_up import GateUpOrderLike
 from ..formats.spec import FLOAT_DTYPES, MX_BLOCK_SIZE, MXFP4, MXFormat, ScaleRule, ScaleRuleLike
@@ -73,11 +74,13 @@ def quantize_experts(
     rows = weight.detach().transpose(1, 2) if transposed else weight.detach()
     chosen = range(len(rows)) if experts is None else experts
     parts = [quantize_weight(rows[each].to(device).contiguous(), format) for each in chosen]
-    tensors = (
-        None if getattr(parts[0], name) is None else torch.stack([getattr(p, name) for p in parts])
-        for name in ("qdata", "scale", "zero_point", "row_scale")
-    )
-    qdata, scale, zero_point, row_scale = tensors
+    with isolated(device.type):  # autocast of a CPU stacks no float16 scales
+        qdata, scale, zero_point, row_scale = (
+            None
+            if getattr(parts[0], name) is None
+            else torch.stack([getattr(p, name) for p in parts])
+            for name in ("qdata", "scale", "zero_point", "row_scale")
+        )
     assert qdata is not None  # for the type checker
     assert scale is not None  # for the type checker
     return WeightTensor(qdata, scale, format, zero_point, row_scale)
@@ -127,6 +130,7 @@ def quantize_weights(
     format = parse_weight_format(weight_format, op)
     for name, weight in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
         require_tensor(weight, op, name, dtype=FLOAT_DTYPES, shape=(None, None, None))
+        require(weight.shape[0] > 0, op, f"{name}.shape[0]", need="at least one expert", got=0)
         require(
             weight.shape[-1] % MX_BLOCK_SIZE == 0,
             op,

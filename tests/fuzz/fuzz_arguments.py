@@ -139,6 +139,9 @@ def layer_with_logits_in_float64(a: Arguments) -> torch.Tensor | None:
     return layer_in_float64(a | dict(topk_weights=weights, topk_ids=ids))
 
 
+FROM_LOGITS = layer_with_logits, layer_with_logits_in_float64
+
+
 def planned(arguments: Arguments) -> Arguments:
     """Arguments of a layer as those of its first stage."""
     plan = mxpert.make_routing_plan(

@@ -11,6 +11,7 @@ import torch
 from fuzz_arguments import (
     ACTIVATIONS,
     FLOATS,
+    FROM_LOGITS,
     MXFP8_NAMES,
     NAMES,
     accumulate,
@@ -22,8 +23,6 @@ from fuzz_arguments import (
     groups,
     layer,
     layer_in_float64,
-    layer_with_logits,
-    layer_with_logits_in_float64,
     linear,
     load_state,
     matmul,
@@ -232,13 +231,7 @@ LAYERS = [
         ),
     ),
     Target("fused_moe", mxpert.fused_moe, whole_layer, layer_in_float64, 0.03),
-    Target(
-        "fused_moe_from_logits",
-        mxpert.fused_moe_from_logits,
-        layer_with_logits,
-        layer_with_logits_in_float64,
-        0.03,
-    ),
+    Target("fused_moe_from_logits", mxpert.fused_moe_from_logits, *FROM_LOGITS, 0.03),
     Target(
         "warm_up",
         mxpert.warm_up,

@@ -39,6 +39,12 @@ BAD: dict[str, Callable[[], Any]] = {
     "nested offsets": lambda: grouped_linear(
         torch.ones(4, 32), torch.ones(1, 32, 32), torch.nested.nested_tensor([torch.ones(2)])
     ),
+    "no experts": lambda: mxpert.quantize_weights(
+        torch.ones(1, 64, 32),
+        torch.ones(0, 32, 32),
+        gate_up_order="concatenated",
+        weight_format="nvfp4",
+    ),
     "sparse offsets": lambda: mxpert.quantize_dual(
         torch.ones(2, 32), "mxfp8", group_offsets=torch.tensor([0, 2]).to_sparse()
     ),
@@ -54,6 +60,15 @@ def test_bad_arguments_are_refused_in_the_form_of_the_library(case: str) -> None
 @pytest.mark.parametrize("shape", [(2, 0), (3, 0, 16)])
 def test_weights_without_values(shape: tuple[int, ...]) -> None:
     assert formats.quantize_weight(torch.ones(shape), "nvfp4").shape == torch.Size(shape)
+
+
+def test_float16_weights_under_autocast() -> None:
+    projections = torch.ones(2, 64, 32).half(), torch.ones(2, 32, 32).half()
+    options: dict[str, Any] = dict(gate_up_order="concatenated", weight_format="int4_g32")
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = mxpert.quantize_weights(*projections, **options)
+    expected = mxpert.quantize_weights(*projections, **options)
+    assert torch.equal(weights.down_proj.scale, expected.down_proj.scale)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
