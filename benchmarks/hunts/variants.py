@@ -135,9 +135,11 @@ def layer(
     *,
     prepared: bool,
     weight_format: WeightFormatName = "mxfp4",
+    from_logits: bool = False,
 ) -> Callable[[torch.device, bool], Hunted]:
-    """A fused layer with the tiles that are pinned, else the dispatcher's. Its routing is drawn
-    anew, too, and so are its weights if they are MXFP4."""
+    """A fused layer with the tiles that are pinned, else the dispatcher's. Its routing, or the
+    logits from which it chooses its experts, are drawn anew, too, and so are its weights if they
+    are MXFP4."""
 
     def make(device: torch.device, dry: bool) -> Hunted:
         chosen = TINY_GROUPS if dry else shape
@@ -146,40 +148,24 @@ def layer(
         if prepared:
             inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
         generator = torch.Generator(device).manual_seed(1)
-        arguments = inputs.x, inputs.weights, inputs.topk_weights, inputs.topk_ids
+        logits = torch.randn(count, chosen.num_experts, device=device)
+        routing: tuple[Any, ...] = inputs.topk_weights, inputs.topk_ids
+        op: Callable[..., torch.Tensor] = mxpert.fused_moe
+        if from_logits:
+            routing, op = (logits, chosen.top_k), mxpert.fused_moe_from_logits
+        arguments = inputs.x, inputs.weights, *routing
         options: dict[str, Any] = {"activation": inputs.activation, "activation_format": a_format}
 
         def renew() -> None:
             redraw(inputs, generator)
+            if from_logits:
+                logits.normal_(generator=generator)
+                return
             sizes = len(inputs.x), chosen.num_experts, chosen.top_k
-            copy_into(arguments[2:], random_routing(*sizes, generator=generator))
+            copy_into(routing, random_routing(*sizes, generator=generator))
 
-        resolution = mxpert.explain(mxpert.fused_moe, *arguments, **options).resolution
-        run = lambda: bits(mxpert.fused_moe(*arguments, **options))  # noqa: E731
-        return Hunted(run, renew, f"{resolution.kernel.backend}: {resolution.config}")
-
-    return make
-
-
-def layer_from_logits(tokens: int, a_format: str) -> Callable[[torch.device, bool], Hunted]:
-    """A fused layer that chooses its experts itself, from logits that are drawn anew, too."""
-
-    def make(device: torch.device, dry: bool) -> Hunted:
-        shape = TINY_GROUPS if dry else SMALL
-        inputs = random_moe_problem(shape, tokens, device=device)
-        inputs = replace(inputs, weights=inputs.weights.prepare(device=device))
-        generator = torch.Generator(device).manual_seed(1)
-        logits = torch.empty(tokens, shape.num_experts, device=device)
-        arguments = inputs.x, inputs.weights, logits, shape.top_k
-        options: dict[str, Any] = {"activation": inputs.activation, "activation_format": a_format}
-
-        def renew() -> None:
-            redraw(inputs, generator)
-            logits.normal_(generator=generator)
-
-        renew()
-        resolution = mxpert.explain(mxpert.fused_moe_from_logits, *arguments, **options).resolution
-        run = lambda: bits(mxpert.fused_moe_from_logits(*arguments, **options))  # noqa: E731
+        resolution = mxpert.explain(op, *arguments, **options).resolution
+        run = lambda: bits(op(*arguments, **options))  # noqa: E731
         return Hunted(run, renew, f"{resolution.kernel.backend}: {resolution.config}")
 
     return make
@@ -209,7 +195,7 @@ def one_launch_variants() -> Iterator[Variant]:
             make = layer(SMALL, tokens, a_format, prepared=True)
             yield Variant(name, shape, make, backend="hopper", config=config)
             if a_format == "bf16":
-                make = layer_from_logits(tokens, a_format)
+                make = layer(SMALL, tokens, a_format, prepared=True, from_logits=True)
                 name += " from logits"
                 yield Variant(name, shape, make, backend="hopper", config=config)
         shape = MODEL_SHAPES["gpt-oss-20b"]

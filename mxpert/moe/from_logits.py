@@ -22,7 +22,7 @@ from ..formats.spec import FLOAT_DTYPES, ScaleRule, ScaleRuleLike
 from ..formats.tensor import MXTensor
 from ..routing.op import choose_experts
 from .checks import LogitsOptions, check_from_logits, moe_options
-from .inputs import FusedMoEInputs, LogitsInputs
+from .inputs import LogitsInputs
 from .local_weights import require_ranks
 from .op import fake_layer, layer_on_ranks, layer_problem
 from .weights import MoEWeights
@@ -132,9 +132,7 @@ def _on_ranks(ranks: ExpertParallel, options: LogitsOptions, inputs: LogitsInput
     logits, shape = inputs.logits, (None, ranks.placement.num_experts)
     Checks(_OP).tensor(logits, "logits", dtype=FLOAT_DTYPES, shape=shape)
     routed = choose_experts(logits, options.top_k, options.routing, inputs.correction_bias)
-    expert_map, num_local_tokens, out = inputs.expert_map, inputs.num_local_tokens, inputs.out
-    given = FusedMoEInputs(inputs.x, inputs.weights, *routed, expert_map, num_local_tokens, out)
-    return layer_on_ranks(_OP, ranks, options.options, given)
+    return layer_on_ranks(_OP, ranks, options.options, inputs.with_ids(*routed))
 
 
 def _describe(options: LogitsOptions, inputs: LogitsInputs) -> MoEProblem:

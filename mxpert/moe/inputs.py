@@ -55,6 +55,18 @@ class LogitsInputs:
     num_local_tokens: torch.Tensor | None = None
     out: torch.Tensor | None = None
 
+    def with_ids(self, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> FusedMoEInputs:
+        """The same inputs with the experts that were chosen, in the place of logits."""
+        return FusedMoEInputs(
+            self.x,
+            self.weights,
+            topk_weights,
+            topk_ids,
+            self.expert_map,
+            self.num_local_tokens,
+            self.out,
+        )
+
 
 LayerInputs = FusedMoEInputs | LogitsInputs
 """What a kernel of FUSED_MOE takes: ids, or logits from which it chooses them."""

@@ -126,16 +126,7 @@ def routed(problem: MoEProblem, inputs: LayerInputs) -> FusedMoEInputs:
     if isinstance(inputs, FusedMoEInputs):
         return inputs
     logits = TopKInputs(inputs.logits, inputs.correction_bias)
-    topk_weights, topk_ids = TOPK.launch(*_layer_choice(problem), logits)
-    return FusedMoEInputs(
-        inputs.x,
-        inputs.weights,
-        topk_weights,
-        topk_ids,
-        inputs.expert_map,
-        inputs.num_local_tokens,
-        inputs.out,
-    )
+    return inputs.with_ids(*TOPK.launch(*_layer_choice(problem), logits))
 
 
 def _routing_unsupported(problem: MoEProblem) -> str | None:

@@ -268,7 +268,7 @@ class FusedMoE(_MoEKernel):
         self, problem: MoEProblem, config: ReferenceConfig, inputs: LayerInputs
     ) -> torch.Tensor:
         """Return [T, H], or `out`."""
-        topk_weights, topk_ids = _routed(problem, inputs)
+        inputs = _routed(problem, inputs)
         weights, expert_map, out = inputs.weights, inputs.expert_map, inputs.out
         num_global = weights.num_experts if expert_map is None else expert_map.shape[0]
         routing = RoutingProblem(
@@ -280,21 +280,23 @@ class FusedMoE(_MoEKernel):
             weights.num_experts,
             config.routing_block_m,
         )
-        routed = PlanInputs(topk_weights, topk_ids, expert_map, inputs.num_local_tokens)
+        routed = PlanInputs(
+            inputs.topk_weights, inputs.topk_ids, expert_map, inputs.num_local_tokens
+        )
         plan = PLAN.launch(routing, PLAN.heuristic(routing), routed)
         h = GATE_UP.launch(problem, config, GateUpInputs(inputs.x, weights, plan))
         y = DOWN.launch(problem, config, DownInputs(h, weights, plan))
         return y if out is None else out.copy_(y)
 
 
-def _routed(problem: MoEProblem, inputs: LayerInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """topk_weights and topk_ids: those given, or the reference's choice from the logits."""
+def _routed(problem: MoEProblem, inputs: LayerInputs) -> FusedMoEInputs:
+    """Inputs with ids: as they are, or with those that the reference chooses from the logits."""
     if isinstance(inputs, FusedMoEInputs):
-        return inputs.topk_weights, inputs.topk_ids
+        return inputs
     choice = problem.choice
     assert choice is not None  # for the type checker: the layer is given logits
     logits = TopKInputs(inputs.logits, inputs.correction_bias)
-    return TOPK.launch(choice, TOPK.heuristic(choice), logits)
+    return inputs.with_ids(*TOPK.launch(choice, TOPK.heuristic(choice), logits))
 
 
 GATE_UP = GateUp()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import mxpert
 from mxpert import Combine, GateUpOrder, MoEWeights, MXTensor, ScaleRule, ScaleSpan, Scoring
 from mxpert import formats as mx
 from mxpert.core.problem import FORMAT_OF, TopKOptions, parse_activation_format
+from mxpert.routing.op import choose_experts
 from mxpert.training import MXFP8Recipe
 
 MXFP8_NAMES = ("mxfp8", "mxfp8_e4m3", "mxfp8_e5m2")
@@ -133,9 +133,8 @@ def layer_with_logits(rng: random.Random) -> Arguments:
 
 def layer_with_logits_in_float64(a: Arguments) -> torch.Tensor | None:
     """The definition, for the experts that `route_topk` chooses; it has its own definition."""
-    options = {each.name: getattr(a["routing"], each.name) for each in fields(TopKOptions)}
-    bias = a["correction_bias"]
-    weights, ids = mxpert.route_topk(a["logits"], a["top_k"], correction_bias=bias, **options)
+    choice = a["logits"], a["top_k"], a["routing"], a["correction_bias"]
+    weights, ids = choose_experts(*choice)
     return layer_in_float64(a | dict(topk_weights=weights, topk_ids=ids))
 
 

@@ -121,13 +121,17 @@ class _Routing:
     @classmethod
     def of(cls, problem: MoEProblem, inputs: LayerInputs) -> _Routing:
         expert_map = inputs.expert_map
-        is_mapped = expert_map is not None
-        if isinstance(inputs, LogitsInputs):
-            logits, is_biased = inputs.logits, inputs.correction_bias is not None
-            routed = logits.shape[1], is_mapped, None, None, logits.dtype, logits.stride(0)
-            return cls(*routed, is_biased)
         num_global = problem.num_experts if expert_map is None else expert_map.shape[0]
-        return cls(num_global, is_mapped, inputs.topk_ids.dtype, inputs.topk_weights.dtype)
+        if isinstance(inputs, LogitsInputs):
+            return cls(
+                num_global,
+                expert_map is not None,
+                logits=inputs.logits.dtype,
+                stride=inputs.logits.stride(0),
+                is_biased=inputs.correction_bias is not None,
+            )
+        dtypes = inputs.topk_ids.dtype, inputs.topk_weights.dtype
+        return cls(num_global, expert_map is not None, *dtypes)
 
     def macros(self, options: TopKOptions) -> dict[str, int]:
         """Those of the kernel that follow from these, and from how experts are chosen."""

@@ -16,6 +16,7 @@ import mxpert
 from mxpert.core.problem import SiLU, TopKOptions
 from mxpert.moe.hopper import few_tokens_limits, host
 from mxpert.moe.weights import MoEWeights
+from mxpert.routing.op import choose_experts
 from mxpert.testing.numerics import assert_exact
 from mxpert.testing.problems import MoEShape, random_moe_problem
 from support.races import hunt
@@ -76,9 +77,8 @@ def expected(
 ) -> torch.Tensor:
     """The top-k kernel of its own, then the layer from ids."""
     options = {"activation": "silu"} | options
-    named = {each: getattr(routing, each) for each in TopKOptions.__dataclass_fields__}
     with mxpert.override():  # a pinned backend is that of the layer
-        routed = mxpert.route_topk(logits, top_k, correction_bias=bias, **named)
+        routed = choose_experts(logits, top_k, routing, bias)
     with mxpert.override(config=few(options.get("activation_format", "bf16")), backend="hopper"):
         return mxpert.fused_moe(x, weights, *routed, **options)
 
