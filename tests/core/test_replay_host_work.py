@@ -73,8 +73,8 @@ MOST_FRAMES = {
     "fused_moe_from_logits_out": 15,
     "moe_gate_up": 16,
     "moe_down": 20,
-    "experts": 21,
-    "MoE": 28,
+    "experts": 20,
+    "MoE": 27,
 }
 """Python functions of this package that a warm call enters, as many as today."""
 MOST_COPIES = 3
