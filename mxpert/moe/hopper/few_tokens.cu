@@ -37,8 +37,9 @@
 //     CHOSEN: the routers. Experts of all tokens are known.
 //
 // Pipeline: STAGES stages of four units, one for each warpgroup: 64 rows x 128 codes (4096 bytes),
-//     256 bytes of shifts and 64 of row references. A unit of stage 1 has DEPTH_1 / 4 stages; in
-//     stage 2 a stage has four row units of an item.
+//     256 bytes of shifts and 64 of row references, of MXFP4; other sizes of other weights
+//     (few_tokens_weights.cuh). A unit of stage 1 has DEPTH_1 / 4 stages; in stage 2 a stage has
+//     four row units of an item.
 //
 // Code is cold at each launch, and most of it runs once: short code is fast code here.
 //
@@ -54,19 +55,18 @@
 // (sets of four values of x a consumer thread and token), ROWS (how rows are encoded), X_CODED,
 // EMAX and THRESHOLD (the scale rule of bfloat16 that becomes MX), ACTIVATION, WEIGHT_FIRST,
 // IDS_64, MAPPED, WEIGHTS (of routing), BIAS_1, BIAS_2 and OUT (types), MAX_ITEMS (of a team),
-// TABLE_BYTES; those of few_tokens_topk.cuh.
+// TABLE_BYTES; those of few_tokens_topk.cuh and few_tokens_weights.cuh.
 
 constexpr int TEAM = 4, WARPGROUPS = 4, CONSUMER_WARPS = 4 * WARPGROUPS;
 constexpr int CONSUMERS = 32 * CONSUMER_WARPS, THREADS = CONSUMERS + 128;
 constexpr int PRODUCER = CONSUMER_WARPS, ACTIVATOR = PRODUCER + 1, ENCODER = ACTIVATOR + 1;
 constexpr int TABLES = 1, ENCODE = 2, END = 3, CHOSEN = 4;  // named barriers
 constexpr int ROUTERS = THREADS - CONSUMERS, TABLE_THREADS = THREADS - 32;
-constexpr int UNIT = 128, UNIT_ROWS = 64, CODE_BYTES = 4096, SHIFT_BYTES = 256;
-constexpr int SHIFTS_AT = WARPGROUPS * CODE_BYTES, ROWS_AT = SHIFTS_AT + WARPGROUPS * SHIFT_BYTES;
-constexpr int STAGE_BYTES = ROWS_AT + WARPGROUPS * UNIT_ROWS;
+constexpr int SCALES_AT = WARPGROUPS * CODE_BYTES, ROWS_AT = SCALES_AT + WARPGROUPS * SCALE_BYTES;
+constexpr int STAGE_BYTES = ROWS_AT + WARPGROUPS * ROW_BYTES;
 constexpr int FEATURES = UNIT_ROWS / 2;             // of a unit of stage 1
 constexpr int COLUMNS = 8 / TOKEN_COLUMNS;          // tokens in eight columns
-constexpr int OWN = COLUMNS / 4;                    // tokens of a thread
+constexpr int OWN = HALVES ? 1 : COLUMNS / 4;       // tokens of a thread
 constexpr int PAIRS = (TOKENS + 1) / 2;             // of tokens, whose features share words
 constexpr int HELD_TOKENS = TOKENS < 4 ? TOKENS : 4;  // whose x is in registers at once
 constexpr int ENCODED_TOKENS = TOKENS < 4 ? TOKENS : TOKENS / 2;  // of an encoder; even, or all
@@ -94,7 +94,7 @@ static_assert(sizeof(Shared) <= TABLE_BYTES, "the host counts other bytes");
 // Arguments of the launch. x_stride, x_scale_stride, logits_stride: elements between tokens.
 struct Given {
     void *out;
-    const u8 *codes1, *shifts1, *codes2, *shifts2, *reference1, *reference2;
+    const u8 *codes1, *scales1, *codes2, *scales2, *rows1, *rows2;
     const void *bias1, *bias2, *x;
     const u8 *x_scale;
     const void *topk_ids, *topk_weights, *logits;
@@ -218,16 +218,15 @@ DEVICE void produce(const Given &given, Shared &s, Ring ring, int lane) {
             u64 *ready = s.ready + ring.stage;
             u32 to = ring.at();
             wait(s.free + ring.stage, ring.phase ^ 1);
-            if (lane == 0) expect(ready, count * (CODE_BYTES + SHIFT_BYTES) + UNIT_ROWS);
+            if (lane == 0) expect(ready, count * (CODE_BYTES + SCALE_BYTES) + ROW_BYTES);
             __syncwarp();
             if (lane == 0)
                 copy(to, given.codes1 + unit * CODE_BYTES, count * CODE_BYTES, ready, policy);
             if (lane == 1)
-                copy(to + SHIFTS_AT, given.shifts1 + unit * SHIFT_BYTES, count * SHIFT_BYTES, ready,
+                copy(to + SCALES_AT, given.scales1 + unit * SCALE_BYTES, count * SCALE_BYTES, ready,
                      policy);
-            if (lane == 2)
-                copy(to + ROWS_AT, given.reference1 + row_unit * UNIT_ROWS, UNIT_ROWS, ready,
-                     policy);
+            if (ROW_BYTES > 0 && lane == 2)
+                copy(to + ROWS_AT, given.rows1 + row_unit * ROW_BYTES, ROW_BYTES, ready, policy);
             ring.advance();
         }
         if (++row == UNITS_1) row = 0, rank++;
@@ -242,17 +241,17 @@ DEVICE void produce(const Given &given, Shared &s, Ring ring, int lane) {
             u64 *ready = s.ready + ring.stage;
             u32 to = ring.at();
             wait(s.free + ring.stage, ring.phase ^ 1);
-            if (lane == 0) expect(ready, count * (CODE_BYTES + SHIFT_BYTES + UNIT_ROWS));
+            if (lane == 0) expect(ready, count * (CODE_BYTES + SCALE_BYTES + ROW_BYTES));
             __syncwarp();
             if (lane < WARPGROUPS && own < count)
                 copy(to + own * CODE_BYTES, given.codes2 + unit * CODE_BYTES, CODE_BYTES, ready,
                      policy);
             if (lane / WARPGROUPS == 1 && own < count)
-                copy(to + SHIFTS_AT + own * SHIFT_BYTES, given.shifts2 + unit * SHIFT_BYTES,
-                     SHIFT_BYTES, ready, policy);
-            if (lane == 2 * WARPGROUPS)
-                copy(to + ROWS_AT, given.reference2 + row_unit * UNIT_ROWS, count * UNIT_ROWS,
-                     ready, policy);
+                copy(to + SCALES_AT + own * SCALE_BYTES, given.scales2 + unit * SCALE_BYTES,
+                     SCALE_BYTES, ready, policy);
+            if (ROW_BYTES > 0 && lane == 2 * WARPGROUPS)
+                copy(to + ROWS_AT, given.rows2 + row_unit * ROW_BYTES, count * ROW_BYTES, ready,
+                     policy);
             ring.advance();
             if (++d == DEPTH_2) d = 0, rank++;
         }
@@ -554,7 +553,7 @@ struct Consumer {
     Shared &s;
     Ring ring;
     int group, lane, row, column;  // row: of its 64, the even one. column: pair of eight
-    u32 codes_at, shifts_at, rows_at;
+    u32 codes_at, scales_at, rows_at;
     Table table;
     Products products;
 
@@ -563,25 +562,41 @@ struct Consumer {
         int thread = warp % 4 * 32 + lane;
         row = warp % 4 * 16 + lane / 4 * 2, column = lane % 4;
         codes_at = group * CODE_BYTES + thread * 16;
-        shifts_at = SHIFTS_AT + group * SHIFT_BYTES + thread * 2;
-        rows_at = ROWS_AT + row;
+        int own = row + (HALVES ? column % 2 * UNIT_ROWS : 0);
+        scales_at = SCALES_AT + group * SCALE_BYTES;
+        scales_at += CODES == FOLDED ? thread * 2 : own * SCALE_SIZE;
+        rows_at = ROWS_AT + row * (ROW_BYTES / UNIT_ROWS);
+    }
+
+    // The j-th token of this thread, and whether no other thread has the same sums of it.
+    DEVICE int token_of(int j) const { return HALVES ? column / 2 : OWN * column + j; }
+    DEVICE bool stores() const { return !HALVES || column % 2 == 0; }
+
+    // With columns for halves of k32 steps, the sum of both: another thread has the other one.
+    DEVICE float of_halves(float sum) const {
+        return HALVES ? sum + __shfl_xor_sync(ALL, sum, 1) : sum;
     }
 
     // Wait for a stage. `add` takes the last products, when this stage's codes are on their way.
+    // there: whether this warpgroup has a unit in it.
     template <class Add>
-    DEVICE u32 multiply(u32 operand, u32 references_at, Add add) {
+    DEVICE RowTerms multiply(u32 operand, u32 terms_at, bool there, Add add) {
         u32 at = ring.at();
         wait(s.ready + ring.stage, ring.phase);
-        Codes codes(at + codes_at, at + shifts_at);
-        u32 references = load_shared_2(at + references_at);
+        Codes codes;
+        if (CODES == FOLDED || there) codes.load(at + codes_at, at + scales_at);
+        else codes.clear();  // what lies there may be NaN
+        RowTerms terms;
+        terms.load(at + terms_at);
         products.finish();
         add();
-        codes.decode_to(products.a, table);
+        codes.decode_to(products.a, table, given.num_tokens >> 16);
+        products.scales = codes.scales;
         products.start(operand);
         __syncwarp();  // the codes have been used
         if (lane == 0) arrive(s.free + ring.stage);
         ring.advance();
-        return references;
+        return terms;
     }
 
     // Stage 1: sums of gate and up rows over a quarter of the depth, for the activation warp.
@@ -592,22 +607,26 @@ struct Consumer {
 #pragma unroll
                 for (int j = 0; j < 4; j++) total[j] += products.d[j];
             };
-            u32 references = 0, operand = descriptor(x_operand) + group * DESCRIPTOR_STEP;
+            RowTerms terms = {};
+            u32 operand = descriptor(x_operand) + group * DESCRIPTOR_STEP;
 #pragma unroll 1
             for (int k = 0; k < DEPTH_1; k += WARPGROUPS) {
-                references = multiply(operand, rows_at, add);
+                terms = multiply(operand, rows_at, k + group < DEPTH_1, add);
                 operand += WARPGROUPS * DESCRIPTOR_STEP;
             }
             products.finish();
             add();
             products.clear();
-            float gate = row_factor(references & 0xFF), up = row_factor(references >> 8);
+            float gate = terms.even(), up = terms.odd();
             int buffer = i & 1;
             wait(s.sums_free + buffer, (i >> 1 & 1) ^ 1);
-            float2 *to = s.sums[buffer][group][row / 2] + OWN * column;
+            float2 *to = s.sums[buffer][group][row / 2] + token_of(0);
 #pragma unroll
-            for (int j = 0; j < OWN; j++)
-                to[j] = make_float2(of_token(total, j) * gate, of_token(total + 2, j) * up);
+            for (int j = 0; j < OWN; j++) {
+                float2 sums = make_float2(of_halves(of_token(total, j)) * gate,
+                                          of_halves(of_token(total + 2, j)) * up);
+                if (stores()) to[j] = sums;
+            }
             __syncwarp();
             if (lane == 0) arrive(s.sums_full + buffer);
         }
@@ -631,25 +650,28 @@ struct Consumer {
             for (int i = 0; i < part.items; i++) {
                 if (first == part.first_row) wait(s.encoded + i, 0);
                 u32 operand = descriptor(h_operand) + i * DESCRIPTOR_STEP;
-                u32 references = multiply(operand, rows_at + group * UNIT_ROWS, add);
+                RowTerms terms = multiply(operand, rows_at + group * ROW_BYTES, true, add);
 #pragma unroll
                 for (int j = 0; j < OWN; j++) {
-                    int token = OWN * column + j;
+                    int token = token_of(j);
                     float scale = token < TOKENS ? s.h_scale[i][token < TOKENS ? token : 0] : 0.0f;
-                    scales[j][0] = scale * row_factor(references & 0xFF);
-                    scales[j][1] = scale * row_factor(references >> 8);
+                    scales[j][0] = scale * terms.even();
+                    scales[j][1] = scale * terms.odd();
                 }
             }
             products.finish();
             add();
             products.clear();
+#pragma unroll
+            for (int j = 0; j < OWN; j++)
+                total[j][0] = of_halves(total[j][0]), total[j][1] = of_halves(total[j][1]);
             int output = (first + group) * UNIT_ROWS + row;
             if (first + group >= part.last_row || output >= HIDDEN_SIZE) continue;
 #pragma unroll
             for (int j = 0; j < OWN; j++) {
-                int token = OWN * column + j;
+                int token = token_of(j);
                 u64 *to = given.sums + ((size_t)part.team * TOKENS + token) * HIDDEN_SIZE + output;
-                if (token < TOKENS && tokens >> token & 1)
+                if (stores() && token < TOKENS && tokens >> token & 1)
                     publish(to, total[j][0], total[j][1], launch);
             }
         }
@@ -659,15 +681,15 @@ struct Consumer {
 // ---- The kernel. launches: int [CTAs], launches that each CTA has counted.
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) _moe_few_tokens_kernel(
-    void *out, const u8 *codes1, const u8 *shifts1, const u8 *codes2, const u8 *shifts2,
-    const u8 *reference1, const u8 *reference2, const void *bias1, const void *bias2, const void *x,
+    void *out, const u8 *codes1, const u8 *scales1, const u8 *codes2, const u8 *scales2,
+    const u8 *rows1, const u8 *rows2, const void *bias1, const void *bias2, const void *x,
     const u8 *x_scale, const void *topk_ids, const void *topk_weights, const void *logits,
     const float *correction_bias, const int *expert_map, int *launches, u64 *published, u64 *sums,
     float p0, float p1, float p2, float scaling_factor, int num_tokens, int num_global,
     int x_stride, int x_scale_stride, int logits_stride, void *, void *) {
     const Given given = {
-        out,       codes1,   shifts1,        codes2,       shifts2,        reference1,
-        reference2, bias1,   bias2,          x,            x_scale,        topk_ids,
+        out,       codes1,   scales1,        codes2,       scales2,        rows1,
+        rows2,     bias1,   bias2,          x,            x_scale,        topk_ids,
         topk_weights, logits, correction_bias, expert_map, published,      sums,
         p0,        p1,       p2,             scaling_factor, num_tokens,   num_global,
         x_stride,  x_scale_stride, logits_stride};

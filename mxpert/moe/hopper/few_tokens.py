@@ -13,7 +13,9 @@ from ...core.launch import CACHED_LAUNCHES, Launch
 from ...core.problem import MoEProblem, Scoring, TopKOptions, kernel_parameters
 from ...device.pdl import PDL_LAUNCH
 from ...formats.layouts import UNIT_CODES
+from ...formats.spec import MX_BLOCK_SIZE
 from ...formats.tensor import MXTensor
+from ...formats.weight_tensor import WeightLike
 from ..inputs import LayerInputs, LogitsInputs
 from .encode import row_format
 from .few_tokens_limits import (
@@ -27,14 +29,15 @@ from .few_tokens_limits import (
     sizes_of,
     units_of,
 )
+from .group_layout import GroupWeights, described
 
-_FILES = ("few_tokens_device.cuh", "few_tokens_topk.cuh", "few_tokens.cu")
+_SUFFIXES = ("_device.cuh", "_weights.cuh", "_topk.cuh", ".cu")
 _KERNEL = CudaKernel(
-    [Path(__file__).with_name(name) for name in _FILES],
+    [Path(__file__).with_name(f"few_tokens{suffix}") for suffix in _SUFFIXES],
     "_moe_few_tokens_kernel",
     "sm_90a",
-    dict.fromkeys(("out", "codes1", "shifts1", "codes2", "shifts2"), "*u8")
-    | dict.fromkeys(("reference1", "reference2", "bias1", "bias2", "x", "x_scale"), "*u8")
+    dict.fromkeys(("out", "codes1", "scales1", "codes2", "scales2"), "*u8")
+    | dict.fromkeys(("rows1", "rows2", "bias1", "bias2", "x", "x_scale"), "*u8")
     | dict.fromkeys(("topk_ids", "topk_weights", "logits", "correction_bias"), "*u8")
     | dict.fromkeys(("expert_map",), "*u8")
     | dict.fromkeys(("launches", "published", "sums"), "*u8")
@@ -45,6 +48,7 @@ _KERNEL = CudaKernel(
 
 # Numbers of the source's macros.
 _ROWS = {"hi_lo": 0, "e4m3": 1, "e2m1": 2}
+_CODES = {"int4": 1, "int4_zero": 2, "e2m1": 3, "e4m3": 4}
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SIGMOID: 1, Scoring.SQRTSOFTPLUS: 2}
 _TYPES = {None: 0, torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 _DEFAULT_PARAMETERS = {"p0": 0.0, "p1": 0.0, "p2": 1.0}
@@ -148,6 +152,42 @@ class _Routing:
         )
 
 
+@dataclass(frozen=True)
+class _Weights:
+    """How a projection's weights are stored; by default MXFP4 with folded scales.
+
+    Args:
+        groups: what kernels know of weights with groups. scales: dtype of their scales, None for
+            bytes, and for words with zero points.
+    """
+
+    groups: GroupWeights | None = None
+    scales: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, projection: WeightLike) -> _Weights:
+        scales = projection.scale.dtype
+        return cls(described(projection), scales if scales.is_floating_point else None)
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """Those of the kernel that follow from these."""
+        if self.groups is None:
+            return dict(CODES=0, GROUP=MX_BLOCK_SIZE, SCALES=0, ROW_FACTORS=0, EXPONENT=0)
+        return dict(
+            CODES=_CODES[self.groups.codes],
+            GROUP=self.groups.group,
+            SCALES=_TYPES[self.scales],
+            ROW_FACTORS=int(self.groups.row_factors),
+            EXPONENT=self.groups.exponent,
+        )
+
+
+def _row_terms(projection: WeightLike) -> torch.Tensor | None:
+    """References of rows of folded MXFP4, or the float32 factors of rows that NVFP4 has."""
+    return projection.reference if isinstance(projection, MXTensor) else projection.row_scale
+
+
 _GIVEN_IDS = TopKOptions()
 """Where ids are given, nothing depends on how experts are chosen."""
 
@@ -159,13 +199,14 @@ class _Operands:
     Args:
         rows: name of the rows' format: "hi_lo", "e4m3" or "e2m1". is_coded: whether x has MX codes.
         strides: of x and of its scales. routing: ids or logits.
-        bias1, bias2, out: dtypes.
+        weights: of both projections. bias1, bias2, out: dtypes.
     """
 
     rows: str
     is_coded: bool
     strides: tuple[int, int]
     routing: _Routing
+    weights: _Weights
     bias1: torch.dtype | None
     bias2: torch.dtype | None
     out: torch.dtype
@@ -179,6 +220,7 @@ class _Operands:
             BIAS_1=_TYPES[self.bias1],
             BIAS_2=_TYPES[self.bias2],
             OUT=_TYPES[self.out],
+            **self.weights.macros,
         )
 
 
@@ -228,14 +270,16 @@ def few_tokens_layer(
     Logits have to be of a layer that `chooses_experts` accepts.
 
     Returns:
-        None without memory, in a graph's capture (warm up before it), and for rows of x whose sets
-        of four values are not aligned.
+        None without memory, in a graph's capture (warm up before it), for rows of x whose sets of
+        four values are not aligned, and for projections whose scales are not of one kind.
     """
-    held = memory.get(problem, inputs.weights.device)
-    if held is None:
+    x, weights, out = inputs.x, inputs.weights, inputs.out
+    held = memory.get(problem, weights.device)
+    first, second = weights.gate_up_proj, weights.down_proj
+    stored = _Weights.of(first)
+    if held is None or stored != _Weights.of(second):
         return None
     launches, published, sums = held
-    x, weights, out = inputs.x, inputs.weights, inputs.out
     if isinstance(x, MXTensor):
         data, x_scale = x.qdata, x.scale
         rows, strides = x.format.element.name, (data.stride(0), x_scale.stride(0))
@@ -251,21 +295,21 @@ def few_tokens_layer(
     biases = weights.gate_up_bias, weights.down_bias
     bias1, bias2 = (None if bias is None else bias.dtype for bias in biases)
     routing = _Routing.of(problem, inputs)
-    operands = _Operands(rows, x_scale is not None, strides, routing, bias1, bias2, out.dtype)
+    kinds = stored, bias1, bias2, out.dtype
+    operands = _Operands(rows, x_scale is not None, strides, routing, *kinds)
     routed: dict[str, torch.Tensor | None] = dict.fromkeys(_ROUTED)
     if isinstance(inputs, LogitsInputs):
         routed |= dict(logits=inputs.logits, correction_bias=inputs.correction_bias)
     else:
         routed |= dict(topk_ids=inputs.topk_ids, topk_weights=inputs.topk_weights)
-    first, second = weights.mx_projections
     _launch(problem, num_stages, operands)(
         out=out,
         codes1=first.qdata,
-        shifts1=first.scale,
+        scales1=first.scale,
         codes2=second.qdata,
-        shifts2=second.scale,
-        reference1=first.reference,
-        reference2=second.reference,
+        scales2=second.scale,
+        rows1=_row_terms(first),
+        rows2=_row_terms(second),
         bias1=biases[0],
         bias2=biases[1],
         x=data,

@@ -1,4 +1,4 @@
-// Device functions of the layer for a few tokens: PTX, numbers, rows, activations, weights.
+// Device functions of the layer for a few tokens: PTX, numbers, rows, activations.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -94,6 +94,18 @@ DEVICE uint4 load_shared_16(u32 at) {
 DEVICE u32 load_shared_2(u32 at) {
     u16 v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(at) : "memory");
+    return v;
+}
+
+DEVICE u32 load_shared_4(u32 at) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+}
+
+DEVICE float2 load_shared_8(u32 at) {
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at) : "memory");
     return v;
 }
 
@@ -326,118 +338,3 @@ DEVICE float activate(float gate, float up, float p0, float p1, float p2) {
     // SITU_V2: p0 beta, p1 beta_up
     return p0 * tangent(gate / p0) * sigmoid(gate) * (p1 * tangent(up / p1));
 }
-
-// ---- Weights: HOPPER_FRAGMENT of moe/hopper/layout.py.
-
-// e4m3 magnitudes of the eight e2m1 ones, for the shift that is this lane's number.
-struct Table {
-    u32 low, high;
-
-    DEVICE explicit Table(int lane) {
-        u32 by = lane * 0x08080808u;
-        low = 0x6C686000u - (by & 0xFFFFFF00u), high = 0x7C787470u - by;
-        if (lane >= 12 && lane < 15) low = 0x0C080400u >> (lane - 12);  // subnormal
-        if (lane == 14) high = 0x0C080604u;
-        if (lane > 14) low = high = 0;  // blocks of zeros, and memory that no copy has filled
-        asm volatile("" : "+r"(low), "+r"(high));  // not to be computed again in the loops
-    }
-};
-
-// 32 codes of a row and MX block: first and second halves of four k32 steps, every fourth word.
-DEVICE void decode(uint4 words, u32 shift, const Table &table, u32 *a) {
-    u32 low = __shfl_sync(ALL, table.low, shift), high = __shfl_sync(ALL, table.high, shift);
-    const u32 all[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int q = 0; q < 4; q++)
-        asm("{ .reg .b32 m, n;\n"
-            "and.b32 m, %2, 0x77777777;\n"
-            "shr.u32 n, m, 16;\n"
-            "prmt.b32 m, %3, %4, m;\n"
-            "prmt.b32 n, %3, %4, n;\n"
-            "lop3.b32 %0, %2, 0x80808080, m, 0xEA;\n"  // (word & signs) | magnitudes
-            "shl.b32 m, %2, 4;\n"
-            "lop3.b32 %1, m, 0x80808080, n, 0xEA; }"
-            : "=&r"(a[4 * q]), "=&r"(a[4 * q + 2])
-            : "r"(all[q]), "r"(low), "r"(high));
-}
-
-// A thread's codes of a unit, as they are stored: an even and an odd row, and their shifts.
-struct Codes {
-    uint4 even, odd;
-    u32 shifts;
-
-    DEVICE Codes(u32 codes, u32 shifts_at) {
-        shifts = load_shared_2(shifts_at);
-        even = load_shared_16(codes), odd = load_shared_16(codes + 2048);
-    }
-    // Operand A of four k32 steps.
-    DEVICE void decode_to(u32 *a, const Table &table) const {
-        decode(even, shifts & 0xFF, table, a);
-        decode(odd, shifts >> 8, table, a + 1);
-    }
-};
-
-DEVICE float row_factor(u32 reference) { return power((int)reference - 6); }  // 2^(reference - 133)
-
-// ---- Products of a unit of weights, 64 rows x 128 of depth, with an operand of eight columns.
-
-// The operand lies as cores of 8 columns x 16 bytes, one after the other along the depth.
-constexpr int CORE = 128, OPERAND_BYTES = 8 * 128;
-constexpr int DESCRIPTOR_STEP = OPERAND_BYTES >> 4, DESCRIPTOR_HIGH = (2 * CORE) >> 4;
-
-// Columns of a token: high and low parts, or every other column is not used, so that a thread has
-// the products of one token.
-constexpr int TOKEN_COLUMNS = ROWS == HI_LO || TOKENS <= 4 ? 2 : 1;
-
-// Low word of an operand's descriptor.
-DEVICE u32 descriptor(u32 at) { return (at & 0x3FFFF) >> 4 | (CORE >> 4) << 16; }
-
-// Store four values at place k of a unit, for a token. Depth has the order of the weights:
-// (q h t j) for the place (t q h j).
-DEVICE void store_words(u32 unit, int k, int token, Words w) {
-    int t = k >> 5, q = k >> 3 & 3, h = k >> 2 & 1;
-    u32 to = unit + (2 * q + h) * CORE + token * TOKEN_COLUMNS * 16 + t * 4;
-    store_shared_4(to, w.hi);
-    if (ROWS == HI_LO) store_shared_4(to + 16, w.lo);
-}
-
-struct Products {
-    float d[4];  // two rows x two columns
-    u32 a[16];
-
-    DEVICE Products() {
-#pragma unroll
-        for (int i = 0; i < 16; i++) a[i] = 0;
-        clear();
-    }
-    DEVICE void clear() { d[0] = d[1] = d[2] = d[3] = 0.0f; }
-
-    // Start them: `a` is multiplied by an operand.
-    DEVICE void start(u32 operand) {
-#define PRODUCT(a0, a1, a2, a3, b, more)                                                        \
-    "add.u32 at, %20, " b "; mov.b64 b, {at, %21};\n"                                           \
-    "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, "                    \
-    "{%" a0 ", %" a1 ", %" a2 ", %" a3 "}, b, " more ", 1, 1;\n"
-        asm volatile(
-            "{ .reg .b32 at; .reg .b64 b; wgmma.fence.sync.aligned;\n"  //
-            PRODUCT("4", "5", "6", "7", "0", "0")                       //
-            PRODUCT("8", "9", "10", "11", "16", "1")                    //
-            PRODUCT("12", "13", "14", "15", "32", "1")                  //
-            PRODUCT("16", "17", "18", "19", "48", "1")                  //
-            "wgmma.commit_group.sync.aligned; }\n"
-            : "=&f"(d[0]), "=&f"(d[1]), "=&f"(d[2]), "=&f"(d[3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(a[4]), "r"(a[5]), "r"(a[6]),
-              "r"(a[7]), "r"(a[8]), "r"(a[9]), "r"(a[10]), "r"(a[11]), "r"(a[12]), "r"(a[13]),
-              "r"(a[14]), "r"(a[15]), "r"(operand), "n"(DESCRIPTOR_HIGH)
-            : "memory");
-#undef PRODUCT
-    }
-    // Wait for them. `a` stays in its registers until then: ptxas before 13.3 would use them again.
-    DEVICE void finish() {
-        asm volatile("wgmma.wait_group.sync.aligned 0;\n"
-                     : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+r"(a[0]), "+r"(a[1]),
-                       "+r"(a[2]), "+r"(a[3]), "+r"(a[4]), "+r"(a[5]), "+r"(a[6]), "+r"(a[7]),
-                       "+r"(a[8]), "+r"(a[9]), "+r"(a[10]), "+r"(a[11]), "+r"(a[12]), "+r"(a[13]),
-                       "+r"(a[14]), "+r"(a[15])::"memory");
-    }
-};

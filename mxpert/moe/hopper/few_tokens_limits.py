@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ...core.cuda_compiler import missing_compiler
 from ...core.problem import Combine, MoEProblem, Scoring
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
-from ...formats.spec import MXFP4
 from ...formats.token import FP8_TOKEN
 from ..inputs import LogitsInputs
+from .group_layout import group_weights
 from .tile_limits import uses_hi_lo
 
 ACTIVATIONS = ("silu", "swiglu", "gelu", "gelu_tanh", "clamped_silu", "situ_v2")
@@ -33,8 +33,10 @@ _MOST_TEAMS = 64
 """The kernel keeps a bit for each."""
 _COLUMNS = 8
 """Of an operand of wgmma: of each token one, or two with high and low parts."""
-_STAGE_BYTES = WARPGROUPS * (UNIT_ROWS * UNIT_CODES * 17 // 32 + UNIT_ROWS)
-"""Codes, shifts and row references of a stage."""
+_FOLDED_BYTES = UNIT_ROWS * UNIT_CODES * 17 // 32 + UNIT_ROWS
+"""Codes, shifts and row references of a unit of MXFP4 weights."""
+_SCALE_BYTES = {"int4": 4, "e2m1": 1, "e4m3": 1}
+"""Of a scale at most, by the codes. Of those with factors of rows each has four bytes more."""
 _OPERAND_BYTES = _COLUMNS * UNIT_CODES
 _CONSUMERS = 32 * 4 * WARPGROUPS
 _GROUP = 4
@@ -109,24 +111,45 @@ def sizes_of(problem: MoEProblem) -> Sizes:
     )
 
 
+def _stage_bytes(weight_format: str) -> int:
+    """Bytes of a stage of the ring at most: a unit of weights for each warpgroup."""
+    weights = group_weights(weight_format)
+    if weights is None:
+        return WARPGROUPS * _FOLDED_BYTES
+    scales = weights.groups * UNIT_ROWS * _SCALE_BYTES[weights.codes]
+    rows = 4 * UNIT_ROWS if weights.codes == "e2m1" else 0
+    return WARPGROUPS * (weights.code_rows * UNIT_CODES + scales + rows)
+
+
 def shared_bytes(problem: MoEProblem, num_stages: int) -> int:
     """Shared memory of a CTA."""
-    return num_stages * _STAGE_BYTES + sizes_of(problem).shared
+    return num_stages * _stage_bytes(problem.weight_format) + sizes_of(problem).shared
 
 
 def most_stages(problem: MoEProblem) -> int:
     """Stages of the ring that fit in shared memory."""
-    return (problem.target.shared_memory - sizes_of(problem).shared) // _STAGE_BYTES
+    room = problem.target.shared_memory - sizes_of(problem).shared
+    return room // _stage_bytes(problem.weight_format)
+
+
+def most_tokens(problem: MoEProblem) -> int:
+    """Tokens that the columns of an operand hold.
+
+    A token has a column for each of its parts, and with groups of 16 four columns: those of first
+    and of second halves of k32 steps.
+    """
+    weights = group_weights(problem.weight_format)
+    if weights is not None and weights.group < 32:
+        return _COLUMNS // 4
+    return _COLUMNS // 2 if uses_hi_lo(problem) else _COLUMNS
 
 
 def unsupported(problem: MoEProblem) -> str | None:
     """Why a layer that the Hopper kernels serve needs two stages, as a phrase; None if not."""
     options = problem.options
-    if problem.weight_format != MXFP4.name:
-        return "multiplies MXFP4 weights"
-    columns = _COLUMNS // 2 if uses_hi_lo(problem) else _COLUMNS
-    if not 1 <= problem.num_tokens <= columns:
-        return f"serves 1 to {columns} tokens"
+    most = most_tokens(problem)
+    if not 1 <= problem.num_tokens <= most:
+        return f"serves 1 to {most} tokens"
     if problem.num_tokens * problem.top_k > SLOTS:
         return f"serves at most {SLOTS} slots"
     if options.activation_format == FP8_TOKEN:

@@ -14,15 +14,17 @@ import torch
 from mxpert.core.cuda_kernel import CompiledCudaKernel
 from mxpert.core.problem import GELU, ClampedSiLU, MoEProblem, SiLU, SiTUv2, SwiGLU, TopKOptions
 from mxpert.formats import MXFP4, MXFP8_E4M3
+from mxpert.formats.weight_tensor import WeightLike
 from mxpert.moe.hopper import config as heuristics
-from mxpert.moe.hopper import few_tokens, few_tokens_limits
+from mxpert.moe.hopper import few_tokens, few_tokens_limits, group_layout
+from mxpert.moe.hopper.group_layout import HOPPER_GROUPS
 from mxpert.moe.inputs import FusedMoEInputs, LayerInputs, LogitsInputs
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from support.aot import disassembled
 from support.hopper_launches import describe
 from support.launches import recorded_launches, without_device
 from support.sass import overwritten_operands, register_operands
-from support.without_data import packed, rows_of, weights_of
+from support.without_data import packed, plain_in, rows_of, weights_of
 
 SM_REGISTERS = 65536
 
@@ -123,6 +125,49 @@ def test_from_logits(
     )
     assert few_tokens_limits.chooses_experts(problem, inputs)
     check(compile_launch(problem, inputs))
+
+
+WEIGHTS = [
+    pytest.param("int4_g128", torch.bfloat16, False, 1, "bf16", id="int4_g128"),
+    pytest.param("int4_g128", torch.float16, True, 2, "bf16", id="int4_g128-zero_points"),
+    pytest.param("int4_g64", torch.float32, False, 4, "mxfp8", id="int4_g64-float32"),
+    pytest.param("int4_g32", torch.bfloat16, False, 2, "mxfp4", id="int4_g32"),
+    pytest.param("int4_g32", torch.bfloat16, True, 4, "bf16", id="int4_g32-zero_points"),
+    pytest.param("nvfp4", None, False, 1, "bf16", id="nvfp4-bf16"),
+    pytest.param("nvfp4", None, False, 2, "mxfp8", id="nvfp4-mxfp8"),
+    pytest.param("mxfp8_e4m3", None, False, 1, "bf16", id="mxfp8-bf16"),
+    pytest.param("mxfp8_e4m3", None, False, 2, "mxfp8", id="mxfp8-mxfp8"),
+    pytest.param("mxfp8_e4m3", None, False, 4, "bf16", id="mxfp8-bf16-4"),
+]
+
+
+@pytest.mark.parametrize("format, scales, zero_points, num_tokens, a_format", WEIGHTS)
+def test_weights_with_groups(
+    format: str, scales: torch.dtype | None, zero_points: bool, num_tokens: int, a_format: str
+) -> None:
+    """No register of weights is written while a product reads it: ptxas does so where it may."""
+    shape = MODEL_SHAPES["kimi-k2-tp4"]
+    problem = describe(shape, num_tokens, a_format)
+    problem = replace(problem, weight_format=format, weight_layout=HOPPER_GROUPS)
+
+    def projection(experts: int, num_rows: int, depth: int) -> WeightLike:
+        plain = plain_in(format)(experts, num_rows, depth)
+        if scales is not None:
+            zeros = plain.zero_point if zero_points else None
+            plain = replace(plain, scale=plain.scale.to(scales), zero_point=zeros)
+        return group_layout._empty(plain, group_layout._described(plain))
+
+    inputs = FusedMoEInputs(
+        rows_of(num_tokens, problem.hidden_size, None),
+        weights_of(problem, projection, has_bias=shape.has_bias),
+        torch.empty(num_tokens, shape.top_k, device="meta"),
+        torch.empty(num_tokens, shape.top_k, dtype=torch.int32, device="meta"),
+    )
+    kernel = compile_launch(problem, inputs)
+    check(kernel)
+    code = disassembled(kernel.cubin)
+    assert register_operands(code) > 0
+    assert not overwritten_operands(code)
 
 
 def test_instructions() -> None:
