@@ -205,9 +205,14 @@ def one_launch_variants() -> Iterator[Variant]:
 
 
 def weight_format_variants() -> Iterator[Variant]:
-    """Every tile of the other weight formats, with activations of 16 and of 8 bits."""
+    """Every tile of the other weight formats, with activations of 16 and of 8 bits, and layers of
+    two tokens in one launch."""
     for weight_format in WEIGHT_FORMATS:
         for a_format in ("bf16", "mxfp8"):
+            name = f"hopper one launch/{weight_format} weights/{a_format}/T=2"
+            make = layer(SMALL, 2, a_format, prepared=True, weight_format=weight_format)
+            few = one_launch(a_format)
+            yield Variant(name, text_of(SMALL, "T 2"), make, backend="hopper", config=few)
             for tile, config in hopper_tiles(a_format, weight_format).items():
                 tokens = tokens_for(SMALL, config)
                 name = f"hopper {weight_format} weights/{a_format}/{tile}"

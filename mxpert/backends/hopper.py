@@ -4,7 +4,7 @@ from ..core.backend import Backend, Status, Support
 from ..core.problem import Op, Target
 from ..formats.spec import ScaleSpan
 from ..moe.hopper.config import HopperGemmConfig
-from ..moe.hopper.group_layout import HOPPER_GROUPS
+from ..moe.hopper.group_layout import HOPPER_GROUPS, HOPPER_GROUPS_FLOAT16
 from ..moe.hopper.layout import HOPPER_FRAGMENT, HOPPER_FRAGMENT_FP8
 
 BACKEND = Backend(
@@ -21,7 +21,7 @@ BACKEND = Backend(
     made_for=("sm_90",),
     stage_config=HopperGemmConfig,
     weight_layout=HOPPER_FRAGMENT,
-    other_layouts=(HOPPER_GROUPS, HOPPER_FRAGMENT_FP8),
+    other_layouts=(HOPPER_GROUPS_FLOAT16, HOPPER_GROUPS, HOPPER_FRAGMENT_FP8),
     training_span=ScaleSpan.AUTO,
     gpus=(
         Support("H200", ("sm_90",), "hopper", Status.MEASURED, r"\bH200\b"),

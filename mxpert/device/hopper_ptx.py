@@ -288,6 +288,48 @@ def bfloat16_nibbles(codes, low_scales, high_scales):
     )
 
 
+@gluon.jit
+def float16_pairs(scales, FACTOR: gl.constexpr):
+    """Scales times a power of two as int32 of two equal float16 numbers."""
+    bits = (scales.to(gl.float32) * FACTOR).to(gl.float16).to(gl.int16, bitcast=True)
+    bits = bits.to(gl.int32) & 0xFFFF
+    return bits | (bits << 16)
+
+
+def _float16_nibbles_assembly() -> str:
+    """PTX that multiplies eight INT4 codes of a word by a scale: `_zigzag`, conversion, product.
+
+    Outputs: $0, $1 the low nibbles; $2, $3 the high ones. Inputs: $4 the word; $5 the scale of
+    `float16_pairs`; copies follow.
+    """
+    lines = ["{ .reg .b32 n, s, bytes, pair; .reg .b16 low, high;"]
+    for half in range(2):
+        lines += [*_zigzag("bytes", "$4", half), "mov.b32 {low, high}, bytes;"]
+        for place, part in enumerate(("low", "high")):
+            lines.append(f"cvt.rn.f16x2.e4m3x2 pair, {part};")
+            lines.append(f"mul.rn.f16x2 ${2 * half + place}, pair, $5;")
+    return "\n".join([*lines, "}"])
+
+
+_FLOAT16_NIBBLES = gl.constexpr(_float16_nibbles_assembly())
+
+
+@gluon.jit
+def float16_nibbles(codes, scales):
+    """Decode bytes of two INT4 codes to float16, times scales of `float16_pairs` and 2^-8.
+
+    codes: uint8 [..., 4]. Returns the products of the low and of the high nibbles.
+    """
+    return gl.inline_asm_elementwise(
+        _FLOAT16_NIBBLES,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r",
+        [codes, scales],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=4,
+    )
+
+
 _BYTE_PAIRS = gl.constexpr("""{
 .reg .b16 low, high, a, b, c, d;
 .reg .b32 first, second;
@@ -345,6 +387,19 @@ def bfloat16_pair(first, second):
     """Round two float32 values to bfloat16, the first in the lower half of an int32."""
     return gl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;",
+        "=r,f,f",
+        [first, second],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def float16_pair(first, second):
+    """Round two float32 values to float16, the first in the lower half of an int32."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f16x2.f32 $0, $2, $1;",
         "=r,f,f",
         [first, second],
         dtype=gl.int32,

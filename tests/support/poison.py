@@ -22,7 +22,7 @@ from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.formats.weight_tensor import WeightLike
 from mxpert.moe.cdna4.layout import CDNA4_FRAGMENT
 from mxpert.moe.hopper import layout as layouts
-from mxpert.moe.hopper.group_layout import HOPPER_GROUPS
+from mxpert.moe.hopper.group_layout import HOPPER_GROUPS, HOPPER_GROUPS_FLOAT16
 from mxpert.moe.weights import MoEWeights, gate_up_rows
 from mxpert.testing.problems import MoEInputs
 
@@ -97,9 +97,10 @@ def poison_prepared(tensor: WeightLike) -> None:
     `Layout.HOPPER_FRAGMENT`: rows get NaN scales and codes that decode to anything. Depth gets the
     largest weights there are: activations are zero there, so that finite weights add nothing. So
     does an FP8 copy; its rows get NaN.
-    `Layout.HOPPER_GROUPS`: the same; E8M0 scales have no NaN there.
+    `Layout.HOPPER_GROUPS`: the same; E8M0 scales have no NaN there. In depth `HOPPER_GROUPS_FLOAT16`
+    has the largest scales that it holds.
     """
-    if tensor.layout is HOPPER_GROUPS:
+    if isinstance(tensor.layout, type(HOPPER_GROUPS)):
         _poison_groups(tensor)
         return
     assert isinstance(tensor, MXTensor)  # for the type checker: WeightTensors have no other layout
@@ -135,11 +136,13 @@ def _poison_groups(tensor: WeightLike) -> None:
     experts, num_rows, depth = tensor.shape
     units, is_mx = tensor.qdata.shape[1:3], isinstance(tensor, MXTensor)
     whole = (experts, units[0] * UNIT_ROWS, units[1] * UNIT_CODES)
-    plain = HOPPER_GROUPS.unpack(replace(tensor, logical_shape=whole))
+    plain = tensor.layout.unpack(replace(tensor, logical_shape=whole))
     width = depth // tensor.format.codes_per_byte
     group = whole[2] // plain.scale.shape[2]
     is_byte = plain.scale.dtype == torch.uint8
     largest, of_rows = (E8M0_MAX, E8M0_MAX) if is_mx else (1e3, torch.nan)
+    if tensor.layout is HOPPER_GROUPS_FLOAT16:
+        largest = 1.9921875  # the largest bfloat16 number below 2
     if is_byte and not is_mx:  # NVFP4
         largest, of_rows = 0x7E, E4M3_NAN
     plain.qdata[:, num_rows:] = 0x7E if is_mx else 0x77

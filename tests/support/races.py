@@ -160,11 +160,12 @@ def fp8_tiles() -> dict[str, MoEConfig]:
 
 def hopper_tiles(a_format: str, weight_format: str = MXFP4.name) -> dict[str, MoEConfig]:
     """Every tile of the Hopper MoE kernels for two formats, by name; those of decode with their
-    depth split, too."""
+    depth split, too. INT4 weights are symmetric, with bfloat16 scales."""
     from mxpert.moe.hopper import config as heuristics
 
-    found = {}
-    for name, config in heuristics.tiles(a_format == "bf16", weight_format).items():
+    found, hi_lo = {}, a_format == "bf16"
+    float16 = hi_lo and weight_format.startswith("int4")
+    for name, config in heuristics.tiles(hi_lo, weight_format, float16).items():
         found[name] = MoEConfig(config.block_m, config, config)
         if config.kernel is HopperKernel.DECODE:
             found[name + "_split"] = MoEConfig(

@@ -23,6 +23,7 @@ from .tile_limits import (
     fp8_tile,
     prefill_shapes,
     takes_bfloat16_rows,
+    takes_float16_rows,
     tile_limits,
     uses_hi_lo,
 )
@@ -36,7 +37,7 @@ class HopperKernel(enum.StrEnum):
     PREFILL: GEMM of a stage with many rows an expert; limited by the tensor cores.
     PREFILL_FP8: the same for the FP8 copy of MXFP4 weights that `prepare(keep_fp8=True)` keeps.
     FEW_TOKENS: the whole layer in one launch, for up to four tokens with bfloat16 activations and
-        up to eight with MX activations. Both stages have it.
+        up to eight with MX activations, with NVFP4 weights for two. Both stages have it.
 
     Source:
         The kernels of the hopper backend.
@@ -63,7 +64,7 @@ class HopperGemmConfig(StageConfig):
         kernel: the kernel that runs, or its name.
         block_m: sorted rows of a routing block.
         num_stages: stages of the pipeline, each 256 elements of the contracted dimension; of
-            FEW_TOKENS, PREFILL_FP8 and of bfloat16 rows 128.
+            FEW_TOKENS, PREFILL_FP8 and of rows of 16 bits 128.
         consumers: consumer warpgroups of a CTA; each computes its own 64 weight rows of a tile.
         blocks_per_tile: most routing blocks of an expert in one tile. A weight is decoded once for
             all of them. The decode kernel has one.
@@ -71,6 +72,7 @@ class HopperGemmConfig(StageConfig):
         hi_lo: whether rows are two e4m3 parts, hi and lo, as for bfloat16 activations (a16w4).
         bfloat16_rows: whether rows are bfloat16, and bf16 tensor cores multiply them with weights
             that bfloat16 holds exactly. Only the prefill kernel has it.
+        float16_rows: the same with float16, for INT4 weights in HOPPER_GROUPS_FLOAT16.
 
     Raises:
         TypeError: a value of another type.
@@ -90,10 +92,11 @@ class HopperGemmConfig(StageConfig):
     k_splits: int = 1
     hi_lo: bool = False
     bfloat16_rows: bool = False
+    float16_rows: bool = False
 
     def __post_init__(self) -> None:
         set_member(self, "kernel", HopperKernel)
-        for name in ("hi_lo", "bfloat16_rows"):
+        for name in ("hi_lo", "bfloat16_rows", "float16_rows"):
             value = getattr(self, name)
             if type(value) is not bool:
                 raise TypeError(message("HopperGemmConfig", name, "a bool", repr(value)))
@@ -101,6 +104,13 @@ class HopperGemmConfig(StageConfig):
             self, ("block_m", "num_stages", "consumers", "blocks_per_tile", "k_splits")
         )
         require_positive(self, "block_m")
+
+    @property
+    def rows_dtype(self) -> torch.dtype:
+        """In which activation rows are stored."""
+        if self.float16_rows:
+            return torch.float16
+        return torch.bfloat16 if self.bfloat16_rows else torch.float8_e4m3fn
 
 
 _FEW_TOKENS_STAGES, _MOST_FEW_TOKENS_STAGES = 5, 8
@@ -164,7 +174,8 @@ def stage_bytes(config: HopperGemmConfig, weight_format: str = MXFP4.name) -> in
     if config.kernel is HopperKernel.PREFILL_FP8:
         return (config.consumers * UNIT_ROWS + rows) * UNIT_CODES
     units = config.consumers * _unit_stage_bytes(weight_format)
-    return (units // 2 if config.bfloat16_rows else units) + rows * STAGE_DEPTH
+    # A stage with rows of 16 bits has half the depth.
+    return (units // 2 if config.rows_dtype.itemsize == 2 else units) + rows * STAGE_DEPTH
 
 
 def _decode_config(block_m: int, hi_lo: bool, weight_format: str) -> HopperGemmConfig:
@@ -181,6 +192,7 @@ def _prefill_config(
     *,
     hi_lo: bool,
     weight_format: str,
+    float16: bool = False,
     kernel: HopperKernel = HopperKernel.PREFILL,
 ) -> HopperGemmConfig:
     """Prefill config for tiles of up to `blocks` blocks, with as many stages as fit.
@@ -188,17 +200,21 @@ def _prefill_config(
     Shared memory must also hold the output buffers. More stages hide more memory latency: with one
     stage more, the "short" tile was up to 11 % faster than "triple" on the same rows.
     """
-    bfloat16 = takes_bfloat16_rows(hi_lo, weight_format)
+    bfloat16 = not float16 and takes_bfloat16_rows(hi_lo, weight_format)
     config = HopperGemmConfig(
         kernel,
         block_m,
         1,
         consumers,
         blocks_per_tile=blocks,
-        hi_lo=hi_lo and not bfloat16,
+        hi_lo=hi_lo and not (bfloat16 or float16),
         bfloat16_rows=bfloat16,
+        float16_rows=float16,
     )
-    outputs = consumers * block_m * UNIT_ROWS * torch.bfloat16.itemsize
+    # A buffer of bfloat16 outputs, or of float32 ones for a quarter of the left columns.
+    left = 1 << min(128, block_m * blocks).bit_length() - 1
+    rows = max(block_m, left // 2)
+    outputs = consumers * rows * UNIT_ROWS * torch.bfloat16.itemsize
     room = _PREFILL_SHARED - _BARRIER_BYTES - outputs
     return replace(config, num_stages=room // stage_bytes(config, weight_format))
 
@@ -220,11 +236,13 @@ def output_buffers(
 
 
 @functools.cache
-def tiles(hi_lo: bool, weight_format: str = MXFP4.name) -> dict[str, HopperGemmConfig]:
-    """All tiles by name, ordered by activation rows."""
+def tiles(
+    hi_lo: bool, weight_format: str = MXFP4.name, float16: bool = False
+) -> dict[str, HopperGemmConfig]:
+    """All tiles by name, ordered by activation rows; float16: whether those of prefill are."""
     return {f"decode{rows}": _decode_config(rows, hi_lo, weight_format) for rows in BLOCKS_M} | {
-        name: _prefill_config(*shape, hi_lo=hi_lo, weight_format=weight_format)
-        for name, shape in prefill_shapes(hi_lo, weight_format).items()
+        name: _prefill_config(*shape, hi_lo=hi_lo, weight_format=weight_format, float16=float16)
+        for name, shape in prefill_shapes(hi_lo, weight_format, float16).items()
     }
 
 
@@ -241,8 +259,12 @@ def fp8_tiles() -> dict[str, HopperGemmConfig]:
 
 def tiles_of(problem: MoEProblem) -> dict[str, HopperGemmConfig]:
     """All tiles for the formats and the weights of a problem, by name."""
-    known = tiles(uses_hi_lo(problem), problem.weight_format)
+    known = _own_tiles(problem)
     return {**known, **fp8_tiles()} if reads_fp8(problem) else known
+
+
+def _own_tiles(problem: MoEProblem) -> dict[str, HopperGemmConfig]:
+    return tiles(uses_hi_lo(problem), problem.weight_format, takes_float16_rows(problem))
 
 
 def reads_fp8(problem: MoEProblem) -> bool:
@@ -274,8 +296,7 @@ def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
     idle = -(-units // 3) * 3 > _MOST_IDLE * units
     if reads_fp8(problem) and (name := fp8_tile(problem)):
         return fp8_tiles()["fp8_middle" if name == "fp8_triple" and idle else name]
-    hi_lo = uses_hi_lo(problem)
-    known = tiles(hi_lo, problem.weight_format)
+    hi_lo, known = uses_hi_lo(problem), _own_tiles(problem)
     bytes_per_weight = _unit_stage_bytes(problem.weight_format) / (UNIT_ROWS * STAGE_DEPTH)
     limits = tile_limits(problem, hi_lo, bytes_per_weight)
     fitting = (name for name, limit in limits if problem.rows_per_expert <= limit)

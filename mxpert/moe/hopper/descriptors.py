@@ -36,7 +36,7 @@ def x_descriptors(block_m: int) -> Descriptors:
 
 def prefill_rows_descriptor(config: HopperGemmConfig) -> DescriptorSpec:
     """A block of activation rows, as the prefill kernels copy it."""
-    dtype = torch.bfloat16 if config.bfloat16_rows else torch.float8_e4m3fn
+    dtype = config.rows_dtype
     return rows_descriptor(config.block_m, _X_COPY_BYTES // dtype.itemsize, dtype)
 
 

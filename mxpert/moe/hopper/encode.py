@@ -9,7 +9,8 @@ There are three encodings as e4m3. Each row has one scale:
 - fp8_token: bf16 rows are quantised to e4m3 with one float32 scale per row.
 
 For bf16 tensor cores the same values become bfloat16, times the same scale: exact within 133
-binades of the row maximum.
+binades of the row maximum. For f16 tensor cores they become float16: exact within 25 binades, and
+below to 2^-33 of the row maximum.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from ...core.launch import CACHED_LAUNCHES, Launch
 from ...core.problem import MoEOptions
 from ...device.compat import aggregate
 from ...device.hopper import reset_tile_counter
-from ...device.hopper_ptx import bfloat16_pair, quantized_codes, scaled_words, split_codes
+from ...device.hopper_ptx import (
+    bfloat16_pair,
+    float16_pair,
+    quantized_codes,
+    scaled_words,
+    split_codes,
+)
 from ...device.mx_codec import e8m0_scale, inverse_scale, scale_rule_constants
 from ...device.pdl import PDL_LAUNCH, launch_dependents, wait_and_launch_dependents
 from ...formats.layouts import UNIT_CODES
@@ -41,8 +48,8 @@ from ...routing.plan import RoutingPlan
 # the block (0..7), j the value inside the word. The source has K in the order (t, q h, j), storage
 # in (q h, t, j), the permutation of MXFP4 weights (`layout.py`). A thread stores 16 bytes (t, j)
 # and gathers them by four loads. Rows for other weights keep the order of K (`RowSteps.in_order`):
-# a thread stores four words then. Of bfloat16 rows, which also keep it, each 16 are permuted.
-# 4 t + j is stored at 8 (j // 2) + 2 t + j % 2, where a thread of the bf16 wgmma has the codes that
+# a thread stores four words then. Of rows of 16 bits, which also keep it, each 16 are permuted.
+# 4 t + j is stored at 8 (j // 2) + 2 t + j % 2, where a thread of such a wgmma has the codes that
 # it loads as one word of the weights.
 
 
@@ -174,8 +181,8 @@ def _store_bytes(codes, values, target, padded_depth, IN_ORDER: gl.constexpr):
 
 
 @gluon.jit
-def _store_bfloat16(rows, words, target, padded_depth):
-    """Store bfloat16 values of one step, pairs [chunks, 8, 8] as int32, eight a thread."""
+def _store_pairs(rows, words, target, padded_depth):
+    """Store values of 16 bits of one step, pairs [chunks, 8, 8] as int32, eight a thread."""
     CHUNKS: gl.constexpr = words.shape[0]
     words = words.reshape([CHUNKS, 8, 4, 2]).permute((0, 1, 3, 2)).reshape([CHUNKS, 8, 8])
     offsets = gl.convert_layout(target, gl.SliceLayout(2, words.type.layout), assert_trivial=True)
@@ -206,9 +213,9 @@ def store_step(out, row, scale, encoded, target):
     gl.store(out.scale + row, scale)
     for part in gl.static_range(len(encoded)):
         codes = out.codes + (row + part * out.num_rows).to(gl.int64) * out.padded_depth
-        if out.codes.dtype.element_ty == gl.bfloat16:
-            gl.static_assert(out.IN_ORDER, "bfloat16 rows keep the order of K")
-            _store_bfloat16(codes, encoded[part], target, out.padded_depth)
+        if out.codes.dtype.element_ty.primitive_bitwidth == 16:
+            gl.static_assert(out.IN_ORDER, "rows of 16 bits keep the order of K")
+            _store_pairs(codes, encoded[part], target, out.padded_depth)
         elif len(encoded[part].shape) == 3:
             _store_words(codes, encoded[part], target, out.padded_depth, out.IN_ORDER)
         else:
@@ -239,14 +246,14 @@ class RowFormat:
         name: "hi_lo", "token", "e4m3" or "e2m1"; see above.
         coded: the source is MX codes with scales, and not bfloat16.
         emax, threshold: the scale rule of bfloat16 that becomes MX (see `e8m0_scale`).
-        bfloat16: whether rows are stored as bfloat16 instead of e4m3.
+        stored: "e4m3", or for tensor cores of 16 bits "bfloat16" or "float16".
     """
 
     name: str
     coded: bool = False
     emax: int = 0
     threshold: int = 0
-    bfloat16: bool = False
+    stored: str = "e4m3"
 
 
 @gluon.constexpr_function
@@ -392,8 +399,8 @@ def _ones_like(values):
 
 
 @gluon.jit
-def _bfloat16_step(step, encoding, FORMAT: gl.constexpr, STEPS: gl.constexpr):
-    """Values of one step times the row's inverse scale, pairs of bfloat16 [chunks, 8, 8]."""
+def _pairs_step(step, encoding, FORMAT: gl.constexpr, STEPS: gl.constexpr):
+    """Values of one step times the row's inverse scale, in pairs of 16 bits [chunks, 8, 8]."""
     PACKED: gl.constexpr = FORMAT.name == "e2m1"
     if FORMAT.coded:
         power = _block_power(step.scales, encoding, FORMAT)[:, :, :, None]
@@ -414,18 +421,21 @@ def _bfloat16_step(step, encoding, FORMAT: gl.constexpr, STEPS: gl.constexpr):
             codes = quantized_codes(values, inverse, _ones_like(values))
             values = codes.to(gl.float32) * power
     first, second = values.reshape([values.shape[0], 8, 8, 2]).split()
-    return bfloat16_pair(first, second)
+    if FORMAT.stored == "float16":
+        return float16_pair(first, second)
+    else:
+        return bfloat16_pair(first, second)
 
 
 @gluon.jit
 def encode_step(step, encoding, FORMAT: gl.constexpr, STEPS: gl.constexpr):
-    """Encode one step: a tuple of e4m3 codes, (hi, lo) for "hi_lo", or of pairs of bfloat16.
+    """Encode one step: a tuple of e4m3 codes, (hi, lo) for "hi_lo", or of pairs of 16 bits.
 
     `encoding` is the second result of `row_scale`.
     """
     PACKED: gl.constexpr = FORMAT.name == "e2m1"
-    if FORMAT.bfloat16:
-        return (_bfloat16_step(step, encoding, FORMAT, STEPS),)
+    if FORMAT.stored != "e4m3":
+        return (_pairs_step(step, encoding, FORMAT, STEPS),)
     elif FORMAT.coded:
         power = _block_power(step.scales, encoding, FORMAT)
         if PACKED:
@@ -447,6 +457,11 @@ def encode_step(step, encoding, FORMAT: gl.constexpr, STEPS: gl.constexpr):
             return (quantized_codes(values, inverse, power),)
 
 
+_STORED = {
+    torch.float8_e4m3fn: "e4m3",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+}
 _MAX_CHUNKS = 64
 """Most depth units of 128 values per step: 8192 values, 32 a thread."""
 
@@ -607,7 +622,7 @@ class SortedRows:
     """Encoded rows for a GEMM.
 
     codes: e4m3 [P, K padded to 128], or [2P, …] for P rows of hi and then P rows of lo (hi_lo); or
-    bfloat16 [P, K padded to 128].
+    bfloat16 or float16 [P, K padded to 128].
     scale: float32 [P], one per row. tile_counter: int32 [1], the tile counter of the GEMM that
     reads these rows.
     """
@@ -650,14 +665,19 @@ def _several_steps(depth: int, in_order: bool) -> RowSteps:
 
 
 def empty_rows(
-    plan: RoutingPlan, num_rows: int, depth: int, options: MoEOptions, *, bfloat16: bool = False
+    plan: RoutingPlan,
+    num_rows: int,
+    depth: int,
+    options: MoEOptions,
+    *,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> SortedRows:
     """Allocate SortedRows without initialising them."""
-    hi_lo = options.activation_format == "bf16" and not bfloat16
+    hi_lo = options.activation_format == "bf16" and dtype is torch.float8_e4m3fn
     scale = plan.sorted_weights.new_empty(num_rows)
     codes = scale.new_empty(
         (num_rows * (2 if hi_lo else 1), padded(depth)),
-        dtype=torch.bfloat16 if bfloat16 else torch.float8_e4m3fn,
+        dtype=dtype,
     )
     return SortedRows(codes, scale, plan.num_valid.new_empty(1), hi_lo)
 
@@ -671,7 +691,7 @@ def encode_rows(
     scatter: bool,
     release_first: bool = False,
     in_order: bool = False,
-    bfloat16: bool = False,
+    dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> SortedRows:
     """Encode the plan's rows for the GEMMs.
 
@@ -683,12 +703,12 @@ def encode_rows(
         release_first: call launch_dependents before x is complete, so that the GEMM of these rows
             starts early. The plan must be older than the GEMM that computes x (see `common.pdl`).
         in_order: keep the order of K, for other weights than MXFP4.
-        bfloat16: encode them for bf16 tensor cores, in order.
+        dtype: in which they are stored; rows of 16 bits keep the order of K.
 
     Returns:
         SortedRows; padding rows are uninitialised. The GEMM's outputs of these rows are not used.
     """
-    rows = empty_rows(plan, num_rows, x.shape[1], options, bfloat16=bfloat16)
+    rows = empty_rows(plan, num_rows, x.shape[1], options, dtype=dtype)
     work = _Work(
         plan.num_tokens, plan.top_k, num_rows, x.shape[1], scatter, release_first, in_order
     )
@@ -699,7 +719,7 @@ def encode_rows(
     else:
         data, x_scale, x_scale_stride, coded = x, None, 0, None
     found = RowFormat(coded, coded=True) if coded else row_format(options)
-    found = replace(found, bfloat16=bfloat16)
+    found = replace(found, stored=_STORED[dtype])
     _encode_launch(work, data.stride(0), x_scale_stride, found)(
         x=data,
         x_scale=x_scale,

@@ -14,6 +14,9 @@ An INT4 code without zero points is 2v for an integer v from 0, and -2v - 1 belo
 decodes it so). With zero points codes stay as they are, and a scale is an int32 word: the bits of
 the scale as float32, whose last 13 are zeros for float16 and bfloat16, with the zero point in the
 last 8, and 256 for a scale that was float16. NVFP4 has row_scale [E, N padded], times 2^6.
+
+HOPPER_GROUPS_FLOAT16 is the same memory, of INT4 weights that float16 holds exactly: with bfloat16
+activations f16 tensor cores multiply them by many tokens (`rows_of_16_bits.py`).
 """
 
 from __future__ import annotations
@@ -45,6 +48,11 @@ _LARGEST_ZERO = 16
 """Integers of -16 to 16 are e4m3 numbers of the same exponent."""
 _FLOAT16 = 256
 """Marks words whose scale was float16; see the module."""
+FLOAT16_EXPONENT = 7
+"""Kernels decode INT4 to float16 times this power of two."""
+_FLOAT16_RANGE = 2.0**-24, 2.0
+"""Magnitudes of bfloat16 scales whose products with -8 to 7 are float16 numbers then: from the first
+on, below the second. Scales times 2^15, which the kernels hold, are float16 numbers, too."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +117,7 @@ class _HopperGroups(WeightLayout):
         "INT4, NVFP4 or MXFP8, with E8M0 scales of 2^-126 to 2^127, and with zero points up to 16 "
         "and scales of 16 bits"
     )
+    otherwise = "keep ROW_MAJOR"
 
     def can_hold(self, t: WeightLike) -> bool:
         """Whether no E8M0 scale is 0 or NaN, and zero points fit (see the module). Reads them."""
@@ -148,10 +157,10 @@ class _HopperGroups(WeightLayout):
         """
         got = t.format.name
         require(
-            self.can_hold(t), "pack_groups", "t", need=self.holds, got=got, remedy="keep ROW_MAJOR"
+            self.can_hold(t), "pack_groups", "t", need=self.holds, got=got, remedy=self.otherwise
         )
         weights, zeros = _described(t), getattr(t, "zero_point", None)
-        out = _empty(t, weights) if out is None else out
+        out = self._empty(t, weights) if out is None else out
         order = slice(None) if rows is None else rows
         for expert in range(t.shape[0]):  # temporaries stay small beside the weights
             codes, scale = t.qdata[expert][order], t.scale[expert][order]
@@ -191,12 +200,46 @@ class _HopperGroups(WeightLayout):
         return WeightTensor(qdata, scale, t.format, zeros, factors)
 
 
+    def _empty(self, t: WeightLike, weights: GroupWeights) -> WeightLike:
+        """A packed tensor for [E, N, K] without values."""
+        shape = tuple(t.shape)
+        found = units(shape, "pack_groups", "t.shape")
+        codes = t.qdata.new_empty((*found, weights.code_rows * 128))
+        scale = t.scale.new_empty((*found, weights.groups * UNIT_ROWS))
+        if isinstance(t, MXTensor):
+            return MXTensor(codes, scale, t.format, -1, self, None, shape)
+        scale = scale if t.zero_point is None else scale.to(torch.int32)
+        factors = t.row_scale
+        if factors is not None:
+            factors = factors.new_empty((found[0], found[1] * UNIT_ROWS))
+        return WeightTensor(codes, scale, t.format, None, factors, self, shape)
+
+
+class _HopperGroupsFloat16(_HopperGroups):
+    """See the module."""
+
+    name, value = "HOPPER_GROUPS_FLOAT16", "hopper_groups_float16"
+    formats = _INTEGERS
+    holds = "INT4 without zero points, with bfloat16 scales of 0 or from 2^-24 to below 2"
+    otherwise = "keep HOPPER_GROUPS"
+
+    def can_hold(self, t: WeightLike) -> bool:
+        """Whether float16 holds the weights exactly. Reads their scales."""
+        if t.format.name not in self.formats or isinstance(t, MXTensor):
+            return False
+        if t.zero_point is not None or t.scale.dtype != torch.bfloat16:
+            return False
+        size, (first, end) = t.scale.abs(), _FLOAT16_RANGE
+        return bool(((size == 0) | ((size >= first) & (size < end))).all())
+
+
 HOPPER_GROUPS = _HopperGroups()
+HOPPER_GROUPS_FLOAT16 = _HopperGroupsFloat16()
 
 
 def refuse_groups(problem: MoEProblem) -> str | None:
     """Why the kernels cannot serve weights of other formats than MXFP4, or None."""
-    if problem.weight_layout is HOPPER_GROUPS:
+    if isinstance(problem.weight_layout, _HopperGroups):
         return None
     return (
         "needs weights in HOPPER_GROUPS layout: call weights.prepare(device=...); it holds "
@@ -208,21 +251,6 @@ def _described(t: WeightLike) -> GroupWeights:
     found = described(t)
     assert found is not None  # checked by the callers
     return found
-
-
-def _empty(t: WeightLike, weights: GroupWeights) -> WeightLike:
-    """A packed tensor for [E, N, K] without values."""
-    shape = tuple(t.shape)
-    found = units(shape, "pack_groups", "t.shape")
-    codes = t.qdata.new_empty((*found, weights.code_rows * 128))
-    scale = t.scale.new_empty((*found, weights.groups * UNIT_ROWS))
-    if isinstance(t, MXTensor):
-        return MXTensor(codes, scale, t.format, -1, HOPPER_GROUPS, None, shape)
-    scale = scale if t.zero_point is None else scale.to(torch.int32)
-    factors = t.row_scale
-    if factors is not None:
-        factors = factors.new_empty((found[0], found[1] * UNIT_ROWS))
-    return WeightTensor(codes, scale, t.format, None, factors, HOPPER_GROUPS, shape)
 
 
 def _words(scale: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:

@@ -159,7 +159,7 @@ class _GateUp(_Stage):
             options,
             scatter=True,
             in_order=in_order,
-            bfloat16=call.config.bfloat16_rows,
+            dtype=call.config.rows_dtype,
         )
         if call.config.k_splits > 1:
             parts = call.multiply_k_splits(rows, weights.gate_up_proj, num_rows, 2 * features)
@@ -233,7 +233,7 @@ class _Down(_Stage):
                 scatter=False,
                 release_first=in_layer,
                 in_order=_in_order(problem),
-                bfloat16=config.bfloat16_rows,
+                dtype=config.rows_dtype,
             )
         if config.k_splits > 1:
             call = _Call(problem, config, plan, schedules)
@@ -410,7 +410,7 @@ def _prefill_launch(
 
 
 def _of_other_formats(config: HopperGemmConfig, gemm: _Gemm) -> dict[str, Any]:
-    """Arguments of kernels that decode weights, and take bfloat16 rows."""
+    """Arguments of kernels that decode weights, and take rows of 16 bits."""
     return dict(low_rows=gemm.low_rows, HI_LO=config.hi_lo, WEIGHTS=gemm.weights)
 
 
@@ -469,7 +469,7 @@ class _FusedMoE(TwoStageLayer):
         weights, num_rows = inputs.weights, plan.max_blocks * plan.routing_block_m
         schedules: Schedules = {}  # a cache of tile lists, which the stages fill
         tokens = GateUpInputs(inputs.x, weights, plan)
-        encoded = not second.bfloat16_rows
+        encoded = second.rows_dtype is torch.float8_e4m3fn
         h = GATE_UP.run(problem, first, tokens, num_rows, schedules, encoded=encoded)
         return DOWN.run(problem, second, h, weights, plan, inputs.out, schedules)
 

@@ -207,7 +207,7 @@ def _column_policy(ROWS, HI_LO):
 
 @aggregate
 class ActivationRows:
-    """Rows of each depth unit of the ring, e4m3 [units, rows, 128]; bfloat16 ones of half a unit.
+    """Rows of each depth unit of the ring, e4m3 [units, rows, 128]; of 16 bits those of half a unit.
 
     Sizes of tensors are powers of two, so other numbers of rows take two tensors. Otherwise `rest`
     is `first` and is not used.
@@ -234,7 +234,7 @@ class PrefillPipeline:
     16, 32]. x: CAPACITY rows of each half stage; with HI_LO the high parts, then the low parts.
     ready: mbarriers [STAGES * READY_PER_STAGE, 1]. free: mbarriers [STAGES, 1]. WEIGHTS: as in
     DecodePipeline; with one, codes and shifts have a matrix for each depth unit of a stage. UNITS:
-    depth units of a stage, two, or one of bfloat16 rows.
+    depth units of a stage, two, or one with rows of 16 bits.
     """
 
     codes: gl.shared_memory_descriptor
@@ -289,7 +289,7 @@ def make_prefill_pipeline(
 ):
     """Allocate the stages and initialise their mbarriers."""
     gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3, "registers suffice for two or three")
-    UNITS: gl.constexpr = 1 if x_desc.dtype == gl.bfloat16 else 2
+    UNITS: gl.constexpr = 1 if x_desc.dtype.primitive_bitwidth == 16 else 2
     READY_PER_STAGE: gl.constexpr = _ready_per_stage(code_desc, WEIGHTS) if UNITS == 2 else 1
     NUM_READY: gl.constexpr = STAGES * READY_PER_STAGE
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]

@@ -54,7 +54,6 @@ from ...device.hopper import (
 )
 from ...device.hopper_ptx import LO_SCALE, decode_tables
 from ...device.pdl import wait_and_launch_dependents
-from .bfloat16_rows import accumulate_bfloat16
 from .epilogue import (
     ActivationParameters,
     Epilogue,
@@ -80,6 +79,7 @@ from .mainloop import (
     ping_pong_policy,
     right_columns,
 )
+from .rows_of_16_bits import accumulate_16_bits
 
 _UNIT_CODE_ROWS = gl.constexpr(32)
 _UNIT_SHIFT_ROWS = gl.constexpr(8)
@@ -345,7 +345,7 @@ def _compute_tile(
         )
     else:
         accumulate: gl.constexpr = (
-            accumulate_bfloat16 if args.pipe.UNITS == 1 else accumulate_prefill_groups
+            accumulate_16_bits if args.pipe.UNITS == 1 else accumulate_prefill_groups
         )
         left, right, state = accumulate(
             args.pipe,

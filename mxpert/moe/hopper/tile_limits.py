@@ -6,7 +6,7 @@ import math
 import re
 
 from ...core.problem import MoEProblem, Target
-from .group_layout import group_weights
+from .group_layout import HOPPER_GROUPS_FLOAT16, group_weights
 
 _PREFILL_SHAPES: dict[bool, dict[str, tuple[int, int, int]]] = {
     True: {"triple": (32, 3, 2), "wide": (64, 2, 2)},
@@ -32,13 +32,13 @@ _SHAPES_OF_SMALL_GROUPS: dict[bool, dict[str, tuple[int, int, int]]] = {
 beside those of the tile several times a depth unit: wider tiles have 20 to 200 spills in the main
 loop."""
 
-_SHAPES_OF_BFLOAT16_ROWS = {
+_SHAPES_OF_16_BIT_ROWS = {
     "triple": (32, 3, 3),
     "narrow": (32, 2, 4),
     "middle": (64, 2, 3),
     "wide": (64, 2, 4),
 }
-"""The same for bfloat16 rows."""
+"""The same for rows of 16 bits."""
 
 FP8_SHAPES: dict[str, tuple[int, int, int]] = {
     "fp8_narrow": (32, 2, 4),
@@ -72,11 +72,17 @@ qwen3-235b. They are limits of the tiles' rows, not of the card, where reading t
 multiplying 32 rows.
 """
 
-_LIMITS_OF_LONG_GROUPS = (("decode8", 1.5), ("decode32", 48), ("triple", 84), ("wide", math.inf))
+_DECODE_LONG_GROUPS = 48
+_LIMITS_OF_LONG_GROUPS = (
+    ("decode8", 1.5),
+    ("decode32", _DECODE_LONG_GROUPS),
+    ("triple", 84),
+    ("wide", math.inf),
+)
 """The same for bfloat16 activations and weights with a scale for each 128: with 32 rows an expert
 prefill tiles take 2 to 6 % more time than the decode tile, with 64 rows 3 to 5 % less."""
 
-_LIMITS_OF_BFLOAT16_ROWS: dict[tuple[str, bool], tuple[tuple[str, float], ...]] = {
+_LIMITS_OF_16_BIT_ROWS: dict[tuple[str, bool], tuple[tuple[str, float], ...]] = {
     (codes, hi_lo): (
         ("decode8", 1.5),
         ("decode32", decode),
@@ -89,10 +95,12 @@ _LIMITS_OF_BFLOAT16_ROWS: dict[tuple[str, bool], tuple[tuple[str, float], ...]] 
         ("e2m1", True, 11, 192),
         ("e2m1", False, 34, 192),
         ("e4m3", True, 26, math.inf),
+        ("int4", True, 24, math.inf),
     )
 }
-"""The same of weights that prefill tiles multiply with bfloat16 rows, by codes and hi_lo. Decode
-tiles take e4m3 rows: of NVFP4 with hi and lo they multiply four times as much.
+"""The same of weights that prefill tiles multiply with rows of 16 bits, by codes and hi_lo. Decode
+tiles take e4m3 rows: of NVFP4 with hi and lo they multiply four times as much. Of INT4 they scale
+the sums of a group; with groups of 128 they are the faster up to _DECODE_LONG_GROUPS rows.
 
 Measured on an H200 with 4 to 512 rows an expert, on qwen3-30b and minimax-m3 TP4."""
 
@@ -147,10 +155,21 @@ def takes_bfloat16_rows(hi_lo: bool, weight_format: str) -> bool:
     return weights.codes == "e2m1" or (hi_lo and weights.codes == "e4m3")
 
 
-def prefill_shapes(hi_lo: bool, weight_format: str) -> dict[str, tuple[int, int, int]]:
-    """Those of weights of a format, beside rows of two e4m3 parts (hi_lo) or of one."""
-    if takes_bfloat16_rows(hi_lo, weight_format):
-        return _SHAPES_OF_BFLOAT16_ROWS
+def takes_float16_rows(problem: MoEProblem) -> bool:
+    """Whether the prefill kernel multiplies float16 rows, by INT4 weights that float16 holds.
+
+    With 8-bit activations FP8 tensor cores take half as long, and the sums of groups that are
+    scaled outside of them weigh less.
+    """
+    return uses_hi_lo(problem) and problem.weight_layout is HOPPER_GROUPS_FLOAT16
+
+
+def prefill_shapes(
+    hi_lo: bool, weight_format: str, float16: bool = False
+) -> dict[str, tuple[int, int, int]]:
+    """Those of weights of a format, beside rows of two e4m3 parts (hi_lo) or of one, or float16."""
+    if float16 or takes_bfloat16_rows(hi_lo, weight_format):
+        return _SHAPES_OF_16_BIT_ROWS
     weights = group_weights(weight_format)
     small = weights is not None and weights.group < 128
     return (_SHAPES_OF_SMALL_GROUPS if small else _PREFILL_SHAPES)[hi_lo]
@@ -178,8 +197,12 @@ def tile_limits(
     weights = group_weights(problem.weight_format)
     if balanced_rows(problem.target, hi_lo, bytes_per_weight) <= _DECODE_ROWS:
         return _LIMITS_WHERE_MULTIPLYING_COSTS[hi_lo]
-    if weights is not None and takes_bfloat16_rows(hi_lo, problem.weight_format):
-        return _LIMITS_OF_BFLOAT16_ROWS[weights.codes, hi_lo]
+    wide = takes_float16_rows(problem) or takes_bfloat16_rows(hi_lo, problem.weight_format)
+    if weights is not None and wide:
+        limits = _LIMITS_OF_16_BIT_ROWS[weights.codes, hi_lo]
+        if weights.group < 128:
+            return limits
+        return limits[0], ("decode32", _DECODE_LONG_GROUPS), *limits[2:]
     if hi_lo and weights is not None and weights.group >= 128:
         return _LIMITS_OF_LONG_GROUPS
     return _LIMITS[hi_lo]

@@ -16,7 +16,8 @@ from mxpert.core.problem import ACTIVATION_FORMATS, Combine, MoEProblem, Op
 from mxpert.core.registry import explain_problem
 from mxpert.formats.tensor import Layout
 from mxpert.moe.hopper import config as heuristics
-from mxpert.moe.hopper.group_layout import HOPPER_GROUPS
+from mxpert.moe.hopper.group_layout import HOPPER_GROUPS, HOPPER_GROUPS_FLOAT16
+from mxpert.moe.hopper.mainloop import left_columns
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from support.hopper_launches import Recorder, describe
 from tests.moe.hopper.test_kernels_aot import config_of, gemms, shape_of
@@ -123,6 +124,54 @@ def test_the_tuner_tries_tiles_of_the_stages_apart() -> None:
         assert each.routing_block_m == unit
         for config in (each.gate_up, each.down):
             heuristics.require_valid(config, problem)
+
+
+@pytest.mark.parametrize("hi_lo", [False, True])
+@pytest.mark.parametrize(
+    "weight_format, float16",
+    [("mxfp4", False), ("nvfp4", False), ("mxfp8_e4m3", False)]
+    + [(f"int4_g{group}", float16) for group in (32, 64, 128) for float16 in (False, True)],
+)
+def test_buffers_hold_a_quarter_of_a_tiles_outputs(
+    weight_format: str, float16: bool, hi_lo: bool
+) -> None:
+    """`store_subtiles` stores up to four parts of a group of columns, of float32 too."""
+    found = heuristics.tiles(hi_lo, weight_format, float16 and hi_lo)
+    for name, config in {**found, **heuristics.fp8_tiles()}.items():
+        if config.kernel is HopperKernel.DECODE:
+            continue
+        _, rows = heuristics.output_buffers(config, 64 * 4, weight_format)
+        columns = left_columns(config.block_m * config.blocks_per_tile, config.hi_lo)
+        assert columns <= 4 * rows, name
+
+
+@pytest.mark.parametrize(
+    "weight_format, rows, tile",
+    [
+        ("int4_g32", 16, "decode32"),
+        ("int4_g32", 32, "triple"),
+        ("int4_g32", 64, "triple"),
+        ("int4_g32", 512, "middle"),
+        ("int4_g128", 32, "decode32"),
+        ("int4_g128", 64, "triple"),
+        ("int4_g128", 128, "middle"),
+    ],
+)
+def test_integers_that_float16_holds_meet_float16_rows(
+    weight_format: str, rows: int, tile: str
+) -> None:
+    """Where activations are bfloat16; those of 8 bits have the tiles of other INT4 weights."""
+    for a_format in ("bf16", "mxfp8"):
+        found = describe(MoEShape(2048, 768, 128, 8), rows * 16, a_format)
+        plain = replace(found, weight_format=weight_format, weight_layout=HOPPER_GROUPS)
+        wide = replace(plain, weight_layout=HOPPER_GROUPS_FLOAT16)
+        chosen, other = (heuristics.layer_heuristic(each).gate_up for each in (wide, plain))
+        assert not other.float16_rows
+        if a_format == "bf16":
+            assert chosen == heuristics.tiles(True, weight_format, True)[tile]
+            assert chosen.float16_rows == (chosen.kernel is HopperKernel.PREFILL)
+        else:
+            assert chosen == other
 
 
 EP8 = replace(MODEL_SHAPES["deepseek-v3"], num_experts=32)

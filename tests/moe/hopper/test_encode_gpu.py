@@ -138,17 +138,20 @@ def scaled_rows(x: torch.Tensor, a_format: str, scale: torch.Tensor) -> torch.Te
     "depth, num_tokens", [(96, 1), (384, 16), (2880, 333), (2880, 4999), (7168, 16), (8224, 333)]
 )
 @pytest.mark.parametrize("scatter", [True, False], ids=["tokens", "sorted"])
-@pytest.mark.parametrize("a_format", ["bf16", FP8_TOKEN, "mxfp8", "mxfp4", "coded"])
-def test_bfloat16_rows_hold_their_formats_values(
+@pytest.mark.parametrize("a_format", ["bf16", FP8_TOKEN, "mxfp8", "mxfp4", "coded", "float16"])
+def test_rows_of_16_bits_hold_their_formats_values(
     a_format: str, scatter: bool, depth: int, num_tokens: int, device: torch.device
 ) -> None:
-    """Their values over the row's scale, exactly, each 16 of K permuted. "coded": MXFP8 rows."""
+    """Their values over the row's scale, each 16 of K permuted: exact as bfloat16, and as float16
+    up to half of its smallest number. "coded": MXFP8 rows."""
+    dtype = torch.float16 if a_format == "float16" else torch.bfloat16
+    a_format = "bf16" if dtype is torch.float16 else a_format
     name = "mxfp8" if a_format == "coded" else a_format
     plan, options = plan_of(num_tokens, device), MoEOptions(SiLU(), name)
     x = values(num_tokens if scatter else plan.capacity, depth, device)
     given = quantize_blocks(x, name, -1) if a_format == "coded" else x
     found = rows.encode_rows(
-        given, plan, plan.capacity, options, scatter=scatter, in_order=True, bfloat16=True
+        given, plan, plan.capacity, options, scatter=scatter, in_order=True, dtype=dtype
     )
     places = plan.slot_rows.flatten().long()
     scale = found.scale[places]
@@ -159,6 +162,10 @@ def test_bfloat16_rows_hold_their_formats_values(
     source = torch.empty_like(k)
     source[8 * (k % 4 // 2) + 2 * (k // 4) + k % 2] = k
     wanted = expected.unflatten(1, (-1, 16))[:, :, source].flatten(1)
+    if dtype is torch.float16:
+        assert ((wanted - wanted.half().float()).abs() <= 2.0**-25).all()
+        wanted = wanted.half().float()
+    assert found.codes.dtype is dtype
     assert_exact(found.codes[places].float(), wanted, "rows", ignore_zero_sign=True)
 
 

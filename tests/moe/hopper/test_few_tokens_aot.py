@@ -155,7 +155,7 @@ def test_weights_with_groups(
         if scales is not None:
             zeros = plain.zero_point if zero_points else None
             plain = replace(plain, scale=plain.scale.to(scales), zero_point=zeros)
-        return group_layout._empty(plain, group_layout._described(plain))
+        return HOPPER_GROUPS._empty(plain, group_layout._described(plain))
 
     inputs = FusedMoEInputs(
         rows_of(num_tokens, problem.hidden_size, None),

@@ -34,7 +34,7 @@ MOST_TOKENS = 8
 SHAPES = {
     "small": MoEShape(704, 384, 9, 3, SwiGLU(), has_bias=True),
     "even": MoEShape(768, 384, 9, 3, SiLU()),
-    "wide": MoEShape(7168, 512, 24, 8, SiLU()),
+    "wide": MoEShape(7168, 384, 24, 8, SiLU()),
 }
 """`small` has odd numbers of row units and depth units, and half a unit of depth. Groups of 128 need
 the depth of `even`. The last stage of the ring has one unit in `small`, two in `even`."""
@@ -67,7 +67,7 @@ def prepared(name: str, shape: str, device: torch.device) -> MoEInputs:
     """The same, prepared, with poison in what pads the weights."""
     inputs = problem(name, shape, device)
     weights = inputs.weights.prepare(device=device)
-    assert weights.layout is group_layout.HOPPER_GROUPS
+    assert isinstance(weights.layout, type(group_layout.HOPPER_GROUPS))
     for part in (weights.gate_up_proj, weights.down_proj):
         poison_prepared(part)
     return replace(inputs, weights=weights)

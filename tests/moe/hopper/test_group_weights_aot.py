@@ -12,9 +12,10 @@ pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon
 
 from mxpert.core.problem import MoEProblem, SiLU, SwiGLU
 from mxpert.formats import MXFP8_E4M3, MXTensor, WeightTensor
+from mxpert.formats.layouts import WeightLayout
 from mxpert.formats.weight_tensor import WeightLike
 from mxpert.moe.hopper import config as heuristics
-from mxpert.moe.hopper.group_layout import HOPPER_GROUPS, group_weights
+from mxpert.moe.hopper.group_layout import HOPPER_GROUPS, HOPPER_GROUPS_FLOAT16, group_weights
 from mxpert.testing.problems import MoEShape
 from support import hopper_launches
 from support.aot import TRITON_RELEASE
@@ -58,8 +59,10 @@ CASES = {
 each, in turns."""
 
 
-def packed(name: str, scale_dtype: torch.dtype) -> Callable[[int, int, int], WeightLike]:
-    """A maker of projections in HOPPER_GROUPS."""
+def packed(
+    name: str, scale_dtype: torch.dtype, layout: WeightLayout = HOPPER_GROUPS
+) -> Callable[[int, int, int], WeightLike]:
+    """A maker of projections in HOPPER_GROUPS, or in HOPPER_GROUPS_FLOAT16."""
     known = group_weights(name)
     assert known is not None
 
@@ -74,7 +77,7 @@ def packed(name: str, scale_dtype: torch.dtype) -> Callable[[int, int, int], Wei
         if known.codes == "e2m1":
             scale = empty(*scales)
             factors = empty(experts, units[1] * 64, dtype=torch.float32)
-        return WeightTensor(codes, scale, name, None, factors, HOPPER_GROUPS, shape)
+        return WeightTensor(codes, scale, name, None, factors, layout, shape)
 
     return projection
 
@@ -104,8 +107,28 @@ def test_gemms(case: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -
     both = gemms(launches)
     assert len(both) == 2
     most = MOST_SPILLS_OF_16 if name == "nvfp4" else MOST_SPILLS
-    in_loop, bf16 = MOST_LOOP_SPILLS.get(tile, 8), config.bfloat16_rows
-    check_gemm_of_any_format(both[stage].compile(), tile, most, in_loop, bf16=bf16)
+    in_loop, rows = MOST_LOOP_SPILLS.get(tile, 8), config.rows_dtype
+    check_gemm_of_any_format(both[stage].compile(), tile, most, in_loop, rows=rows)
+
+
+FLOAT16_CASES = [
+    *(("int4_g32", tile) for tile in heuristics.tiles(True, "int4_g32", True) if "decode" not in tile),
+    ("int4_g64", "wide"),
+    ("int4_g128", "wide"),
+]
+
+
+@pytest.mark.parametrize("name, tile", FLOAT16_CASES)
+def test_gemms_with_float16_rows(
+    name: str, tile: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = HOPPER_GROUPS_FLOAT16
+    monkeypatch.setattr(hopper_launches, "packed", packed(name, torch.bfloat16, layout))
+    config = heuristics.tiles(True, name, True)[tile]
+    problem = replace(problem_of(name, "bf16"), weight_layout=layout)
+    gate_up, down = gemms(recorder.run(problem, config, has_bias=True))
+    chosen = gate_up if FLOAT16_CASES.index((name, tile)) % 2 else down
+    check_gemm_of_any_format(chosen.compile(), tile, MOST_SPILLS, 8, rows=torch.float16)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +160,7 @@ def test_row_kernels(
 @pytest.mark.parametrize("a_format", ["bf16", "mxfp8"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_heuristic_chooses_a_tile_that_is_there(name: str, a_format: str, tokens: int) -> None:
-    chosen = heuristics.layer_heuristic(problem_of(name, a_format, tokens))
+    chosen = heuristics.two_stage_heuristic(problem_of(name, a_format, tokens))
     for stage in (chosen.gate_up, chosen.down):
         heuristics.require_valid(stage, problem_of(name, a_format, tokens))
         assert stage.kernel == ("prefill" if tokens == 8192 else "decode")

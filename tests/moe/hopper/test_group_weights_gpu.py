@@ -12,6 +12,7 @@ import torch
 import mxpert
 from mxpert import SwiGLU
 from mxpert.core.problem import MoEConfig
+from mxpert.formats.layouts import WeightLayout
 from mxpert.formats.weight_tensor import WeightLike
 from mxpert.testing.numerics import assert_close_relative, assert_exact
 from mxpert.testing.problems import MoEInputs, MoEShape, random_moe_problem
@@ -31,15 +32,24 @@ A_FORMATS = ("bf16", "mxfp8", "fp8_token")
 TOKENS = (1, 17, 129, 777)
 
 
+def layout_of(name: str) -> WeightLayout:
+    """What `prepare` takes: float16 holds INT4 with bfloat16 scales and without zero points."""
+    if name.startswith("int4") and "zero" not in name:
+        return group_layout.HOPPER_GROUPS_FLOAT16
+    return group_layout.HOPPER_GROUPS
+
+
 def tiles_of(a_format: str, name: str) -> dict[str, MoEConfig]:
     """Every tile, those of decode with their depth split, and stages with different rows."""
     found = {}
-    for tile, config in heuristics.tiles(a_format == "bf16", name.partition("-")[0]).items():
+    hi_lo = a_format == "bf16"
+    float16 = hi_lo and layout_of(name) is group_layout.HOPPER_GROUPS_FLOAT16
+    for tile, config in heuristics.tiles(hi_lo, name.partition("-")[0], float16).items():
         found[tile] = MoEConfig(config.block_m, config, config)
         if tile.startswith("decode"):
             split = replace(config, k_splits=3), replace(config, k_splits=2)
             found[tile + "_split"] = MoEConfig(config.block_m, *split)
-        if config.bfloat16_rows:
+        if config.rows_dtype.itemsize == 2:
             decode = replace(found["decode32"].gate_up, k_splits=2)
             found[f"decode_{tile}"] = MoEConfig(config.block_m, decode, config)
             found[f"{tile}_decode"] = MoEConfig(config.block_m, config, decode)
@@ -71,7 +81,7 @@ def prepared(name: str, device: torch.device) -> MoEInputs:
     """The same, prepared, with poison in what pads the weights."""
     inputs = problem(name, device)
     weights = inputs.weights.prepare(device=device)
-    assert weights.layout is group_layout.HOPPER_GROUPS
+    assert weights.layout is layout_of(name)
     for part in (weights.gate_up_proj, weights.down_proj):
         poison_prepared(part)
     return replace(inputs, weights=weights)
@@ -143,11 +153,26 @@ def test_what_the_layout_cannot_hold_runs_on_portable_kernels(device: torch.devi
         assert "backend: triton" in str(explain_layer(given))
 
 
+def test_scales_beyond_float16_multiply_e4m3_rows(device: torch.device) -> None:
+    """One scale of 2 keeps all weights in HOPPER_GROUPS, whose tiles have hi and lo rows."""
+    inputs = problem("int4_g32", device)
+    scale = inputs.weights.gate_up_proj.scale.clone()
+    scale[0, 0, 0] = 2.0
+    gate_up = replace(inputs.weights.gate_up_proj, scale=scale)
+    plain = replace(inputs.weights, gate_up_proj=gate_up)
+    weights = plain.prepare(device=device)
+    assert weights.layout is group_layout.HOPPER_GROUPS
+    given = replace(inputs, weights=weights)
+    y = run(given, "bf16", out_dtype=torch.float32)
+    wanted = reference(replace(inputs, weights=plain), "bf16")
+    assert_close_relative(y, wanted, layer_tolerance("bf16", torch.float32, given, 777), "scale 2")
+
+
 def test_packing_on_the_gpu_gives_the_bits_of_the_cpu(device: torch.device) -> None:
     for name in WITH_GROUPS:
         given = problem(name, device).weights
         mine = given.prepare(device=device)
-        theirs = given.to("cpu").prepare(device="cpu", layout=group_layout.HOPPER_GROUPS)
+        theirs = given.to("cpu").prepare(device="cpu", layout=layout_of(name))
         for one, other in (
             (mine.gate_up_proj, theirs.gate_up_proj),
             (mine.down_proj, theirs.down_proj),

@@ -11,6 +11,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
@@ -120,16 +121,28 @@ def gemms(launches: list[Launch]) -> list[Launch]:
     return [launch for launch in launches if "gemm" in launch.name]
 
 
+MATRIX_INSTRUCTIONS = {
+    torch.float8_e4m3fn: r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3",
+    torch.bfloat16: r"HGMMA\.64x\d+x16\.F32\.BF16",
+    torch.float16: r"HGMMA\.64x\d+x16\.F32\s",
+}
+
+
 def check_gemm_of_any_format(
-    kernel: CompiledKernel, tile: str, most_spills: int, most_in_loop: int, *, bf16: bool = False
+    kernel: CompiledKernel,
+    tile: str,
+    most_spills: int,
+    most_in_loop: int,
+    *,
+    rows: torch.dtype = torch.float8_e4m3fn,
 ) -> None:
     """Check the limits that hold for every GEMM of every weight format.
 
-    most_spills, most_in_loop: local-memory instructions in all, and in the main loop. bf16: rows
-    are bfloat16 instead of e4m3.
+    most_spills, most_in_loop: local-memory instructions in all, and in the main loop. rows: dtype
+    of activation rows.
     """
     metrics = kernel.metrics
-    matrix = r"HGMMA\.64x\d+x16\.F32\.BF16" if bf16 else r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3"
+    matrix = MATRIX_INSTRUCTIONS[rows]
     assert kernel.count(rf"\b{matrix}") > 0
     assert kernel.count(r"\bUTMALDG\.[23]D") > 0
     assert register_operands(kernel.listing) == kernel.count(r"\b[HQ]GMMA") == kernel.count(matrix)

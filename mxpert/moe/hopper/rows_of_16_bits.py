@@ -1,10 +1,14 @@
-"""The main loop of the prefill kernel with bfloat16 rows: NVFP4 and MXFP8 on bf16 tensor cores.
+"""The main loop of the prefill kernel with rows of 16 bits, bfloat16 or float16.
 
-A code times the scale of its group is exact in bfloat16: such a product has at most six significant
-bits. The scale is therefore multiplied in registers, and no sum of a group leaves the tensor cores.
+A code times the scale of its group is exact in 16 bits. The scale is therefore multiplied in
+registers, and no sum of a group leaves the tensor cores.
 
-The memory order is HOPPER_GROUPS. There a thread's word has four codes 4 t + j of 16; bf16 wgmma
-wants 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 in it, so rows are stored in that order (`encode`).
+- NVFP4 and MXFP8: such a product has at most six significant bits, and rows are bfloat16.
+- INT4 in HOPPER_GROUPS_FLOAT16: a bfloat16 scale has eight bits, an integer of -8 to 7 three. The
+  product is a float16 number, and so are the rows.
+
+The memory order is HOPPER_GROUPS. There a thread's word has four codes 4 t + j of 16; wgmma of 16
+bits wants 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 in it, so rows are stored in that order (`encode`).
 """
 
 from __future__ import annotations
@@ -17,13 +21,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...device.hopper_ptx import NIBBLE_SCALE, bfloat16_bytes, bfloat16_nibbles, bfloat16_pairs
+from ...device.hopper_ptx import (
+    NIBBLE_SCALE,
+    bfloat16_bytes,
+    bfloat16_nibbles,
+    bfloat16_pairs,
+    float16_nibbles,
+    float16_pairs,
+)
+from .group_layout import FLOAT16_EXPONENT
 from .group_weights import load_scales
 from .weight_fragments import code_layout
 
 _BYTE_SCALE = gl.constexpr(2.0**-8)
 """Factor of MXFP8 operands, so that 448 times the largest scale is a bfloat16 number. They are
 exact from scales of 2^-116 on; below, the error of a weight is at most 2^-126."""
+
+_FLOAT16_SCALE = gl.constexpr(2.0**FLOAT16_EXPONENT)
+"""Factor of INT4 operands, which float16 then holds (`HOPPER_GROUPS_FLOAT16`)."""
 
 
 @gluon.constexpr_function
@@ -61,6 +76,23 @@ def _of_halves(scales, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _of_long_groups(scales, LAYOUT: gl.constexpr):
+    """Scales of groups of 64 or 128 [2 or 1, 64 rows] of a unit, as one tensor for each half."""
+    OF_ROWS: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(5, LAYOUT))
+    GROUPS: gl.constexpr = scales.shape[0]
+    rows = scales.reshape([GROUPS, 4, 8, 2]).permute((3, 1, 2, 0))  # r w g half
+    if GROUPS == 1:
+        both = _beside_codes(rows, OF_ROWS)
+        return both, both
+    else:
+        half_0, half_1 = rows.split()
+        return (
+            _beside_codes(gl.expand_dims(half_0, 3), OF_ROWS),
+            _beside_codes(gl.expand_dims(half_1, 3), OF_ROWS),
+        )
+
+
+@gluon.jit
 def _beside_codes(values, OF_ROWS: gl.constexpr):
     """Values [r, w, g, q] beside codes [r, w, g, t, q, j]: the threads of a row have the same."""
     values = gl.convert_layout(values, OF_ROWS, assert_trivial=True)
@@ -69,7 +101,7 @@ def _beside_codes(values, OF_ROWS: gl.constexpr):
 
 @gluon.jit
 def _as_operand(values, LAYOUT: gl.constexpr):
-    """bfloat16 [r, w, g, t, q, h, j] of half a unit as operand A, [64 rows, 64 codes]."""
+    """Values [r, w, g, t, q, h, j] of half a unit as operand A, [64 rows, 64 codes]."""
     split = values.reshape([2, 4, 8, 4, 2, 2, 2, 2])  # r w g t q h, and j as pair and place
     rows = split.permute((1, 0, 2, 4, 5, 6, 3, 7)).reshape([64, 64])
     return gl.convert_layout(rows, gl.DotOperandLayout(0, LAYOUT, 2), assert_trivial=True)
@@ -82,15 +114,37 @@ def _joined_operand(first, second, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _load_nibbles(codes_smem):
+    """Bytes of two 4-bit codes of both halves of a unit, uint8 [r, w, g, t, q, j] each."""
+    codes = codes_smem.load(code_layout(1)).reshape([2, 4, 8, 4, 2, 2, 4])  # r w g t half q j
+    return codes.permute((0, 1, 2, 3, 5, 6, 4)).split()
+
+
+@gluon.jit
 def _nibble_halves(codes_smem, scales, LAYOUT: gl.constexpr):
     """NVFP4 codes of a unit, times their scales and over NIBBLE_SCALE, as two operands."""
-    codes = codes_smem.load(code_layout(1)).reshape([2, 4, 8, 4, 2, 2, 4])  # r w g t half q j
-    codes_0, codes_1 = codes.permute((0, 1, 2, 3, 5, 6, 4)).split()
+    codes_0, codes_1 = _load_nibbles(codes_smem)
     OF_CODES: gl.constexpr = codes_0.type.layout
     lows_0, highs_0, lows_1, highs_1 = _pairs_of_halves(bfloat16_pairs(scales), OF_CODES)
     first, second = bfloat16_nibbles(codes_0, lows_0, highs_0)
     operand_0 = _joined_operand(first, second, LAYOUT)
     first, second = bfloat16_nibbles(codes_1, lows_1, highs_1)
+    return operand_0, _joined_operand(first, second, LAYOUT)
+
+
+@gluon.jit
+def _integer_halves(codes_smem, scales, LAYOUT: gl.constexpr):
+    """INT4 codes of a unit, times their scales and _FLOAT16_SCALE, as two operands of float16."""
+    codes_0, codes_1 = _load_nibbles(codes_smem)
+    OF_CODES: gl.constexpr = codes_0.type.layout
+    pairs = float16_pairs(scales, 2**8 * _FLOAT16_SCALE)
+    if scales.shape[0] == 4:
+        pairs_0, pairs_1 = _of_halves(pairs, OF_CODES)
+    else:
+        pairs_0, pairs_1 = _of_long_groups(pairs, OF_CODES)
+    first, second = float16_nibbles(codes_0, pairs_0)
+    operand_0 = _joined_operand(first, second, LAYOUT)
+    first, second = float16_nibbles(codes_1, pairs_1)
     return operand_0, _joined_operand(first, second, LAYOUT)
 
 
@@ -122,19 +176,23 @@ def _decode_halves(pipe, own, LAYOUT: gl.constexpr):
     scales = load_scales(pipe.shifts.index(own).reshape([WEIGHTS.groups, 64]))
     if WEIGHTS.codes == "e2m1":
         return _nibble_halves(codes, scales, LAYOUT)
+    elif WEIGHTS.codes == "int4":
+        return _integer_halves(codes, scales, LAYOUT)
     else:
         return _byte_halves(codes, scales, LAYOUT)
 
 
 @gluon.constexpr_function
 def _left_out(WEIGHTS):
-    """Factor of the sums that operands leave out, since bfloat16 would overflow with it."""
+    """Factor of the sums that operands leave out, beside 2^exponent of the rows' reference."""
+    if WEIGHTS.codes == "int4":
+        return 2.0**-WEIGHTS.exponent / _FLOAT16_SCALE.value
     return NIBBLE_SCALE.value if WEIGHTS.codes == "e2m1" else 1 / _BYTE_SCALE.value
 
 
 @gluon.jit
 def _multiply(weights, x, sums, COLUMNS: gl.constexpr):
-    """Issue the wgmma of weights [64, 64 codes] with rows of x, bfloat16 [COLUMNS, 64]."""
+    """Issue the wgmma of weights [64, 64 codes] with rows of x [COLUMNS, 64]."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, _accumulator_layout(COLUMNS), 2)
     return warpgroup_mma(
         gl.convert_layout(weights, OPERAND, assert_trivial=True),
@@ -145,10 +203,10 @@ def _multiply(weights, x, sums, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def accumulate_bfloat16(
+def accumulate_16_bits(
     pipe, state, steps, PARTITION: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr
 ):
-    """As `mainloop.accumulate_prefill`, with bfloat16 rows and one depth unit a stage.
+    """As `mainloop.accumulate_prefill`, with rows of 16 bits and one depth unit a stage.
 
     LEFT, RIGHT: columns of both groups of a tile; 0 if there is no right one. The wgmma of a unit's
     first half run while its second half is decoded, and while the other consumers decode.
