@@ -16,7 +16,7 @@ import torch
 
 from mxpert.errors import message, require
 from mxpert.formats import pack_codes
-from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS
+from mxpert.formats.layouts import UNIT_CODES, UNIT_ROWS, WeightLayout
 from mxpert.formats.spec import E8M0_MAX, E8M0_NAN, MX_BLOCK_SIZE
 from mxpert.formats.tensor import Layout, MXTensor
 from mxpert.formats.weight_tensor import WeightLike
@@ -97,8 +97,8 @@ def poison_prepared(tensor: WeightLike) -> None:
     `Layout.HOPPER_FRAGMENT`: rows get NaN scales and codes that decode to anything. Depth gets the
     largest weights there are: activations are zero there, so that finite weights add nothing. So
     does an FP8 copy; its rows get NaN.
-    `Layout.HOPPER_GROUPS`: the same; E8M0 scales have no NaN there. In depth `HOPPER_GROUPS_FLOAT16`
-    has the largest scales that it holds.
+    `Layout.HOPPER_GROUPS`: the same; E8M0 scales have no NaN there. In depth
+    `HOPPER_GROUPS_FLOAT16` has the largest scales that it holds.
     """
     if isinstance(tensor.layout, type(HOPPER_GROUPS)):
         _poison_groups(tensor)
@@ -136,6 +136,7 @@ def _poison_groups(tensor: WeightLike) -> None:
     experts, num_rows, depth = tensor.shape
     units, is_mx = tensor.qdata.shape[1:3], isinstance(tensor, MXTensor)
     whole = (experts, units[0] * UNIT_ROWS, units[1] * UNIT_CODES)
+    assert isinstance(tensor.layout, WeightLayout)  # for the type checker
     plain = tensor.layout.unpack(replace(tensor, logical_shape=whole))
     width = depth // tensor.format.codes_per_byte
     group = whole[2] // plain.scale.shape[2]

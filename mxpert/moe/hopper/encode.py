@@ -457,11 +457,7 @@ def encode_step(step, encoding, FORMAT: gl.constexpr, STEPS: gl.constexpr):
             return (quantized_codes(values, inverse, power),)
 
 
-_STORED = {
-    torch.float8_e4m3fn: "e4m3",
-    torch.bfloat16: "bfloat16",
-    torch.float16: "float16",
-}
+_STORED = {torch.float8_e4m3fn: "e4m3", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _MAX_CHUNKS = 64
 """Most depth units of 128 values per step: 8192 values, 32 a thread."""
 
@@ -675,10 +671,7 @@ def empty_rows(
     """Allocate SortedRows without initialising them."""
     hi_lo = options.activation_format == "bf16" and dtype is torch.float8_e4m3fn
     scale = plan.sorted_weights.new_empty(num_rows)
-    codes = scale.new_empty(
-        (num_rows * (2 if hi_lo else 1), padded(depth)),
-        dtype=dtype,
-    )
+    codes = scale.new_empty((num_rows * (2 if hi_lo else 1), padded(depth)), dtype=dtype)
     return SortedRows(codes, scale, plan.num_valid.new_empty(1), hi_lo)
 
 

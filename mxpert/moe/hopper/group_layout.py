@@ -51,8 +51,8 @@ _FLOAT16 = 256
 FLOAT16_EXPONENT = 7
 """Kernels decode INT4 to float16 times this power of two."""
 _FLOAT16_RANGE = 2.0**-24, 2.0
-"""Magnitudes of bfloat16 scales whose products with -8 to 7 are float16 numbers then: from the first
-on, below the second. Scales times 2^15, which the kernels hold, are float16 numbers, too."""
+"""Magnitudes of bfloat16 scales whose products with -8 to 7 are then float16 numbers: from the
+first on, below the second. Scales times 2^15, which the kernels hold, are float16 numbers, too."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,6 @@ class _HopperGroups(WeightLayout):
             factors = t.row_scale.new_empty((experts, num_rows))
             factors[:, order] = t.row_scale[:, :num_rows] * 2.0**-weights.exponent
         return WeightTensor(qdata, scale, t.format, zeros, factors)
-
 
     def _empty(self, t: WeightLike, weights: GroupWeights) -> WeightLike:
         """A packed tensor for [E, N, K] without values."""

@@ -207,7 +207,7 @@ def _column_policy(ROWS, HI_LO):
 
 @aggregate
 class ActivationRows:
-    """Rows of each depth unit of the ring, e4m3 [units, rows, 128]; of 16 bits those of half a unit.
+    """Rows of each depth unit of the ring, e4m3 [units, rows, 128]; of half a unit if of 16 bits.
 
     Sizes of tensors are powers of two, so other numbers of rows take two tensors. Otherwise `rest`
     is `first` and is not used.

@@ -36,8 +36,8 @@ SHAPES = {
     "even": MoEShape(768, 384, 9, 3, SiLU()),
     "wide": MoEShape(7168, 384, 24, 8, SiLU()),
 }
-"""`small` has odd numbers of row units and depth units, and half a unit of depth. Groups of 128 need
-the depth of `even`. The last stage of the ring has one unit in `small`, two in `even`."""
+"""`small` has odd numbers of row units and depth units, and half a unit of depth. Groups of 128
+need the depth of `even`. The last stage of the ring has one unit in `small`, two in `even`."""
 
 NAMES = (*WITH_GROUPS, "int4_g32-float32", "int4_g128-float16", "nvfp4-no_factors")
 
@@ -168,7 +168,8 @@ def test_the_heuristic_takes_one_launch(name: str, device: torch.device) -> None
 def test_scales_of_two_kinds_take_two_stages(device: torch.device) -> None:
     inputs = first_tokens(problem("int4_g32", "small", device), 1)
     weights = inputs.weights
-    mixed = replace(weights, down_proj=replace(weights.down_proj, scale=weights.down_proj.scale.float()))
+    down = replace(weights.down_proj, scale=weights.down_proj.scale.float())
+    mixed = replace(weights, down_proj=down)
     given = replace(inputs, weights=mixed.prepare(device=device))
     with mxpert.override(backend="hopper"):
         y = run(given, "bf16", out_dtype=torch.float32)
