@@ -8,7 +8,6 @@ import torch
 import mxpert
 from mxpert import GateUpOrder, Layout, MoEWeights
 from mxpert.modules import quantize_weights, requantize_
-from mxpert.moe.hopper.group_layout import HOPPER_GROUPS
 from mxpert.moe.hopper.layout import HOPPER_FRAGMENT
 from mxpert.testing.numerics import is_exact
 
@@ -33,7 +32,7 @@ def offline(seed: int, layout: Layout | None = None) -> MoEWeights:
     return made.prepare(device=DEVICE, layout=layout)
 
 
-LAYOUTS = [None, *(each for each in Layout if each is not HOPPER_GROUPS)]
+LAYOUTS = [None, *(each for each in Layout if not each.name.startswith("HOPPER_GROUPS"))]
 """Those that hold MXFP4."""
 
 

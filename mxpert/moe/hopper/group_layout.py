@@ -15,7 +15,7 @@ decodes it so). With zero points codes stay as they are, and a scale is an int32
 the scale as float32, whose last 13 are zeros for float16 and bfloat16, with the zero point in the
 last 8, and 256 for a scale that was float16. NVFP4 has row_scale [E, N padded], times 2^6.
 
-HOPPER_GROUPS_FLOAT16 is the same memory, of INT4 weights that float16 holds exactly: with bfloat16
+HOPPER_GROUPS_FLOAT16 is the same memory, of INT4 weights that float16 holds: with bfloat16
 activations f16 tensor cores multiply them by many tokens (`rows_of_16_bits.py`).
 """
 
@@ -53,6 +53,9 @@ FLOAT16_EXPONENT = 7
 _FLOAT16_RANGE = 2.0**-24, 2.0
 """Magnitudes of bfloat16 scales whose products with -8 to 7 are then float16 numbers: from the
 first on, below the second. Scales times 2^15, which the kernels hold, are float16 numbers, too."""
+_FLOAT16_ROW = 2.0**-10
+"""With smaller scales a weight's error is at most 2^-31. Beside a scale from this on in its row that
+is no more than float32 sums have."""
 
 
 @dataclass(frozen=True)
@@ -219,17 +222,21 @@ class _HopperGroupsFloat16(_HopperGroups):
 
     name, value = "HOPPER_GROUPS_FLOAT16", "hopper_groups_float16"
     formats = _INTEGERS
-    holds = "INT4 without zero points, with bfloat16 scales of 0 or from 2^-24 to below 2"
+    holds = (
+        "INT4 without zero points, with bfloat16 scales below 2 that are 0, from 2^-24 on, or in a "
+        "row with a scale from 2^-10 on"
+    )
     otherwise = "keep HOPPER_GROUPS"
 
     def can_hold(self, t: WeightLike) -> bool:
-        """Whether float16 holds the weights exactly. Reads their scales."""
+        """Whether float16 holds the weights (see above). Reads their scales."""
         if t.format.name not in self.formats or isinstance(t, MXTensor):
             return False
         if t.zero_point is not None or t.scale.dtype != torch.bfloat16:
             return False
         size, (first, end) = t.scale.abs(), _FLOAT16_RANGE
-        return bool(((size == 0) | ((size >= first) & (size < end))).all())
+        rows = size.amax(-1, keepdim=True) >= _FLOAT16_ROW
+        return bool(((size < end) & ((size >= first) | (size == 0) | rows)).all())
 
 
 HOPPER_GROUPS = _HopperGroups()

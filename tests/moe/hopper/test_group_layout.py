@@ -12,9 +12,16 @@ import pytest
 import torch
 
 from mxpert import GateUpOrder, MoEWeights, quantize_weights
+from mxpert.core.target import on_device
 from mxpert.formats import E8M0_NAN, MXFP8_E4M3, Layout, MXTensor, WeightTensor
 from mxpert.formats.weight_tensor import WEIGHT_FORMATS, WeightLike
-from mxpert.moe.hopper.group_layout import HOPPER_GROUPS, GroupWeights, described
+from mxpert.moe.hopper.group_layout import (
+    HOPPER_GROUPS,
+    HOPPER_GROUPS_FLOAT16,
+    GroupWeights,
+    described,
+)
+from support.hopper_launches import H200
 from support.weight_formats import WITH_GROUPS
 from tests.formats import ocp
 from tests.moe.hopper.test_layout import permutation
@@ -210,3 +217,90 @@ def test_mxfp4_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=r"pack_groups: t — need .*, got mxfp4"):
         given.prepare(device="cpu", layout="hopper_groups")
+
+
+# ---- HOPPER_GROUPS_FLOAT16.
+
+
+def integers_with(scale: torch.Tensor) -> WeightTensor:
+    """INT4 [1, rows, 32 * groups] with these scales [rows, groups]."""
+    rows, groups = scale.shape
+    codes = torch.randint(0, 256, (1, rows, groups * 16), dtype=torch.uint8)
+    return WeightTensor(codes, scale[None].bfloat16(), "int4_g32")
+
+
+def test_float16_holds_every_integer_times_every_scale() -> None:
+    """The kernels' arithmetic: scales times 2^15, codes times 2^-8, their product in float16."""
+    scale = torch.arange(0, 1 << 15, dtype=torch.int16).view(torch.bfloat16)
+    scale = scale[(scale < 2) & ((scale >= 2.0**-24) | (scale == 0))].double()
+    held = (scale * 2**15).half()
+    assert torch.equal(held.double(), scale * 2**15)
+    for value in range(-8, 8):
+        product = held * torch.tensor(value / 256, dtype=torch.float16)
+        assert torch.equal(product.double(), value * scale * 2**7), value
+
+
+def test_what_float16_rounds_is_at_most_2_to_the_minus_31() -> None:
+    small = torch.arange(0, 1 << 15, dtype=torch.int16).view(torch.bfloat16)
+    small = small[small < 2.0**-24].double()
+    held = (small * 2**15).half()
+    for value in range(-8, 8):
+        product = (held * torch.tensor(value / 256, dtype=torch.float16)).double()
+        assert ((product * 2.0**-7 - value * small).abs() <= 2.0**-31).all(), value
+
+
+@pytest.mark.parametrize(
+    "scale, is_held",
+    [
+        ([1.0, 0.5], True),
+        ([1.9921875, 0.0], True),
+        ([2.0**-24, 2.0**-24], True),
+        ([2.0**-25, 2.0**-24], False),
+        ([2.0**-25, 2.0**-10], True),
+        ([-0.5, 2.0**-30], True),
+        ([2.0, 1.0], False),
+        ([-2.0, 1.0], False),
+        ([float("nan"), 1.0], False),
+        ([float("inf"), 1.0], False),
+    ],
+)
+def test_which_scales_float16_holds(scale: list[float], is_held: bool) -> None:
+    """One row of four decides, and the layout for any weights takes the others."""
+    held = integers_with(torch.tensor([[1.0, 1.0]] * 3 + [scale]))
+    assert HOPPER_GROUPS_FLOAT16.can_hold(held) is is_held
+    assert HOPPER_GROUPS.can_hold(held)
+    if not is_held:
+        with pytest.raises(ValueError, match="keep HOPPER_GROUPS"):
+            HOPPER_GROUPS_FLOAT16.pack(held)
+
+
+def test_float16_holds_no_other_weights() -> None:
+    held = integers_with(torch.ones(4, 2))
+    zeros = torch.zeros(held.scale.shape, dtype=torch.uint8)
+    for other in (
+        replace(held, zero_point=zeros),
+        replace(held, scale=held.scale.float()),
+        replace(held, scale=held.scale.half()),
+        weights("nvfp4", SHAPES[0]),
+        weights("mxfp8_e4m3", SHAPES[0]),
+    ):
+        assert not HOPPER_GROUPS_FLOAT16.can_hold(other)
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "int4_g64", "int4_g128"])
+def test_prepare_takes_float16_where_it_holds(name: str) -> None:
+    dense = tuple(each.bfloat16() for each in (torch.randn(2, 256, 256), torch.randn(2, 256, 128)))
+    made = quantize_weights(*dense, gate_up_order="concatenated", weight_format=name)
+    with on_device(H200):
+        prepared = made.prepare(device="cpu")
+        assert prepared.layout is HOPPER_GROUPS_FLOAT16
+        large = replace(made.gate_up_proj, scale=made.gate_up_proj.scale * 64)
+        assert replace(made, gate_up_proj=large).prepare(device="cpu").layout is HOPPER_GROUPS
+    back = prepared.unprepare()
+    for part in ("gate_up_proj", "down_proj"):
+        mine, theirs = getattr(back, part), getattr(made, part)
+        assert torch.equal(mine.qdata, theirs.qdata)
+        assert torch.equal(mine.scale, theirs.scale)
+    plain = made.prepare(device="cpu", layout=HOPPER_GROUPS)
+    assert torch.equal(plain.gate_up_proj.qdata, prepared.gate_up_proj.qdata)
+    assert torch.equal(plain.gate_up_proj.scale, prepared.gate_up_proj.scale)
