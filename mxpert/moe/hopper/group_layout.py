@@ -54,8 +54,8 @@ _FLOAT16_RANGE = 2.0**-24, 2.0
 """Magnitudes of bfloat16 scales whose products with -8 to 7 are then float16 numbers: from the
 first on, below the second. Scales times 2^15, which the kernels hold, are float16 numbers, too."""
 _FLOAT16_ROW = 2.0**-10
-"""With smaller scales a weight's error is at most 2^-31. Beside a scale from this on in its row that
-is no more than float32 sums have."""
+"""With smaller scales a weight's error is at most 2^-31. Beside a scale from this on in its row
+that is no more than float32 sums have."""
 
 
 @dataclass(frozen=True)
