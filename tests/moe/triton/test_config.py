@@ -189,5 +189,5 @@ def test_an_explanation_names_every_field_of_a_config() -> None:
     for line, stage, k_splits in ((shown[4], "gate_up", 1), (shown[5], "down", 2)):
         assert line == (
             f"    {stage}: kernel=decode block_m=8 num_stages=5 consumers=2 blocks_per_tile=1 "
-            f"k_splits={k_splits} hi_lo=False bfloat16_rows=False"
+            f"k_splits={k_splits} hi_lo=False bfloat16_rows=False float16_rows=False"
         )
