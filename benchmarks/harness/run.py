@@ -47,7 +47,12 @@ class Run(Document):
 
     @property
     def dry(self) -> bool:
-        return self.device.type == "cpu"
+        """Whether nothing is measured: everything is tiny then."""
+        return not self._on_gpu
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     def take_over(self, old: Row) -> None:
         """Go on where an earlier run ended."""
@@ -55,7 +60,7 @@ class Run(Document):
 
     def synchronize(self) -> None:
         """Wait for the device; kernels of a CPU are done."""
-        if not self.dry:
+        if self._on_gpu:
             torch.cuda.synchronize()
 
     @contextlib.contextmanager
@@ -72,7 +77,7 @@ class Run(Document):
         for item in within(items, self.deadline, left):
             began = time.monotonic()
             yield item
-            if not self.dry:
+            if self._on_gpu:
                 torch.cuda.empty_cache()
             self.save()
             print(f"{item}: {time.monotonic() - began:.1f} s", flush=True)

@@ -58,6 +58,7 @@ class Script:
         resumes: whether there is --resume.
         output: the JSON in the folder of the device. suffix: of that folder's name.
         markdown: what --render writes from a JSON; None: there is no such option.
+        needs_gpu: False measures on the CPU where there is no GPU.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Script:
     output: str = ""
     suffix: str = ""
     markdown: Markdown | None = None
+    needs_gpu: bool = True
 
     def parser(self) -> argparse.ArgumentParser:
         """The script's own options, and those that all have in common."""
@@ -101,11 +103,12 @@ class Script:
         """Add `device`, `path`, `began` and `deadline` (of `time.monotonic`) to the options.
 
         Raises:
-            ValueError: there is no GPU, and it is no dry run.
+            ValueError: there is no GPU, which the script needs, and it is no dry run.
         """
         options.began = time.monotonic()
         options.deadline = options.began + getattr(options, "time_limit", 0.0)
-        options.device = torch.device("cpu" if options.dry_run else "cuda")
+        on_cpu = options.dry_run or not (self.needs_gpu or torch.cuda.is_available())
+        options.device = torch.device("cpu" if on_cpu else "cuda")
         if options.device.type == "cuda" and not torch.cuda.is_available():
             hint = "run with --dry-run to try the script"
             raise ValueError(message(self.name, "device", "a GPU", "none", hint))

@@ -4,7 +4,8 @@
 
 Each container is written with random experts of Qwen3-30B-A3B's size (a file a layer), its pages
 are dropped from the system's cache, and it is read back three ways, layer by layer: the bytes of
-the files, the experts, and the experts prepared for the device. Torch has two threads.
+the files, the experts, and the experts prepared for the device. Torch has two threads. Without a
+GPU the device is the CPU.
 """
 
 from __future__ import annotations
@@ -86,9 +87,15 @@ def read_files(folder: Path) -> None:
 
 @dataclass(kw_only=True)
 class LoadingRun(Run):
-    """folder: where checkpoints are written; None for a temporary one."""
+    """folder: where checkpoints are written; None for a temporary one. is_tiny: for a dry run."""
 
     folder: Path | None
+    is_tiny: bool
+
+    @property
+    def dry(self) -> bool:
+        """A CPU is a device that this script measures."""
+        return self.is_tiny
 
 
 def rate(work: Callable[[Path], object], folder: Path, size: int, run: Run) -> float:
@@ -178,11 +185,19 @@ def prepare_run(options: argparse.Namespace) -> LoadingRun:
     """The document."""
     options.containers = parse_list(options.containers, list(KINDS), "--containers")
     meta = machine(options, "device", "versions", "commit", "date", protocol=PROTOCOL)
-    return LoadingRun.of(options, meta, ("container",), folder=options.folder)
+    own = dict(folder=options.folder, is_tiny=options.dry_run)
+    return LoadingRun.of(options, meta, ("container",), **own)
 
 
 SCRIPT = Script(
-    "loading", __doc__, measure, prepare_run, add_options, limit=200.0, markdown=markdown
+    "loading",
+    __doc__,
+    measure,
+    prepare_run,
+    add_options,
+    limit=200.0,
+    markdown=markdown,
+    needs_gpu=False,
 )
 main = SCRIPT.main
 

@@ -7,7 +7,7 @@ config states the size of groups and more; what is not served is refused by its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -189,7 +189,7 @@ def _awq(
     if codes is None:
         codes = packed.new_empty((8 * packed.shape[1], packed.shape[0] // 2), dtype=torch.uint8)
     _awq_pairs(packed, codes)
-    return WeightTensor(codes, scale.t().contiguous(), format, _codes(zeros, AWQ_NIBBLES))
+    return WeightTensor(codes, scale.t().contiguous(), format, _codes(zeros, awq=True))
 
 
 def _awq_pairs(words: torch.Tensor, codes: torch.Tensor) -> None:
@@ -209,15 +209,19 @@ def _awq_pairs(words: torch.Tensor, codes: torch.Tensor) -> None:
         columns[:, column] = shifted  # its low byte
 
 
-def _codes(words: torch.Tensor, nibbles: Sequence[int]) -> torch.Tensor:
-    """uint8 [N, R] of words int32 [R, N/8]. nibbles: the one that each of 8 columns is in."""
-    rows = words.new_empty(words.shape[::-1]).copy_(words.t())
-    halves = rows & _LOW_NIBBLES, (rows >> 4) & _LOW_NIBBLES
-    even, odd = (half.view(torch.uint8).unflatten(-1, (-1, 4)) for half in halves)
-    codes = words.new_empty((words.shape[1], 8, words.shape[0]), dtype=torch.uint8)
-    for column, nibble in enumerate(nibbles):
-        codes[:, column] = (even, odd)[nibble % 2][..., nibble // 2]
-    return codes.flatten(0, 1)
+def _codes(words: torch.Tensor, *, awq: bool) -> torch.Tensor:
+    """uint8 [N, R] of words int32 [R, N/8]. awq: columns are in `AWQ_NIBBLES`, and not in order."""
+    rows, width = words.shape
+    pairs = words.contiguous().view(torch.uint8).t().contiguous()
+    pairs = pairs.view(width, 2, 2, rows)  # four bytes a word
+    codes = pairs.new_empty((width, 2, 2, 2, rows))  # eight columns a word
+    if awq:
+        lows, highs = codes[:, :, 0].transpose(1, 2), codes[:, :, 1].transpose(1, 2)
+    else:
+        lows, highs = codes[:, :, :, 0], codes[:, :, :, 1]
+    torch.bitwise_and(pairs, 15, out=lows)
+    torch.bitwise_right_shift(pairs, 4, out=highs)
+    return codes.view(8 * width, rows)
 
 
 def _in_order(
@@ -261,7 +265,7 @@ def _gptq_zero_point(
     usual = _BOTH_NIBBLES * (INT4_ZERO - is_less_one)
     if is_symmetric and bool((zeros.view(torch.uint8) == usual).all()):
         return None
-    zero_point = _codes(zeros, range(8))
+    zero_point = _codes(zeros, awq=False)
     if is_less_one:
         if bool((zero_point == 15).any()):
             need, remedy = "0 to 14, zero points less 1", "readers disagree on 15: save as gptq_v2"

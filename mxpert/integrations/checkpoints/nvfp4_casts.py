@@ -28,6 +28,7 @@ _NONE, _ZERO = -1, 256
 
 _EXPONENT, _E4M3_BIAS = 0x78, 7
 """The exponent's bits of an e4m3 byte, and its bias."""
+_FLOAT32_MANTISSA = 0x7FFFFF
 _LOWEST, _HIGHEST = -9, 8
 """Exponents of the powers of two in e4m3."""
 _SMALLEST_NORMAL = -126
@@ -93,21 +94,27 @@ def mxfp4_of_cast(
 def _usual_scales(
     scale: torch.Tensor, global_scale: float, is_divisor: bool
 ) -> torch.Tensor | None:
-    """E8M0 bytes [N, K/32] of normal powers of two, equal in both halves; None for other scales.
+    """E8M0 bytes [N, K/32] of powers of two, equal in both halves; None for other scales.
 
-    In a few passes over two bytes at a time: zeros and subnormal scales are left to `_scale_table`.
+    In a few passes over two bytes at a time: zeros are left to `_scale_table`.
     """
     mantissa, exponent = math.frexp(global_scale)
     if mantissa != 0.5:
         return None
     pairs = scale.view(torch.int16)  # e4m3: a sign, 4 bits of the exponent, 3 of the mantissa
-    exponents = pairs & _EXPONENT
-    if not torch.equal(exponents * 0x101, pairs):
+    exponents, bias = pairs & _EXPONENT, _E4M3_BIAS
+    if torch.equal(exponents * 0x101, pairs):
+        exponents >>= 3
+    elif torch.equal((pairs & 0xFF) * 0x101, pairs):  # subnormal powers of two among them
+        bits = scale.unflatten(-1, (-1, _HALVES))[..., 0].float().view(torch.int32)
+        if bool((bits & _FLOAT32_MANTISSA).any()):
+            return None
+        exponents, bias = bits >> 23, E8M0_BIAS  # that of float32; negative scales are below 0
+    else:
         return None
-    exponents >>= 3
     lowest, highest = (int(each) for each in exponents.aminmax())
-    whole = (1 - exponent if is_divisor else exponent - 1) + E8M0_BIAS - _E4M3_BIAS
-    if lowest == 0 or lowest + whole < 0 or highest + whole >= E8M0_NAN:
+    whole = (1 - exponent if is_divisor else exponent - 1) + E8M0_BIAS - bias
+    if lowest <= 0 or lowest + whole < 0 or highest + whole >= E8M0_NAN:
         return None
     return (exponents + whole).to(torch.uint8)
 
