@@ -1,5 +1,5 @@
-// Weights of the layer for a few tokens: what a stage of the ring holds of them, their decoding, and
-// products with an operand of eight columns.
+// Weights of the layer for a few tokens: what a stage of the ring holds of them, their decoding,
+// and products with an operand of eight columns.
 //
 // Layouts: HOPPER_FRAGMENT of moe/hopper/layout.py, with MXFP4 weights whose scales are folded into
 // the codes (FOLDED), and HOPPER_GROUPS of group_layout.py, with a scale for each group of a row.
@@ -94,8 +94,8 @@ DEVICE void decode(uint4 words, u32 shift, const Table &table, u32 *a) {
             : "r"(all[q]), "r"(low), "r"(high));
 }
 
-// ---- Codes with scales of groups: exact e4m3 numbers, of which EXPONENT undoes a power of two. The
-// instructions are those of device/hopper_ptx.py. half: 0 for low nibbles.
+// ---- Codes with scales of groups: exact e4m3 numbers, of which EXPONENT undoes a power of two.
+// The instructions are those of device/hopper_ptx.py. half: 0 for low nibbles.
 
 DEVICE u32 decode_nibbles(u32 word, int half, u32 zeros) {
     if (CODES == NVFP4) {
@@ -136,7 +136,8 @@ struct Scales {
         if (CODES == INT4_ZERO) return __uint_as_float(found & ~0x1FFFu);
         if (CODES == MXFP8) return __uint_as_float(found << 23);
         if (CODES == NVFP4) return from_f16(half_pair(found) & 0xFFFF);
-        return SCALES == F32 ? __uint_as_float(found) : SCALES == BF16 ? from_bf16(found) : from_f16(found);
+        if (SCALES == F32) return __uint_as_float(found);
+        return SCALES == BF16 ? from_bf16(found) : from_f16(found);
     }
     // Zero point of a k32 step, in each byte.
     DEVICE u32 zeros(int step, int is_odd) const {
@@ -163,8 +164,8 @@ struct Codes {
         for (int i = 0; i < CODE_BYTES / 2048; i++) words[i] = make_uint4(0, 0, 0, 0);
         scales.clear();
     }
-    // Operand A of four k32 steps. nothing: 0, which ptxas must not know. Otherwise it would load MXFP8
-    // codes to the registers of operand A while the products of the last stage read them.
+    // Operand A of four k32 steps. nothing: 0, which ptxas must not know. Otherwise it would load
+    // MXFP8 codes to the registers of operand A while the products of the last stage read them.
     DEVICE void decode_to(u32 *a, const Table &table, u32 nothing) const {
         if (CODES == FOLDED) {
             decode(words[0], shifts & 0xFF, table, a);
@@ -225,7 +226,8 @@ struct Products {
         d[0] = d[1] = d[2] = d[3] = 0.0f;
         if (CODES == FOLDED) return;
 #pragma unroll
-        for (int c = 0; c < CHAINS; c++) chains[c][0] = chains[c][1] = chains[c][2] = chains[c][3] = 0.0f;
+        for (int c = 0; c < CHAINS; c++)
+            chains[c][0] = chains[c][1] = chains[c][2] = chains[c][3] = 0.0f;
         scales.clear();
     }
 
