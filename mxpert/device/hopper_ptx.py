@@ -382,29 +382,18 @@ def encode_fp8_words(first, second, third, fourth, FORMAT: gl.constexpr):
     )
 
 
-@gluon.jit
-def bfloat16_pair(first, second):
-    """Round two float32 values to bfloat16, the first in the lower half of an int32."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;",
-        "=r,f,f",
-        [first, second],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
+@gluon.constexpr_function
+def _pair_conversion(FORMAT):
+    name = {"bfloat16": "bf16", "float16": "f16"}[FORMAT]
+    return f"cvt.rn.{name}x2.f32 $0, $2, $1;"
 
 
 @gluon.jit
-def float16_pair(first, second):
-    """Round two float32 values to float16, the first in the lower half of an int32."""
+def rounded_pair(first, second, FORMAT: gl.constexpr):
+    """Round two float32 values to "bfloat16" or "float16"; an int32 has the first one low."""
+    ASSEMBLY: gl.constexpr = _pair_conversion(FORMAT)
     return gl.inline_asm_elementwise(
-        "cvt.rn.f16x2.f32 $0, $2, $1;",
-        "=r,f,f",
-        [first, second],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
+        ASSEMBLY, "=r,f,f", [first, second], dtype=gl.int32, is_pure=True, pack=1
     )
 
 

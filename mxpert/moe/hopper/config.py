@@ -146,9 +146,7 @@ def _unit_stage_bytes(weight_format: str) -> int:
     weights = group_weights(weight_format)
     if weights is None:
         return _UNIT_STAGE_BYTES
-    scale_bytes = 4 if weights.codes == "int4" else 1
-    scales = UNIT_ROWS * STAGE_DEPTH // weights.group * scale_bytes
-    return weights.code_rows * (STAGE_DEPTH // UNIT_CODES) * UNIT_CODES + scales
+    return STAGE_DEPTH // UNIT_CODES * weights.unit_bytes
 
 
 _DECODE_SHARED = 113 * 1024

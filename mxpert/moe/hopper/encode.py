@@ -27,13 +27,7 @@ from ...core.launch import CACHED_LAUNCHES, Launch
 from ...core.problem import MoEOptions
 from ...device.compat import aggregate
 from ...device.hopper import reset_tile_counter
-from ...device.hopper_ptx import (
-    bfloat16_pair,
-    float16_pair,
-    quantized_codes,
-    scaled_words,
-    split_codes,
-)
+from ...device.hopper_ptx import quantized_codes, rounded_pair, scaled_words, split_codes
 from ...device.mx_codec import e8m0_scale, inverse_scale, scale_rule_constants
 from ...device.pdl import PDL_LAUNCH, launch_dependents, wait_and_launch_dependents
 from ...formats.layouts import UNIT_CODES
@@ -421,10 +415,8 @@ def _pairs_step(step, encoding, FORMAT: gl.constexpr, STEPS: gl.constexpr):
             codes = quantized_codes(values, inverse, _ones_like(values))
             values = codes.to(gl.float32) * power
     first, second = values.reshape([values.shape[0], 8, 8, 2]).split()
-    if FORMAT.stored == "float16":
-        return float16_pair(first, second)
-    else:
-        return bfloat16_pair(first, second)
+    STORED: gl.constexpr = FORMAT.stored
+    return rounded_pair(first, second, STORED)
 
 
 @gluon.jit

@@ -295,8 +295,16 @@ def few_tokens_layer(
     biases = weights.gate_up_bias, weights.down_bias
     bias1, bias2 = (None if bias is None else bias.dtype for bias in biases)
     routing = _Routing.of(problem, inputs)
-    kinds = stored, bias1, bias2, out.dtype
-    operands = _Operands(rows, x_scale is not None, strides, routing, *kinds)
+    operands = _Operands(
+        rows=rows,
+        is_coded=x_scale is not None,
+        strides=strides,
+        routing=routing,
+        weights=stored,
+        bias1=bias1,
+        bias2=bias2,
+        out=out.dtype,
+    )
     routed: dict[str, torch.Tensor | None] = dict.fromkeys(_ROUTED)
     if isinstance(inputs, LogitsInputs):
         routed |= dict(logits=inputs.logits, correction_bias=inputs.correction_bias)

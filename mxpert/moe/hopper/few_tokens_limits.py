@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...core.cuda_compiler import missing_compiler
 from ...core.problem import Combine, MoEProblem, Scoring
-from ...formats.layouts import UNIT_CODES, UNIT_ROWS
+from ...formats.layouts import UNIT_CODE_BYTES, UNIT_CODES, UNIT_ROWS, UNIT_SCALE_BYTES
 from ...formats.token import FP8_TOKEN
 from ..inputs import LogitsInputs
 from .group_layout import group_weights
@@ -33,10 +33,8 @@ _MOST_TEAMS = 64
 """The kernel keeps a bit for each."""
 _COLUMNS = 8
 """Of an operand of wgmma: of each token one, or two with high and low parts."""
-_FOLDED_BYTES = UNIT_ROWS * UNIT_CODES * 17 // 32 + UNIT_ROWS
+_FOLDED_BYTES = UNIT_CODE_BYTES + UNIT_SCALE_BYTES + UNIT_ROWS
 """Codes, shifts and row references of a unit of MXFP4 weights."""
-_SCALE_BYTES = {"int4": 4, "e2m1": 1, "e4m3": 1}
-"""Of a scale at most, by the codes. Of those with factors of rows each has four bytes more."""
 _OPERAND_BYTES = _COLUMNS * UNIT_CODES
 _CONSUMERS = 32 * 4 * WARPGROUPS
 _GROUP = 4
@@ -116,9 +114,8 @@ def _stage_bytes(weight_format: str) -> int:
     weights = group_weights(weight_format)
     if weights is None:
         return WARPGROUPS * _FOLDED_BYTES
-    scales = weights.groups * UNIT_ROWS * _SCALE_BYTES[weights.codes]
-    rows = 4 * UNIT_ROWS if weights.codes == "e2m1" else 0
-    return WARPGROUPS * (weights.code_rows * UNIT_CODES + scales + rows)
+    factors = 4 * UNIT_ROWS if weights.codes == "e2m1" else 0
+    return WARPGROUPS * (weights.unit_bytes + factors)
 
 
 def shared_bytes(problem: MoEProblem, num_stages: int) -> int:

@@ -83,6 +83,12 @@ class GroupWeights:
         return 64 if self.codes == "e4m3" else 32
 
     @property
+    def unit_bytes(self) -> int:
+        """Bytes of a unit's codes and scales; of INT4 with the largest scales, of four bytes."""
+        scale_bytes = 4 if self.codes.startswith("int4") else 1
+        return self.code_rows * UNIT_CODES + self.groups * UNIT_ROWS * scale_bytes
+
+    @property
     def exponent(self) -> int:
         """e: the kernels decode a code to its value times 2^-e."""
         return {"int4": 8, "int4_zero": 9, "e2m1": 6, "e4m3": 0}[self.codes]

@@ -133,12 +133,10 @@ def test_the_comparison_catches_planted_errors(name: str, device: torch.device) 
             check(name, "mxfp8", replace(inputs, weights=wrong), 2, "small")
 
 
-@pytest.mark.parametrize("name", WITH_GROUPS)
+@pytest.mark.parametrize("name", ["int4_g32", "int4_g64", "int4_g128"])
 def test_a_bad_expert_is_its_own_matter(name: str, device: torch.device) -> None:
     """NaN in the scales of one expert reaches the tokens that name it, and no others."""
     inputs = problem(name, "small", device)
-    if not name.startswith("int4") or "zero" in name:
-        pytest.skip("scales without NaN")
     weights = inputs.weights
     parts = [replace(p, scale=p.scale.clone()) for p in (weights.gate_up_proj, weights.down_proj)]
     for part in parts:
@@ -148,8 +146,7 @@ def test_a_bad_expert_is_its_own_matter(name: str, device: torch.device) -> None
     given = replace(first_tokens(inputs, 2), topk_ids=ids)
     good = replace(given, weights=prepared(name, "small", device).weights)
     bad = replace(given, weights=weights)
-    config = one_launch(given, "bf16") or one_launch(good, "bf16")
-    with mxpert.override(backend="hopper", config=config):
+    with mxpert.override(backend="hopper", config=one_launch(good, "bf16")):
         y, wanted = run(bad, "bf16"), run(good, "bf16")
     assert y[0].isnan().all()
     assert_exact(y[1], wanted[1], "the other token")
