@@ -213,8 +213,8 @@ def _codes(words: torch.Tensor, *, awq: bool) -> torch.Tensor:
     """uint8 [N, R] of words int32 [R, N/8]. awq: columns are in `AWQ_NIBBLES`, and not in order."""
     rows, width = words.shape
     pairs = words.contiguous().view(torch.uint8).t().contiguous()
-    pairs = pairs.view(width, 2, 2, rows)  # four bytes a word
-    codes = pairs.new_empty((width, 2, 2, 2, rows))  # eight columns a word
+    pairs = pairs.view(width, 2, 2, rows)  # byte 2 i + j of a word
+    codes = pairs.new_empty((width, 2, 2, 2, rows))  # columns of a word: i j half, AWQ's j half i
     if awq:
         lows, highs = codes[:, :, 0].transpose(1, 2), codes[:, :, 1].transpose(1, 2)
     else:
