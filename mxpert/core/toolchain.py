@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 FIXED_PTXAS = (13, 3)
 """First CUDA release whose ptxas does not reuse the registers of a wgmma A operand too early."""
+_COPYING_TRITON = (3, 9)
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,19 @@ class Toolchain:
         if self.ptxas is None:
             return False
         return tuple(int(part) for part in self.ptxas.split(".")[:2]) < FIXED_PTXAS
+
+
+@functools.cache
+def copies_register_operands() -> bool:
+    """Whether Triton copies a wgmma A operand in registers before each product that reads it.
+
+    Two products that read the same operand then need twice its registers. False without Triton.
+    """
+    try:
+        from triton import __version__
+    except ImportError:
+        return False
+    return tuple(int(part) for part in __version__.split(".")[:2]) >= _COPYING_TRITON
 
 
 def toolchain() -> Toolchain:

@@ -11,6 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate, _unwrap_if_constexpr, base_value
 
+from ..core.toolchain import copies_register_operands
+
 if TYPE_CHECKING:
     from triton.experimental.gluon.language._semantic import GluonSemantic
 
@@ -28,6 +30,9 @@ reinterpret = getattr(_memory, "reinterpret", None) or _memory._reinterpret
 
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 """Synchronise the threads of this warp partition."""
+
+COPIES_REGISTER_OPERANDS = gl.constexpr(copies_register_operands())
+"""Whether two wgmma products of one operand in registers need twice its registers."""
 
 FOLDS_TRANSPOSING_READS = gl.constexpr(hasattr(gl, "barrier"))
 """Whether transposing reads of a tile in LDS share addresses (AMD): release 3.6 keeps a register

@@ -12,6 +12,7 @@ import torch
 
 from ...core.problem import Combine, MoEConfig, MoEProblem, Op
 from ...core.stage_configs import StageConfig, require_integers, require_positive, set_member
+from ...core.toolchain import copies_register_operands
 from ...errors import message, require
 from ...formats.layouts import UNIT_CODES, UNIT_ROWS
 from ...formats.spec import MXFP4
@@ -37,7 +38,8 @@ class HopperKernel(enum.StrEnum):
     PREFILL: GEMM of a stage with many rows an expert; limited by the tensor cores.
     PREFILL_FP8: the same for the FP8 copy of MXFP4 weights that `prepare(keep_fp8=True)` keeps.
     FEW_TOKENS: the whole layer in one launch, for up to four tokens with bfloat16 activations and
-        up to eight with MX activations, with NVFP4 weights for two. Both stages have it.
+        up to eight with MX activations; with NVFP4 weights for four, two in a launch. Both stages
+        have it.
 
     Source:
         The kernels of the hopper backend.
@@ -299,8 +301,8 @@ def _preferred(problem: MoEProblem, op: Op) -> HopperGemmConfig:
     limits = tile_limits(problem, hi_lo, bytes_per_weight)
     fitting = (name for name, limit in limits if problem.rows_per_expert <= limit)
     name = next((name for name in fitting if name in known), [*known][-1])
-    if name == "triple" and "narrow" in known and idle:
-        name = "narrow"
+    if name == "triple" and "narrow" in known and (idle or copies_register_operands()):
+        name = "narrow"  # its two consumers have registers for copies
     return known[name]
 
 

@@ -388,7 +388,7 @@ def _compute_tile(args, state, tile, first_row, steps, PARTITION: gl.constexpr, 
     if COLUMNS == 32:
         rows = rows.to_columns(LAYOUT)
         ids = gl.convert_layout(ids, gl.SliceLayout(0, LAYOUT))
-    sums = join_hi_lo(accumulator, HI_LO)  # [64, ROWS] float32
+    sums = join_hi_lo(accumulator, ROWS) if HI_LO else accumulator  # [64, ROWS] float32
     value = finish(sums, outputs, rows, args.parameters, epilogue, LAYOUT)
     store_rows(
         value,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from .few_tokens_limits import (
     num_teams,
     shared_bytes,
     sizes_of,
+    tokens_of_launch,
     units_of,
 )
 from .group_layout import GroupWeights, described
@@ -273,6 +274,36 @@ def few_tokens_layer(
         None without memory, in a graph's capture (warm up before it), for rows of x whose sets of
         four values are not aligned, and for projections whose scales are not of one kind.
     """
+    step = tokens_of_launch(problem)
+    if problem.num_tokens <= step:
+        return _launched(problem, num_stages, inputs)
+    out = inputs.out
+    if out is None:
+        size = (problem.num_tokens, problem.hidden_size)
+        out = torch.empty(size, dtype=problem.options.out_dtype, device=inputs.weights.device)
+    for first in range(0, problem.num_tokens, step):
+        rows = slice(first, min(first + step, problem.num_tokens))
+        part = replace(problem, num_tokens=rows.stop - first)
+        if _launched(part, num_stages, _of_rows(inputs, rows, out)) is None:
+            return None
+    return out
+
+
+def _of_rows(inputs: LayerInputs, rows: slice, out: torch.Tensor) -> LayerInputs:
+    """The inputs of some of the tokens, whose results go to their rows of `out`."""
+    if isinstance(inputs, LogitsInputs):
+        return replace(inputs, x=inputs.x[rows], logits=inputs.logits[rows], out=out[rows])
+    return replace(
+        inputs,
+        x=inputs.x[rows],
+        topk_weights=inputs.topk_weights[rows],
+        topk_ids=inputs.topk_ids[rows],
+        out=out[rows],
+    )
+
+
+def _launched(problem: MoEProblem, num_stages: int, inputs: LayerInputs) -> torch.Tensor | None:
+    """As `few_tokens_layer`, for the tokens of one launch."""
     x, weights, out = inputs.x, inputs.weights, inputs.out
     held = memory.get(problem, weights.device)
     first, second = weights.gate_up_proj, weights.down_proj

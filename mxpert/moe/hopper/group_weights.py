@@ -17,7 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.hopper_ptx import decode_nibbles
-from .weight_fragments import accumulator_layout, code_layout
+from .mainloop import num_columns
+from .weight_fragments import accumulator_layout, code_layout, join_hi_lo
 
 
 @gluon.constexpr_function
@@ -229,13 +230,14 @@ def accumulate_prefill_groups(
 ):
     """As `mainloop.accumulate_prefill`, with a scale for each group of a row, and without an order.
 
-    LEFT, RIGHT: columns of both groups of a tile; 0 if there is no right one.
+    LEFT, RIGHT: rows of both groups of a tile; 0 if there is no right one.
     """
     WEIGHTS: gl.constexpr = pipe.WEIGHTS
+    HI_LO: gl.constexpr = pipe.HI_LO
+    COLUMNS: gl.constexpr = num_columns(LEFT, HI_LO)
     WIDTH: gl.constexpr = RIGHT if RIGHT > 0 else 32  # unused without a right group
     LAYOUT: gl.constexpr = accumulator_layout(LEFT)
     RIGHT_LAYOUT: gl.constexpr = accumulator_layout(WIDTH)
-    RIGHT_AT: gl.constexpr = pipe.BLOCKS * pipe.BLOCK_M if pipe.HI_LO else LEFT
     AT_ONCE: gl.constexpr = _holds_both(LEFT, RIGHT, pipe.CONSUMERS)
     CODE_ROWS: gl.constexpr = WEIGHTS.code_rows
     GROUPS: gl.constexpr = WEIGHTS.groups
@@ -249,21 +251,23 @@ def accumulate_prefill_groups(
             half = 2 * state.stage + unit
             scales = load_scales(pipe.shifts.index(own).reshape([GROUPS, 64]))
             codes = pipe.codes.index(own).reshape([CODE_ROWS, 128])
-            weights = decode_steps(codes, scales, WEIGHTS, LAYOUT)
+            weights = decode_steps(codes, scales, WEIGHTS, accumulator_layout(COLUMNS))
             columns = _columns(scales.permute((1, 0)))
             for group in gl.static_range(GROUPS):
-                x = pipe.x.view(half, 0, LEFT)
-                sums = _multiply_group(weights, x, group, SIZE, 0, LEFT)
+                x = pipe.x.view(half, 0, COLUMNS)
+                sums = _multiply_group(weights, x, group, SIZE, 0, COLUMNS)
                 if AT_ONCE:
-                    other = pipe.x.view(half, RIGHT_AT, RIGHT)
+                    other = pipe.x.view(half, LEFT, RIGHT)
                     more = _multiply_group(weights, other, group, SIZE, 0, RIGHT)
                     sums, more = warpgroup_mma_wait(0, deps=(sums, more))
                 else:
                     sums = warpgroup_mma_wait(0, deps=(sums,))
+                if HI_LO:
+                    sums = join_hi_lo(sums, pipe.BLOCK_M)
                 left += sums * _of_group(columns, group, WEIGHTS, LAYOUT)[:, None]
                 if RIGHT > 0:
                     if not AT_ONCE:
-                        other = pipe.x.view(half, RIGHT_AT, RIGHT)
+                        other = pipe.x.view(half, LEFT, RIGHT)
                         more = _multiply_group(weights, other, group, SIZE, 0, RIGHT)
                         more = warpgroup_mma_wait(0, deps=(more,))
                     right += more * _of_group(columns, group, WEIGHTS, RIGHT_LAYOUT)[:, None]

@@ -18,9 +18,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...device.compat import aggregate
+from ...device.compat import COPIES_REGISTER_OPERANDS, aggregate
 from ...device.hopper import make_tile_tags
-from .weight_fragments import accumulator_layout, decode_weights
+from ...device.hopper_ptx import LO_SCALE
+from .weight_fragments import accumulator_layout, decode_weights, join_hi_lo
 
 STAGE_CODES = gl.constexpr(256)
 """Codes of depth in a stage: two depth units of the weight layout."""
@@ -153,8 +154,26 @@ HI_THEN_LO = gl.constexpr("high parts, then low parts")
 ONE_GROUP: all columns in one wgmma. TWO_AT_ONCE: left and right columns in one run of wgmma; both
 partial sums fit in registers. TWO_IN_TURN: the right columns after the left ones' sums are added,
 since the registers hold only one group's partial sums. HI_THEN_LO: the right columns are the rows'
-low parts; they are summed in the tensor core over all stages, since they count 1/16.
+low parts; they are summed in the tensor core over all stages, since they count 1/16. With high and
+low parts ONE_GROUP is 1 to 3 % slower, but reads the weights once (`COPIES_REGISTER_OPERANDS`).
 """
+
+
+@gluon.constexpr_function
+def joins_hi_lo(HI_LO, WEIGHTS):
+    """Whether a prefill tile multiplies high and low parts of all rows in one wgmma."""
+    return HI_LO and (WEIGHTS is not None or COPIES_REGISTER_OPERANDS.value)
+
+
+@gluon.constexpr_function
+def first_column(BLOCK, PART, BLOCKS, BLOCK_M, JOINED):
+    """Column of the first row of a block of a tile, of its high (PART 0) or low parts (PART 1).
+
+    JOINED: each block has both parts side by side, so that a tile's columns are without a gap where
+    it has fewer than BLOCKS blocks.
+    """
+    return ((2 * BLOCK + PART) if JOINED else (PART * BLOCKS + BLOCK)) * BLOCK_M
+
 
 UNORDERED = gl.constexpr("unordered")
 AFTER_ISSUE = gl.constexpr("after issue")
@@ -169,9 +188,10 @@ def ping_pong_policy(CONSUMERS, CAPACITY, HI_LO, WEIGHTS):
     """Choose the ping-pong policy.
 
     FP8 tiles of more than 128 columns would pass the order barrier twice per step, which made them
-    4 to 8 % slower on an H200. Weights with groups would pass it for each group.
+    4 to 8 % slower on an H200. Weights with groups would pass it for each group. Two consumers that
+    multiply high and low parts at once were 1 to 2 % slower with an order.
     """
-    if WEIGHTS is not None:
+    if WEIGHTS is not None or (joins_hi_lo(HI_LO, WEIGHTS) and CONSUMERS == 2):
         return UNORDERED
     if HI_LO or CONSUMERS > 2:
         return AFTER_ISSUE
@@ -185,22 +205,22 @@ def _largest_power(number):
 
 
 @gluon.constexpr_function
-def left_columns(ROWS, HI_LO):
+def left_columns(ROWS):
     """Columns of the left group of a tile of ROWS rows: a power of two, as sizes of tensors are."""
-    return ROWS if HI_LO else min(128, _largest_power(ROWS))
+    return min(128, _largest_power(ROWS))
 
 
 @gluon.constexpr_function
-def right_columns(ROWS, HI_LO):
-    """Columns of the right group; 0 if there is none. With HI_LO they are the low parts."""
-    return ROWS if HI_LO else ROWS - left_columns(ROWS, HI_LO)
+def right_columns(ROWS):
+    """Columns of the right group; 0 if there is none."""
+    return ROWS - left_columns(ROWS)
 
 
 @gluon.constexpr_function
 def _column_policy(ROWS, HI_LO):
     if HI_LO:
-        return HI_THEN_LO
-    if right_columns(ROWS, HI_LO) == 0:
+        return ONE_GROUP if joins_hi_lo(HI_LO, None) else HI_THEN_LO
+    if right_columns(ROWS) == 0:
         return ONE_GROUP
     return TWO_AT_ONCE if ROWS < 128 else TWO_IN_TURN
 
@@ -231,10 +251,10 @@ class PrefillPipeline:
     """Stages of the prefill kernel, in shared memory.
 
     codes: uint8 [STAGES * CONSUMERS, 64, 128], two codes a byte. shifts: uint8 [STAGES * CONSUMERS,
-    16, 32]. x: CAPACITY rows of each half stage; with HI_LO the high parts, then the low parts.
-    ready: mbarriers [STAGES * READY_PER_STAGE, 1]. free: mbarriers [STAGES, 1]. WEIGHTS: as in
-    DecodePipeline; with one, codes and shifts have a matrix for each depth unit of a stage. UNITS:
-    depth units of a stage, two, or one with rows of 16 bits.
+    16, 32]. x: CAPACITY rows of each half stage; with HI_LO their high and their low parts, as
+    `first_column` says. ready: mbarriers [STAGES * READY_PER_STAGE, 1]. free: mbarriers
+    [STAGES, 1]. WEIGHTS: as in DecodePipeline; with one, codes and shifts have a matrix for each
+    depth unit of a stage. UNITS: depth units of a stage, two, or one with rows of 16 bits.
     """
 
     codes: gl.shared_memory_descriptor
@@ -418,13 +438,15 @@ def accumulate_prefill(
     POLICY: gl.constexpr = _column_policy(ROWS, HI_LO)
     ORDERED: gl.constexpr = ping_pong.POLICY != UNORDERED
     gl.static_assert(not ORDERED or POLICY != TWO_IN_TURN, "two turns a stage")
-    LEFT: gl.constexpr = left_columns(ROWS, HI_LO)
-    RIGHT: gl.constexpr = right_columns(ROWS, HI_LO)
-    RIGHT_AT: gl.constexpr = pipe.BLOCKS * pipe.BLOCK_M if HI_LO else LEFT
+    LOW_APART: gl.constexpr = POLICY == HI_THEN_LO
+    LEFT: gl.constexpr = left_columns(ROWS)
+    COLUMNS: gl.constexpr = num_columns(LEFT, HI_LO and not LOW_APART)
+    RIGHT: gl.constexpr = ROWS if LOW_APART else right_columns(ROWS)
+    RIGHT_AT: gl.constexpr = pipe.BLOCKS * pipe.BLOCK_M if LOW_APART else LEFT
     WIDTH: gl.constexpr = RIGHT if RIGHT > 0 else 32  # ONE_GROUP does not use the right sums
-    LAYOUT: gl.constexpr = accumulator_layout(LEFT)
+    LAYOUT: gl.constexpr = accumulator_layout(COLUMNS)
     RIGHT_LAYOUT: gl.constexpr = accumulator_layout(WIDTH)
-    left = gl.zeros((64, LEFT), gl.float32, LAYOUT)
+    left = gl.zeros((64, LEFT), gl.float32, accumulator_layout(LEFT))
     right = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
     for _ in range(steps):
         own = state.stage * pipe.CONSUMERS + PARTITION
@@ -439,16 +461,16 @@ def accumulate_prefill(
         # Multiply.
         first_half, second_half = 2 * state.stage, 2 * state.stage + 1
         no_right = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
-        no_left = gl.zeros((64, LEFT), gl.float32, LAYOUT)
-        left_part = _multiply(a, pipe.x, first_half, no_left, 0, LEFT, False)
+        no_left = gl.zeros((64, COLUMNS), gl.float32, LAYOUT)
+        left_part = _multiply(a, pipe.x, first_half, no_left, 0, COLUMNS, False)
         if POLICY == TWO_AT_ONCE:
             right_part = _multiply(a, pipe.x, first_half, no_right, RIGHT_AT, RIGHT, False)
         if not ORDERED:
             b = _decode_half(pipe, own, tables, 1, LAYOUT)
-        left_part = _multiply(b, pipe.x, second_half, left_part, 0, LEFT, True)
+        left_part = _multiply(b, pipe.x, second_half, left_part, 0, COLUMNS, True)
         if POLICY == TWO_AT_ONCE:
             right_part = _multiply(b, pipe.x, second_half, right_part, RIGHT_AT, RIGHT, True)
-        elif POLICY == HI_THEN_LO:
+        elif LOW_APART:
             low = _multiply(a, pipe.x, first_half, right, RIGHT_AT, RIGHT, True)
             low = _multiply(b, pipe.x, second_half, low, RIGHT_AT, RIGHT, True)
         ping_pong.signal(AFTER_ISSUE)
@@ -457,23 +479,25 @@ def accumulate_prefill(
             left_part = warpgroup_mma_wait(0, deps=(left_part,))
         elif POLICY == TWO_AT_ONCE:
             left_part, right_part = warpgroup_mma_wait(0, deps=(left_part, right_part))
-        elif POLICY == TWO_IN_TURN:
+        elif LOW_APART:  # the additions of the high sums overlap the two wgmma of the low parts
+            left += warpgroup_mma_wait(2, deps=(left_part,))
+            right = warpgroup_mma_wait(0, deps=(low,))
+        else:
             left += warpgroup_mma_wait(0, deps=(left_part,))
             right_part = _multiply(a, pipe.x, first_half, no_right, RIGHT_AT, RIGHT, False)
             right_part = _multiply(b, pipe.x, second_half, right_part, RIGHT_AT, RIGHT, True)
             right_part = warpgroup_mma_wait(0, deps=(right_part,))
-        else:  # the additions of the high sums overlap the two wgmma of the low parts
-            left += warpgroup_mma_wait(2, deps=(left_part,))
-            right = warpgroup_mma_wait(0, deps=(low,))
         ping_pong.signal(AFTER_COMPLETION)
         mbarrier.arrive(pipe.free.index(state.stage), count=1)
         # Promote what has not been added yet.
         if POLICY == ONE_GROUP:
-            left += left_part
+            left += join_hi_lo(left_part, pipe.BLOCK_M) if HI_LO else left_part
         elif POLICY == TWO_AT_ONCE:
             left += left_part
             right += right_part
         elif POLICY == TWO_IN_TURN:
             right += right_part
         state = state.advance()
+    if LOW_APART:
+        left += right * LO_SCALE
     return left, right, state, turn

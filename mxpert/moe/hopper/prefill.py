@@ -52,7 +52,7 @@ from ...device.hopper import (
     publish_tile,
     read_tile,
 )
-from ...device.hopper_ptx import LO_SCALE, decode_tables
+from ...device.hopper_ptx import decode_tables
 from ...device.pdl import wait_and_launch_dependents
 from .epilogue import (
     ActivationParameters,
@@ -72,6 +72,8 @@ from .mainloop import (
     PingPong,
     PrefillPipeline,
     accumulate_prefill,
+    first_column,
+    joins_hi_lo,
     left_columns,
     make_order_barriers,
     make_prefill_pipeline,
@@ -182,13 +184,14 @@ def load_rows(pipe, operands, half, ready, tile, depth):
     """Start the TMA loads of 128 bytes of a tile's activation rows into half a stage."""
     BLOCK_M: gl.constexpr = pipe.BLOCK_M
     BLOCKS: gl.constexpr = pipe.BLOCKS
+    JOINED: gl.constexpr = joins_hi_lo(pipe.HI_LO, pipe.WEIGHTS)
     for q in gl.static_range(BLOCKS):
         row = tile.first_block * BLOCK_M + q * BLOCK_M
         used = tile.blocks > q
-        rows = pipe.x.view(half, q * BLOCK_M, BLOCK_M)
+        rows = pipe.x.view(half, first_column(q, 0, BLOCKS, BLOCK_M, JOINED), BLOCK_M)
         async_load(operands.x_desc, [row, depth], ready, rows, pred=used)
         if pipe.HI_LO:
-            rows = pipe.x.view(half, (BLOCKS + q) * BLOCK_M, BLOCK_M)
+            rows = pipe.x.view(half, first_column(q, 1, BLOCKS, BLOCK_M, JOINED), BLOCK_M)
             async_load(operands.x_desc, [operands.low_rows + row, depth], ready, rows, pred=used)
 
 
@@ -322,15 +325,13 @@ def _compute_tile(
 ):
     """Compute and store one row unit of a tile of ROWS rows; return the next state and turn."""
     epilogue = args.epilogue
-    HI_LO: gl.constexpr = args.pipe.HI_LO
-    LEFT: gl.constexpr = left_columns(ROWS, HI_LO)
-    RIGHT: gl.constexpr = right_columns(ROWS, HI_LO)
-    TWO_GROUPS: gl.constexpr = RIGHT > 0 and not HI_LO
+    LEFT: gl.constexpr = left_columns(ROWS)
+    RIGHT: gl.constexpr = right_columns(ROWS)
     ROW_LAYOUT: gl.constexpr = row_per_thread_layout()
     # Issue these loads before the main loop, which hides their latency.
     outputs = load_outputs(epilogue, tile.expert, unit, LEFT)
     rows = load_row_terms(epilogue, first_row, LEFT, ROW_LAYOUT)
-    if TWO_GROUPS:
+    if RIGHT > 0:
         right_rows = load_row_terms(epilogue, first_row + LEFT, RIGHT, ROW_LAYOUT)
     if args.pipe.WEIGHTS is None:
         left, right, state, turn = accumulate_prefill(
@@ -355,10 +356,8 @@ def _compute_tile(
             LEFT=LEFT,
             RIGHT=RIGHT,
         )
-    if HI_LO:
-        left += right * LO_SCALE
     store_tile(args, left, outputs, rows, first_row, unit, SUBTILE=0)
-    if TWO_GROUPS:
+    if RIGHT > 0:
         outputs = load_outputs(epilogue, tile.expert, unit, RIGHT)
         SUBTILE: gl.constexpr = LEFT // args.staging.shape[1]
         store_tile(args, right, outputs, right_rows, first_row + LEFT, unit, SUBTILE)

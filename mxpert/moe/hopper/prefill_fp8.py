@@ -166,7 +166,7 @@ class Sums:
 @gluon.constexpr_function
 def _column_policy(ROWS, CONSUMERS):
     """As in `mainloop`; without decoded weights, registers hold more partial sums at once."""
-    if right_columns(ROWS, False) == 0:
+    if right_columns(ROWS) == 0:
         return ONE_GROUP
     return TWO_AT_ONCE if ROWS * CONSUMERS <= 384 else TWO_IN_TURN
 
@@ -327,8 +327,8 @@ def _step(
 def _accumulate(pipe, ping_pong, state, turn, stages, PARTITION: gl.constexpr, ROWS: gl.constexpr):
     """Sum up a row unit of a tile of ROWS rows over `stages` stages; as `accumulate_prefill`."""
     POLICY: gl.constexpr = _column_policy(ROWS, pipe.CONSUMERS)
-    LEFT: gl.constexpr = left_columns(ROWS, False)
-    RIGHT: gl.constexpr = right_columns(ROWS, False)
+    LEFT: gl.constexpr = left_columns(ROWS)
+    RIGHT: gl.constexpr = right_columns(ROWS)
     WIDTH: gl.constexpr = RIGHT if RIGHT > 0 else 32  # ONE_GROUP does not use the right sums
     sums = Sums(
         gl.zeros((64, LEFT), gl.float32, accumulator_layout(LEFT)),
@@ -347,8 +347,8 @@ def _compute_tile(
 ):
     """Compute and store one row unit of a tile of ROWS rows; return the next state and turn."""
     epilogue = args.epilogue
-    LEFT: gl.constexpr = left_columns(ROWS, False)
-    RIGHT: gl.constexpr = right_columns(ROWS, False)
+    LEFT: gl.constexpr = left_columns(ROWS)
+    RIGHT: gl.constexpr = right_columns(ROWS)
     ROW_LAYOUT: gl.constexpr = row_per_thread_layout()
     # Issue these loads before the main loop, which hides their latency.
     outputs = load_outputs(epilogue, tile.expert, unit, LEFT)

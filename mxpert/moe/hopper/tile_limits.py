@@ -116,15 +116,15 @@ multiplies, so the tile counts that adds fewest. On average these are 5.5 in dec
 follows where that costs 5 %: from (15.5 - 5.5) / 0.05 and (31.5 - 15.5) / 0.05 rows on.
 """
 
-FP8_FROM_ROWS = 128
+FP8_FROM_ROWS = 160
 _FP8_LIMITS = (("fp8_middle", 192), ("fp8_triple", math.inf))
 """Rows per hit expert from which tiles with FP8 weights are used where there are such weights, and
 up to which each of them is.
 
 Measured on an H200 with 21 to 2048 rows, on gpt-oss-120b, kimi-k2 TP4, qwen3-235b and dsv4-flash
-(benchmarks/moe/fp8_copies.py, 4cbca3f): with 128 rows layers take 0.98 to 1.03 of the time of the
-tiles that decode, with 171 and 192 rows 0.95 to 0.99, with 256 and more 0.80 to 0.92. With 96 rows
-the tiles alone took 0.97 and more."""
+(benchmarks/moe/fp8_copies.py, 4cbca3f): with 128 rows layers take 0.98 (gpt-oss) to 1.03 (qwen3) of
+the time of the tiles that decode, with 171 and 192 rows 0.95 to 0.99, with 256 and more 0.80 to
+0.92."""
 
 _DECODE_ROWS = 32
 """Rows of the widest decode tile."""

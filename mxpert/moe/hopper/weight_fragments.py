@@ -100,14 +100,15 @@ def decode_weights(codes_smem, shifts_smem, tables, ACCUMULATOR: gl.constexpr, S
 
 
 @gluon.jit
-def join_hi_lo(accumulator, HI_LO: gl.constexpr):
-    """With HI_LO return hi + lo / 16: the right half of the columns holds the rows' low parts."""
-    if HI_LO:
-        ROWS: gl.constexpr = accumulator.shape[1] // 2
-        hi, lo = accumulator.reshape([64, 2, ROWS]).permute((0, 2, 1)).split()
-        return hi + lo * LO_SCALE  # [64, ROWS] float32
-    else:
-        return accumulator
+def join_hi_lo(accumulator, BLOCK: gl.constexpr):
+    """Return hi + lo / 16, [64, ROWS] float32, of sums [64, 2 * ROWS]; no data moves.
+
+    Each 2 * BLOCK columns are the high parts of BLOCK rows, then the low parts of the same rows.
+    """
+    ROWS: gl.constexpr = accumulator.shape[1] // 2
+    parts = accumulator.reshape([64, ROWS // BLOCK, 2, BLOCK]).permute((0, 1, 3, 2))
+    hi, lo = parts.reshape([64, ROWS, 2]).split()
+    return gl.convert_layout(hi + lo * LO_SCALE, accumulator_layout(ROWS), assert_trivial=True)
 
 
 @gluon.jit

@@ -141,7 +141,7 @@ def test_buffers_hold_a_quarter_of_a_tiles_outputs(
         if config.kernel is HopperKernel.DECODE:
             continue
         _, rows = heuristics.output_buffers(config, 64 * 4, weight_format)
-        columns = left_columns(config.block_m * config.blocks_per_tile, config.hi_lo)
+        columns = left_columns(config.block_m * config.blocks_per_tile)
         assert columns <= 4 * rows, name
 
 

@@ -12,8 +12,9 @@ import pytest
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
 from mxpert.core import cuda_compiler
-from mxpert.core.problem import Combine, SwiGLU, Target
+from mxpert.core.problem import Combine, MoEProblem, SwiGLU, Target
 from mxpert.moe.hopper import few_tokens_limits as few
+from mxpert.moe.hopper.group_layout import HOPPER_GROUPS
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from support.devices import HOPPER_CARDS
 from support.hopper_launches import H200, describe
@@ -92,6 +93,20 @@ def test_what_needs_two_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(few, "missing_compiler", lambda: "needs cuda-core (pip install cuda-core)")
     assert "pip install cuda-core" in str(why(shape, 1, "bf16"))
+
+
+def test_groups_of_16_take_two_launches_of_two_tokens() -> None:
+    def nvfp4(num_tokens: int, shape: MoEShape = MODEL_SHAPES["gpt-oss-120b"]) -> MoEProblem:
+        made = describe(shape, num_tokens, "bf16")
+        return replace(made, weight_format="nvfp4", weight_layout=HOPPER_GROUPS)
+
+    assert all(few.unsupported(nvfp4(num_tokens)) is None for num_tokens in (1, 2, 3, 4))
+    assert "1 to 4 tokens" in str(few.unsupported(nvfp4(5)))
+    assert few.tokens_of_launch(nvfp4(4)) == 2
+    assert few.sizes_of(nvfp4(4)) == few.sizes_of(nvfp4(2)) != few.sizes_of(nvfp4(1))
+    wide = replace(MODEL_SHAPES["gpt-oss-120b"], top_k=16)
+    assert few.unsupported(nvfp4(4, wide)) is None
+    assert "32 slots" in str(few.unsupported(nvfp4(2, replace(wide, top_k=17))))
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,13 +108,40 @@ def test_layers(name: str, a_format: str, shape: str, device: torch.device) -> N
     """Every number of tokens, with poisoned padding; repeats give the same bits."""
     inputs = prepared(name, shape, device)
     served = [n for n in range(1, 9) if one_launch(first_tokens(inputs, n), a_format)]
-    most = 2 if name.startswith("nvfp4") else 4 if a_format == "bf16" or shape == "wide" else 8
+    short = a_format == "bf16" or shape == "wide" or name.startswith("nvfp4")
+    most = 4 if short else 8
     assert served == [*range(1, most + 1)]
     for num_tokens in served:
         y = check(name, a_format, inputs, num_tokens, shape)
         for _ in range(3):
             again = check(name, a_format, inputs, num_tokens, shape)
             assert_exact(again, y, f"T = {num_tokens}")
+
+
+@pytest.mark.parametrize("a_format", A_FORMATS)
+@pytest.mark.parametrize("num_tokens", [3, 4])
+def test_nvfp4_of_more_than_two_tokens_takes_two_launches(
+    num_tokens: int, a_format: str, device: torch.device
+) -> None:
+    """Each gives the bits of its tokens alone, from ids and from logits."""
+    inputs = prepared("nvfp4", "small", device)
+    x, weights = inputs.x[:num_tokens], inputs.weights
+    options = dict(activation=inputs.activation, activation_format=a_format)
+    logits = torch.randn(num_tokens, weights.num_experts, device=device)
+    top_k = inputs.topk_ids.shape[1]
+    with mxpert.override():
+        factors, ids = mxpert.route_topk(logits, top_k)
+    config = one_launch(first_tokens(inputs, num_tokens), a_format)
+    with mxpert.override(backend="hopper", config=config):
+        parts = [
+            mxpert.fused_moe(x[rows], weights, factors[rows], ids[rows], **options)
+            for rows in (slice(2), slice(2, num_tokens))
+        ]
+        for _ in range(3):
+            y = mxpert.fused_moe(x, weights, factors, ids, **options)
+            assert_exact(y, torch.cat(parts), "from ids")
+            y = mxpert.fused_moe_from_logits(x, weights, logits, top_k, **options)
+            assert_exact(y, torch.cat(parts), "from logits")
 
 
 @pytest.mark.parametrize("name", WITH_GROUPS)
