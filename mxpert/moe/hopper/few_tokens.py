@@ -10,7 +10,7 @@ import torch
 
 from ...core.cuda_kernel import CudaKernel
 from ...core.launch import CACHED_LAUNCHES, Launch
-from ...core.problem import MoEProblem, Scoring, TopKOptions, kernel_parameters
+from ...core.problem import GroupScore, MoEProblem, Scoring, TopKOptions, kernel_parameters
 from ...device.pdl import PDL_LAUNCH
 from ...formats.layouts import UNIT_CODES
 from ...formats.spec import MX_BLOCK_SIZE
@@ -20,9 +20,10 @@ from ..inputs import LayerInputs, LogitsInputs
 from .encode import row_format
 from .few_tokens_limits import (
     ACTIVATIONS,
-    LANES,
     SLOTS,
     WARPS,
+    group_lanes,
+    lane_experts,
     num_ctas,
     num_teams,
     shared_bytes,
@@ -140,16 +141,21 @@ class _Routing:
 
     def macros(self, options: TopKOptions) -> dict[str, int]:
         """Those of the kernel that follow from these, and from how experts are chosen."""
+        groups = options.num_groups
         return dict(
             IDS_64=int(self.ids == torch.int64),
             WEIGHTS=_TYPES[self.weights],
             MAPPED=int(self.is_mapped),
             LOGITS=_TYPES[self.logits],
-            LANE_EXPERTS=-(-self.num_global // LANES) if self.logits is not None else 1,
+            LANE_EXPERTS=1 if self.logits is None else lane_experts(self.num_global, groups),
             SCORING=_SCORINGS[options.scoring],
             NORMALIZE=int(options.normalize),
             BIASED=int(self.is_biased),
             CLAMP_NAN=int(options.clamp_nan),
+            NUM_GROUPS=groups,
+            TOP_GROUPS=options.top_groups,
+            BEST_OF_GROUP=1 if options.group_score is GroupScore.MAX else 2,
+            GROUP_LANES=group_lanes(groups),
         )
 
 
@@ -229,7 +235,8 @@ class _Operands:
 def _launch(problem: MoEProblem, num_stages: int, operands: _Operands) -> Launch:
     options, sizes, scale_rule = problem.options, sizes_of(problem), row_format(problem.options)
     given = {k: v for k, v in kernel_parameters(options.activation).items() if v is not None}
-    routing, topk = operands.routing, problem.routing or _GIVEN_IDS
+    routing = operands.routing
+    topk = (problem.routing if routing.logits is not None else None) or _GIVEN_IDS
     return Launch(
         _KERNEL,
         (num_ctas(problem),),

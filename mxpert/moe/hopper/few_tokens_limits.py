@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from ...core.cuda_compiler import missing_compiler
-from ...core.problem import Combine, MoEProblem, Scoring
+from ...core.problem import Combine, MoEProblem
 from ...formats.layouts import UNIT_CODE_BYTES, UNIT_CODES, UNIT_ROWS, UNIT_SCALE_BYTES
 from ...formats.token import FP8_TOKEN
 from ..inputs import LogitsInputs
@@ -21,8 +21,8 @@ SLOTS = LANES
 """Slots of all tokens at most, a lane each."""
 _MOST_CHOSEN = 16
 """Experts of a token at most, where the kernel chooses them."""
-_MOST_ROUTED = 16 * LANES
-"""Experts that it chooses from at most; a lane holds their scores in registers."""
+_MOST_HELD_SCORES = 16
+"""Experts whose scores a lane holds in registers at most."""
 TEAM = 4
 """CTAs that share the rows of stage 2."""
 WARPGROUPS = 4
@@ -176,17 +176,27 @@ def unsupported(problem: MoEProblem) -> str | None:
     return missing_compiler()
 
 
+def group_lanes(num_groups: int) -> int:
+    """Lanes that share the experts of a group, a power of two; 0 if there are too many groups."""
+    return LANES >> (num_groups - 1).bit_length()
+
+
+def lane_experts(num_experts: int, num_groups: int) -> int:
+    """Experts that a lane chooses from. With groups they are all of one group."""
+    return -(-num_experts // num_groups // group_lanes(num_groups))
+
+
 def chooses_experts(problem: MoEProblem, inputs: LogitsInputs) -> bool:
     """Whether the launch itself chooses the experts; if not, `route_topk` runs before it.
 
-    It does not choose groups, and it orders the scores of a softmax by the logits.
+    It chooses at most 16 of at most 512 experts, in at most 32 groups. Groups whose number is no
+    power of two have the lanes of the next one: 12 groups hold at most 32 experts each.
     """
-    options = problem.routing
+    options, num_experts = problem.routing, inputs.logits.shape[1]
     return (
         options is not None
-        and options.num_groups == 1
         and problem.top_k <= _MOST_CHOSEN
-        and inputs.logits.shape[1] <= _MOST_ROUTED
+        and group_lanes(options.num_groups) > 0
+        and lane_experts(num_experts, options.num_groups) <= _MOST_HELD_SCORES
         and inputs.logits.stride(1) == 1
-        and (options.scoring is not Scoring.SOFTMAX or inputs.correction_bias is None)
     )

@@ -108,6 +108,46 @@ ROUTINGS = [
         True,
         id="most-experts",
     ),
+    pytest.param(
+        MODEL_SHAPES["deepseek-v3"],
+        4,
+        TopKOptions("sigmoid", num_groups=8, top_groups=4),
+        torch.float32,
+        True,
+        id="deepseek-v3",
+    ),
+    pytest.param(
+        replace(QWEN3, num_experts=160, top_k=6),
+        2,
+        TopKOptions(normalize=False, num_groups=8, top_groups=3, group_score="max"),
+        torch.bfloat16,
+        False,
+        id="deepseek-v2",
+    ),
+    pytest.param(
+        replace(GPT_OSS, num_experts=512, top_k=16),
+        2,
+        TopKOptions(num_groups=32, top_groups=5, clamp_nan=True),
+        torch.float32,
+        True,
+        id="most-groups",
+    ),
+    pytest.param(
+        replace(GPT_OSS, num_experts=512, top_k=16),
+        2,
+        TopKOptions("sqrtsoftplus", num_groups=2, clamp_nan=True),
+        torch.float32,
+        True,
+        id="largest-groups",
+    ),
+    pytest.param(
+        replace(QWEN3, num_experts=64, top_k=6),
+        1,
+        TopKOptions(),
+        torch.float32,
+        True,
+        id="ernie-4.5",
+    ),
 ]
 
 

@@ -11,13 +11,17 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
+import torch
+
 from mxpert.core import cuda_compiler
-from mxpert.core.problem import Combine, MoEProblem, SwiGLU, Target
+from mxpert.core.problem import Combine, MoEProblem, SwiGLU, Target, TopKOptions
 from mxpert.moe.hopper import few_tokens_limits as few
 from mxpert.moe.hopper.group_layout import HOPPER_GROUPS
+from mxpert.moe.inputs import LogitsInputs
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
 from support.devices import HOPPER_CARDS
 from support.hopper_launches import H200, describe
+from support.without_data import packed, rows_of, weights_of
 
 SHAPES = {
     **{name: shape for name, shape in MODEL_SHAPES.items() if shape.top_k <= 8},
@@ -107,6 +111,66 @@ def test_groups_of_16_take_two_launches_of_two_tokens() -> None:
     wide = replace(MODEL_SHAPES["gpt-oss-120b"], top_k=16)
     assert few.unsupported(nvfp4(4, wide)) is None
     assert "32 slots" in str(few.unsupported(nvfp4(2, replace(wide, top_k=17))))
+
+
+def chooses(
+    num_experts: int, top_k: int, routing: TopKOptions | None, *, step: int = 1, biased: bool = True
+) -> bool:
+    """Whether the launch chooses `top_k` experts from logits that are `step` elements apart."""
+    shape = replace(MODEL_SHAPES["gpt-oss-120b"], num_experts=num_experts, top_k=top_k)
+    problem = replace(describe(shape, 1, "bf16"), routing=routing, num_routed=num_experts)
+    inputs = LogitsInputs(
+        rows_of(1, problem.hidden_size, None),
+        weights_of(problem, packed, has_bias=True),
+        torch.empty(1, num_experts * step, device="meta")[:, ::step],
+        torch.empty(num_experts, device="meta") if biased else None,
+    )
+    return few.chooses_experts(problem, inputs)
+
+
+def in_groups(num_groups: int, top_groups: int = 1) -> TopKOptions:
+    return TopKOptions("sigmoid", num_groups=num_groups, top_groups=top_groups)
+
+
+def test_which_experts_it_chooses() -> None:
+    for scoring in ("softmax", "sigmoid", "sqrtsoftplus"):
+        for biased in (False, True):
+            assert chooses(128, 4, TopKOptions(scoring), biased=biased)
+            routing = TopKOptions(scoring, num_groups=8, top_groups=3, group_score="max")
+            assert chooses(160, 6, routing, biased=biased)
+    assert not chooses(128, 4, None)
+    assert not chooses(128, 4, TopKOptions(), step=2)
+    assert chooses(512, 16, TopKOptions())
+    assert not chooses(513, 16, TopKOptions())
+    assert not chooses(512, 17, TopKOptions())
+
+
+def test_which_groups_it_chooses() -> None:
+    assert chooses(256, 8, in_groups(8, 4))  # DeepSeek-V3
+    assert chooses(160, 6, in_groups(8, 3))  # DeepSeek-V2
+    assert chooses(512, 16, in_groups(2))
+    assert chooses(512, 16, in_groups(32))
+    assert chooses(62, 2, in_groups(31))
+    assert not chooses(66, 2, in_groups(33))
+    assert not chooses(520, 8, in_groups(8))
+    assert chooses(12 * 32, 8, in_groups(12))  # as many lanes as 16 groups have
+    assert not chooses(12 * 33, 8, in_groups(12))
+
+
+@pytest.mark.parametrize("num_groups", range(1, few.LANES + 1))
+def test_each_expert_has_a_lane(num_groups: int) -> None:
+    """Lanes hold the experts that the kernel gives them, each of them once."""
+    lanes = few.group_lanes(num_groups)
+    assert num_groups * lanes <= few.LANES
+    assert lanes & (lanes - 1) == 0
+    for size in range(2, few.LANES * 16 // num_groups + 1):
+        held = few.lane_experts(num_groups * size, num_groups)
+        experts = Counter(
+            group * size + expert
+            for group, lane in itertools.product(range(num_groups), range(lanes))
+            for expert in range(lane, size, lanes)[:held]
+        )
+        assert experts == Counter(range(num_groups * size))
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

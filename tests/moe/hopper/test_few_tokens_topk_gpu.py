@@ -32,11 +32,45 @@ ROUTINGS = {
     "kimi-k2": TopKOptions("sigmoid", routed_scaling_factor=2.827),
     "llama4": TopKOptions("sigmoid", normalize=False),
     "deepseek-v4": TopKOptions("sqrtsoftplus", routed_scaling_factor=1.5),
+    "ernie-4.5": TopKOptions(),
 }
-BIASED = ("kimi-k2", "deepseek-v4")
+GROUPED = {
+    "deepseek-v3": TopKOptions(
+        "sigmoid", num_groups=8, top_groups=4, routed_scaling_factor=2.5, group_score="top2"
+    ),
+    "deepseek-v2": TopKOptions(
+        normalize=False, num_groups=8, top_groups=3, routed_scaling_factor=16.0, group_score="max"
+    ),
+    "two best by softmax": TopKOptions(num_groups=8, top_groups=4, group_score="top2"),
+    "the best by softmax, biased": TopKOptions(num_groups=8, top_groups=4, group_score="max"),
+    "sqrtsoftplus": TopKOptions("sqrtsoftplus", num_groups=8, top_groups=4, group_score="top2"),
+}
+"""Of 8 groups; tests have others, too."""
+BIASED = (
+    "kimi-k2",
+    "deepseek-v4",
+    "ernie-4.5",
+    "deepseek-v3",
+    "the best by softmax, biased",
+    "sqrtsoftplus",
+)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = ((9, 3), (128, 4), (385, 8), (512, 10))
 """Experts, top_k: of a lane 1, 4, 13 and 16 experts."""
+GROUP_SIZES = (
+    (256, 8, 8, 4),
+    (160, 6, 8, 3),
+    (512, 10, 32, 5),
+    (512, 16, 2, 1),
+    (62, 7, 31, 4),
+    (60, 5, 3, 2),
+    (64, 8, 8, 1),
+    (64, 8, 8, 8),
+    (10, 2, 5, 1),
+)
+"""Experts, top_k, groups, groups that compete. A group has 4, 1, 16 or 8 lanes; 31, 3 and 5 groups
+leave some lanes without experts. 64 and 10 experts: all of one group are chosen; all groups
+compete."""
 
 
 @functools.cache
@@ -119,6 +153,41 @@ def test_it_chooses_as_route_topk(
         assert_exact(from_logits(*call), expected(*call), f"{count} tokens")
 
 
+@pytest.mark.usefixtures("in_the_launch")
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("num_experts, top_k, num_groups, top_groups", GROUP_SIZES)
+def test_it_chooses_groups_as_route_topk(
+    num_experts: int,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    dtype: torch.dtype,
+    name: str,
+    device: torch.device,
+) -> None:
+    """float32 outputs show each bit of a weight; tokens of equal groups get the first of them."""
+    routing = replace(GROUPED[name], num_groups=num_groups, top_groups=top_groups)
+    weights, size = weights_of(num_experts, device), num_experts // num_groups
+    torch.manual_seed(num_groups)
+    bias = torch.randn(num_experts, device=device) * 0.3 if name in BIASED else None
+    same_bias = None if bias is None else bias[:size].repeat(num_groups)
+    for count in (1, 2, 3, 4):
+        if count * top_k > few_tokens_limits.SLOTS:
+            continue
+        logits = (torch.randn(count, num_experts, device=device) * 2).to(dtype)
+        logits[-1] = logits[-1].round()
+        x = tokens(count, device)
+        same = logits[:, :size].repeat(1, num_groups)
+        for case in ((logits, bias), (same, same_bias)):
+            call = x, weights, case[0], top_k, routing, case[1]
+            got = from_logits(*call, out_dtype=torch.float32)
+            assert_exact(got, expected(*call, out_dtype=torch.float32), f"{count} tokens")
+        with mxpert.override():
+            _, ids = choose_experts(same, top_k, routing, same_bias)
+        assert int(ids.max()) < top_groups * size
+
+
 BAD = {
     "nan": lambda row: row.index_fill_(0, torch.tensor([3, 70], device=row.device), torch.nan),
     "all nan": lambda row: row.fill_(torch.nan),
@@ -128,17 +197,21 @@ BAD = {
     "huge": lambda row: row.mul_(1e30),
     "32 equal ones": lambda row: row[1::4].fill_(50.0),
     "64 equal ones": lambda row: row[1::2].fill_(50.0),
+    "groups of nan": lambda row: row[16:].fill_(torch.nan),
+    "groups of -inf": lambda row: row[:100].fill_(-torch.inf),
+    "one of each group": lambda row: row.view(8, 16)[:, 1:].fill_(-torch.inf),
 }
 
 
 @pytest.mark.usefixtures("in_the_launch")
 @pytest.mark.parametrize("clamp_nan", [False, True], ids=["", "clamped"])
-@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("name", ROUTINGS | GROUPED)
 @pytest.mark.parametrize("bad", BAD)
 def test_bad_logits_are_a_matter_of_their_token(
     bad: str, name: str, clamp_nan: bool, device: torch.device
 ) -> None:
-    weights, routing = weights_of(128, device), replace(ROUTINGS[name], clamp_nan=clamp_nan)
+    routing = replace((ROUTINGS | GROUPED)[name], clamp_nan=clamp_nan)
+    weights = weights_of(128, device)
     bias = torch.randn(128, device=device) if name in BIASED else None
     logits = torch.randn(3, 128, device=device)
     BAD[bad](logits[1])
@@ -172,8 +245,8 @@ def test_weights_on_the_input(device: torch.device) -> None:
 
 
 OTHERS = {
-    "groups": (64, TopKOptions("sigmoid", num_groups=8, top_groups=4), True),
-    "a biased softmax": (64, TopKOptions(), True),
+    "many groups": (66, TopKOptions("sigmoid", num_groups=33, top_groups=4), True),
+    "large groups": (408, TopKOptions("sigmoid", num_groups=12, top_groups=4), True),
     "many experts": (513, TopKOptions(), False),
 }
 
@@ -205,13 +278,14 @@ def test_graphs_follow_logits(device: torch.device) -> None:
 
 
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name, num_experts", [("kimi-k2", 385), ("deepseek-v3", 256)])
 @pytest.mark.parametrize("count", [1, 4])
 def test_repeats_beside_other_work(
-    count: int, device: torch.device, pytestconfig: pytest.Config
+    count: int, name: str, num_experts: int, device: torch.device, pytestconfig: pytest.Config
 ) -> None:
     """Graphs of 50 layers give the same bits while other kernels compete for the SMs."""
-    repeats, weights = pytestconfig.getoption("--race-repeats"), weights_of(385, device)
-    inputs = Layer(count, weights, device)
+    repeats, weights = pytestconfig.getoption("--race-repeats"), weights_of(num_experts, device)
+    inputs = Layer(count, weights, (ROUTINGS | GROUPED)[name], device)
     found = hunt(inputs.bits, inputs.redraw, repeats, device, per_graph=50)
     assert found.mismatches == 0, f"{found.mismatches} values differed in {repeats} repeats"
 
@@ -219,13 +293,15 @@ def test_repeats_beside_other_work(
 class Layer:
     """A layer whose tokens and logits change between graphs."""
 
-    def __init__(self, count: int, weights: MoEWeights, device: torch.device) -> None:
-        self.x, self.weights = tokens(count, device), weights
+    def __init__(
+        self, count: int, weights: MoEWeights, routing: TopKOptions, device: torch.device
+    ) -> None:
+        self.x, self.weights, self.routing = tokens(count, device), weights, routing
         self.logits = torch.randn(count, weights.num_experts, device=device)
         self.bias = torch.randn(weights.num_experts, device=device)
 
     def bits(self) -> tuple[torch.Tensor, ...]:
-        call = self.x, self.weights, self.logits, 8, ROUTINGS["kimi-k2"], self.bias
+        call = self.x, self.weights, self.logits, 8, self.routing, self.bias
         return (from_logits(*call, out_dtype=torch.float32).view(torch.int32),)
 
     def redraw(self) -> None:
