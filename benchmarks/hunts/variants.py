@@ -14,7 +14,7 @@ from benchmarks.grouped.cells import MODES, Shape
 from benchmarks.grouped.ours import recipe_of
 from mxpert import GateUpOrder, ScaleSpan, SwiGLU
 from mxpert.configs import MoEConfig
-from mxpert.core.problem import ACTIVATION_FORMATS
+from mxpert.core.problem import ACTIVATION_FORMATS, TopKOptions
 from mxpert.formats import MXTensor
 from mxpert.formats.token import FP8_TOKEN
 from mxpert.formats.weight_tensor import WeightFormatName
@@ -32,6 +32,12 @@ SMALL = MoEShape(640, 384, 64, 4, SwiGLU(), GateUpOrder.INTERLEAVED, True)
 TINY = MoEShape(64, 32, 4, 2, SwiGLU(), GateUpOrder.INTERLEAVED, True)
 TINY_GROUPS = replace(TINY, hidden_size=128, intermediate_size=128)
 """Every weight format has whole groups in it."""
+
+CHOICES = {
+    "from logits": TopKOptions(),
+    "from logits of groups": TopKOptions("sigmoid", num_groups=2, group_score="top2"),
+}
+"""How layers in one launch choose their experts; the groups are those of tiny problems, too."""
 
 GROUPED = Shape(8, 256, 352, 544)
 """Ragged groups, no whole tiles."""
@@ -135,11 +141,11 @@ def layer(
     *,
     prepared: bool,
     weight_format: WeightFormatName = "mxfp4",
-    from_logits: bool = False,
+    choice: TopKOptions | None = None,
 ) -> Callable[[torch.device, bool], Hunted]:
-    """A fused layer with the tiles that are pinned, else the dispatcher's. Its routing, or the
-    logits from which it chooses its experts, are drawn anew, too, and so are its weights if they
-    are MXFP4."""
+    """A fused layer with the tiles that are pinned, else the dispatcher's. With `choice` it chooses
+    its experts from logits. Its routing or its logits are drawn anew, too, and so are its weights
+    if they are MXFP4."""
 
     def make(device: torch.device, dry: bool) -> Hunted:
         chosen = TINY_GROUPS if dry else shape
@@ -151,14 +157,15 @@ def layer(
         logits = torch.randn(count, chosen.num_experts, device=device)
         routing: tuple[Any, ...] = inputs.topk_weights, inputs.topk_ids
         op: Callable[..., torch.Tensor] = mxpert.fused_moe
-        if from_logits:
-            routing, op = (logits, chosen.top_k), mxpert.fused_moe_from_logits
-        arguments = inputs.x, inputs.weights, *routing
         options: dict[str, Any] = {"activation": inputs.activation, "activation_format": a_format}
+        if choice is not None:
+            routing, op = (logits, chosen.top_k), mxpert.fused_moe_from_logits
+            options["routing"] = choice
+        arguments = inputs.x, inputs.weights, *routing
 
         def renew() -> None:
             redraw(inputs, generator)
-            if from_logits:
+            if choice is not None:
                 logits.normal_(generator=generator)
                 return
             sizes = len(inputs.x), chosen.num_experts, chosen.top_k
@@ -195,9 +202,10 @@ def one_launch_variants() -> Iterator[Variant]:
             make = layer(SMALL, tokens, a_format, prepared=True)
             yield Variant(name, shape, make, backend="hopper", config=config)
             if a_format == "bf16":
-                make = layer(SMALL, tokens, a_format, prepared=True, from_logits=True)
-                name += " from logits"
-                yield Variant(name, shape, make, backend="hopper", config=config)
+                for source, choice in CHOICES.items():
+                    make = layer(SMALL, tokens, a_format, prepared=True, choice=choice)
+                    full_name = f"{name} {source}"
+                    yield Variant(full_name, shape, make, backend="hopper", config=config)
         shape = MODEL_SHAPES["gpt-oss-20b"]
         name = f"large one launch/{a_format}/gpt-oss-20b"
         make = layer(shape, 1, a_format, prepared=True)

@@ -29,7 +29,8 @@ def test_every_kernel_variant_is_hunted() -> None:
             kinds += ("hopper one launch", "large one launch")
         for kind in kinds:
             assert any(name.startswith(f"{kind}/{a_format}/") for name in names)
-    assert "hopper one launch/bf16/T=1 from logits" in names
+    for source in hunt_variants.CHOICES:
+        assert f"hopper one launch/bf16/T=1 {source}" in names
     for tile in fp8_tiles():
         assert f"hopper fp8 copy/mxfp8/{tile}" in names
     for weight_format in hunt_variants.WEIGHT_FORMATS:
