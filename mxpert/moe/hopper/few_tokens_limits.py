@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from ...core.cuda_compiler import missing_compiler
-from ...core.problem import Combine, MoEProblem
+from ...core.problem import Combine, MoEProblem, Scoring
 from ...formats.layouts import UNIT_CODE_BYTES, UNIT_CODES, UNIT_ROWS, UNIT_SCALE_BYTES
 from ...formats.token import FP8_TOKEN
 from ..inputs import LogitsInputs
@@ -190,11 +190,17 @@ def chooses_experts(problem: MoEProblem, inputs: LogitsInputs) -> bool:
     """Whether the launch itself chooses the experts; if not, `route_topk` runs before it.
 
     It chooses at most 16 of at most 512 experts, in at most 32 groups. Groups whose number is no
-    power of two have the lanes of the next one: 12 groups hold at most 32 experts each.
+    power of two have the lanes of the next one: 12 groups hold at most 32 experts each. It does not
+    choose by the scores of a softmax with clamp_nan: weights that `route_topk` sums up in another
+    order would differ in their last bits.
     """
     options, num_experts = problem.routing, inputs.logits.shape[1]
+    if options is None:
+        return False
+    by_score = options.num_groups > 1 or inputs.correction_bias is not None
+    is_clamped = options.clamp_nan and options.scoring is Scoring.SOFTMAX and by_score
     return (
-        options is not None
+        not is_clamped
         and problem.top_k <= _MOST_CHOSEN
         and group_lanes(options.num_groups) > 0
         and lane_experts(num_experts, options.num_groups) <= _MOST_HELD_SCORES

@@ -138,6 +138,10 @@ def test_which_experts_it_chooses() -> None:
             assert chooses(128, 4, TopKOptions(scoring), biased=biased)
             routing = TopKOptions(scoring, num_groups=8, top_groups=3, group_score="max")
             assert chooses(160, 6, routing, biased=biased)
+            softmax = scoring == "softmax"
+            clamped = TopKOptions(scoring, clamp_nan=True)
+            assert chooses(128, 4, clamped, biased=biased) == (not softmax or not biased)
+            assert chooses(160, 6, replace(routing, clamp_nan=True)) == (not softmax)
     assert not chooses(128, 4, None)
     assert not chooses(128, 4, TopKOptions(), step=2)
     assert chooses(512, 16, TopKOptions())
