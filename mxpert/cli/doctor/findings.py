@@ -8,7 +8,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -23,12 +23,6 @@ MINIMUM_VERSIONS = {"torch": "2.11", "triton": "3.6", "numpy": "1.26", "safetens
 """As in pyproject.toml; a test compares the two."""
 TESTED_UP_TO = {"torch": "2.15", "triton": "3.9"}
 """Newest release series that the kernels were compiled with; pyproject.toml admits no later one."""
-SPILLING_TRITON = "3.9"
-"""Compilers from this one on keep sums of Hopper's kernels for many tokens in memory."""
-SPILLING_REMEDY = (
-    "long prompts with bf16 activations take 1.3 to 1.6 times as long as with Triton 3.6; "
-    "pip install 'torch==2.11.*'"
-)
 OPTIONAL = {"transformers": "5.7", "matplotlib": "3.8"}
 MINIMUM_PYTHON = (3, 11)
 BESIDE = ("accelerate", "vllm", "sglang")
@@ -136,11 +130,7 @@ def examine_versions(target: Target, facts: Row) -> list[Finding]:
         remedy = f"pip install '{requirement(name)}'"
         if name == "triton" and target.kind == "hip":
             remedy = "install the ROCm build of torch again: it brings Triton"
-        found = examine_version(name, minimum, needed=needed, remedy=remedy)
-        spills = name == "triton" and target.arch == "sm_90" and found.state == OK
-        if spills and release(found.value) >= release(SPILLING_TRITON):
-            found = replace(found, state=WARNING, note=SPILLING_REMEDY)
-        findings.append(found)
+        findings.append(examine_version(name, minimum, needed=needed, remedy=remedy))
     for name, minimum in OPTIONAL.items():
         findings.append(
             examine_version(

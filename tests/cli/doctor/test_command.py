@@ -269,24 +269,6 @@ def test_doctor_warns_outside_of_the_tested_range(
     assert runner.invoke(main.app, ["doctor"]).exit_code == 0, "a warning breaks nothing"
 
 
-@pytest.mark.parametrize(
-    "arch, version, state",
-    [("sm_90", "3.6.0", OK), ("sm_90", "3.8.1", OK), ("sm_90", "3.9.0", WARNING)]
-    + [("sm_100", "3.9.0", OK), ("sm_90", "3.10.0", WARNING)],
-)
-def test_doctor_names_the_triton_whose_prompts_are_slow(
-    arch: str, version: str, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = findings.package_version
-    monkeypatch.setattr(
-        findings, "package_version", lambda name: version if name == "triton" else real(name)
-    )
-    target = Target("cuda", arch, "NVIDIA H200", 132, 232448)
-    (found,) = (each for each in findings.examine_versions(target, FACTS) if each.name == "triton")
-    assert found.state == state
-    assert ("long prompts" in found.note) == ((arch, version) == ("sm_90", "3.9.0"))
-
-
 ROCM = Target("hip", "gfx950", "AMD Instinct MI355X", 256, 160 * 1024)
 
 

@@ -28,7 +28,7 @@ from mxpert.core.problem import (
     SwiGLU,
     activation_mx_format,
 )
-from mxpert.core.toolchain import toolchain
+from mxpert.core.toolchain import copies_register_operands, toolchain
 from mxpert.moe.hopper import config as heuristics
 from mxpert.moe.hopper import tile_list as schedule
 from mxpert.testing.problems import MODEL_SHAPES, MoEShape
@@ -76,16 +76,20 @@ MOST_LOOP_SPILLS = {"decode32": 6, "wide": 1}
 """How many of these may be in the main loop, if not 0: a few scalars or sums, hidden by memory
 latency."""
 
-if TRITON_RELEASE >= (3, 9):  # as measured: its PTX needs more registers, in three main loops too
+COPYING = "triple with copies"
+"""The tile of three consumers and 96 rows, where Triton copies operands: no heuristic takes it."""
+
+if copies_register_operands():  # as measured: its PTX needs more registers
     MOST_SPILLS |= {
         "decode16": 45,
         "decode32": 90,
         "short": 22,
-        "triple": 343,
+        "triple": 52,
         "narrow": 28,
-        "wide": 451,
+        "wide": 104,
+        COPYING: 343,
     }
-    MOST_LOOP_SPILLS |= {"triple": 46, "wide": 72}
+    MOST_LOOP_SPILLS |= {"triple": 8, "wide": 18, COPYING: 46}
 
 MOST_ROW_REGISTERS = 128
 """Registers per thread of the row kernels on bfloat16 with eight warps, so that two CTAs fit on an
@@ -115,6 +119,12 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def config_of(a_format: str, tile: str) -> HopperGemmConfig:
     return heuristics.tiles(a_format == "bf16")[tile]
+
+
+def limits_of(a_format: str, tile: str) -> str:
+    """The name that a tile's limits have."""
+    copies = copies_register_operands() and (a_format, tile) == ("mxfp8", "triple")
+    return COPYING if copies else tile
 
 
 def gemms(launches: list[Launch]) -> list[Launch]:
@@ -192,7 +202,7 @@ def test_gemms(recorder: Recorder, a_format: str, tile: str) -> None:
         )
         assert len(launches) == 2
         for launch in launches:
-            check_gemm(launch.compile(), tile)
+            check_gemm(launch.compile(), limits_of(a_format, tile))
 
 
 @pytest.mark.epilogues
@@ -204,7 +214,9 @@ def test_first_stage_of_other_activations(recorder: Recorder, a_format: str, til
         problem = describe(shape_of(activation), 64, a_format)
         launch, _ = gemms(recorder.run(problem, config_of(a_format, tile), has_bias=True))
         third = len(activation.parameters) > 2
-        check_gemm(launch.compile(), tile, SPILLS_OF_THIRD_PARAMETER if third else 0)
+        check_gemm(
+            launch.compile(), limits_of(a_format, tile), SPILLS_OF_THIRD_PARAMETER if third else 0
+        )
 
 
 @pytest.mark.epilogues
@@ -223,7 +235,7 @@ def test_gemms_without_bias(recorder: Recorder, a_format: str, tile: str) -> Non
     assert [launch.arguments["WEIGHTED"] for launch in launches] == [index % 2 == 1, index % 2 == 0]
     stage = index // 2 % 2
     for launch in launches if tile.startswith("decode") else launches[stage : stage + 1]:
-        check_gemm(launch.compile(), tile)
+        check_gemm(launch.compile(), limits_of(a_format, tile))
 
 
 HIDDEN, FEW_AND_MANY = (512, 2880, 7168, 16384), (64, 8192)
