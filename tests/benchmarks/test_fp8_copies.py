@@ -122,7 +122,7 @@ def test_one_bit_of_a_row_counts_and_padding_does_not(
 
 
 @pytest.mark.parametrize("activation", fp8_copies.ACTIVATIONS)
-def test_the_gemm_that_is_timed_reads_the_copy_from_128_rows_on(activation: str) -> None:
+def test_the_gemm_that_is_timed_reads_the_copy_of_experts_with_many_rows(activation: str) -> None:
     model = NAMED["gpt-oss-20b"]
     with warm_up.stand_in():
         forms = fp8_copies.unwritten_forms(model)

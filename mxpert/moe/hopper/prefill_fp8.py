@@ -102,7 +102,8 @@ class Fp8Pipeline:
     """Stages in shared memory.
 
     weights: e4m3 [STAGES * CONSUMERS, 64, 128]. x: BLOCKS * BLOCK_M rows of each stage. ready and
-    free: mbarriers [STAGES, 1]. tags: `make_tile_tags`. HI_LO: False; `load_rows` reads it.
+    free: mbarriers [STAGES, 1]. tags: `make_tile_tags`. HI_LO, WEIGHTS: False and None, as
+    `load_rows` reads them.
     """
 
     weights: gl.shared_memory_descriptor
@@ -115,6 +116,7 @@ class Fp8Pipeline:
     BLOCKS: gl.constexpr
     STAGES: gl.constexpr
     HI_LO: gl.constexpr
+    WEIGHTS: gl.constexpr
 
 
 @aggregate
@@ -199,6 +201,7 @@ def _make_pipeline(
         BLOCKS=BLOCKS,
         STAGES=STAGES,
         HI_LO=False,
+        WEIGHTS=None,
     )
 
 
