@@ -28,6 +28,31 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(monkeypatch)
 
 
+@pytest.fixture(autouse=True)
+def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choices with every Triton are those of a release that copies no register operands."""
+    monkeypatch.setattr(heuristics, "copies_register_operands", lambda: False)
+
+
+@pytest.mark.parametrize(
+    "a_format, num_tokens, tile, with_copies",
+    [
+        ("mxfp8", 1024, "triple", "narrow"),
+        ("mxfp8", 768, "short", "short"),
+        ("mxfp8", 2048, "middle", "middle"),
+        ("bf16", 1024, "triple", "triple"),
+    ],
+)
+def test_copies_of_operands_take_two_consumers(
+    a_format: str, num_tokens: int, tile: str, with_copies: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three have no registers for them; tiles with one product of each operand need none."""
+    problem = describe(MODEL_SHAPES["qwen3-235b"], num_tokens, a_format)
+    assert heuristics.two_stage_heuristic(problem).gate_up == config_of(a_format, tile)
+    monkeypatch.setattr(heuristics, "copies_register_operands", lambda: True)
+    assert heuristics.two_stage_heuristic(problem).gate_up == config_of(a_format, with_copies)
+
+
 @pytest.mark.parametrize("num_tokens", [1, 8, 64, 128, 256, 512, 1024, 4096, 16384])
 @pytest.mark.parametrize("model", MODEL_SHAPES)
 @pytest.mark.parametrize("a_format", ACTIVATION_FORMATS)

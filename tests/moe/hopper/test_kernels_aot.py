@@ -56,16 +56,8 @@ SM_SHARED = 228 * 1024
 SM_REGISTERS = 65536
 WARP_REGISTERS = 32
 
-MOST_SPILLS = {
-    "decode8": 0,
-    "decode16": 10,
-    "decode32": 44,
-    "short": 10,
-    "triple": 48,
-    "narrow": 20,
-    "middle": 96,
-    "wide": 136,
-}
+MOST_SPILLS = dict(decode8=0, decode16=10, decode32=44)
+MOST_SPILLS |= dict(short=10, triple=48, narrow=20, middle=96, wide=136)
 """Local-memory instructions allowed per tile. In large tiles they are in the epilogue, in decode
 tiles between two tiles."""
 
@@ -80,15 +72,8 @@ COPYING = "triple with copies"
 """The tile of three consumers and 96 rows, where Triton copies operands: no heuristic takes it."""
 
 if copies_register_operands():  # as measured: its PTX needs more registers
-    MOST_SPILLS |= {
-        "decode16": 45,
-        "decode32": 90,
-        "short": 22,
-        "triple": 52,
-        "narrow": 28,
-        "wide": 104,
-        COPYING: 343,
-    }
+    MOST_SPILLS |= dict(decode16=45, decode32=90, short=22, triple=52, narrow=28, wide=104)
+    MOST_SPILLS[COPYING] = 343
     MOST_LOOP_SPILLS |= {"triple": 8, "wide": 18, COPYING: 46}
 
 MOST_ROW_REGISTERS = 128
@@ -508,3 +493,4 @@ def test_the_assembler_for_hopper_is_named() -> None:
     tools = toolchain()
     assert tools.ptxas_path == get_ptxas(90).path
     assert tools.register_operand_hazard is (TRITON_RELEASE < (3, 9)), "3.9 brings CUDA 13.4"
+    assert copies_register_operands() is (TRITON_RELEASE >= (3, 9))
