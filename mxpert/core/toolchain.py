@@ -8,6 +8,7 @@ from dataclasses import dataclass
 FIXED_PTXAS = (13, 3)
 """First CUDA release whose ptxas does not reuse the registers of a wgmma A operand too early."""
 _COPYING_TRITON = (3, 9)
+"""First release of Triton for which `copies_register_operands` is true."""
 
 
 @dataclass(frozen=True)
