@@ -137,7 +137,7 @@ def test_the_gemm_that_is_timed_reads_the_copy_of_experts_with_many_rows(activat
 
 
 def test_a_dry_run_has_a_row_for_each_stage(tmp_path: Path) -> None:
-    some = "--models", "kimi-k2-tp4", "--tokens", "1024,8192", "--formats", "mxfp8"
+    some = "--models", "gpt-oss-20b", "--tokens", "1024,8192", "--formats", "mxfp8"
     code, found = dry_run(fp8_copies.main, tmp_path / "a.json", *some)
     assert code == 0, found["meta"]["failures"]
     rows = [(row["T"], row["stage"], row["reads_copy"]) for row in found["rows"]]
