@@ -261,6 +261,16 @@ class TopKOptions:
             object.__setattr__(self, "group_score", score)
 
 
+def compares_scores(options: TopKOptions, is_biased: bool) -> bool:
+    """Whether experts are chosen by their scores; if not, by their logits, in the same order."""
+    return options.num_groups > 1 or is_biased or options.scoring is Scoring.SIGMOID
+
+
+def best_of_group(options: TopKOptions) -> int:
+    """Number of experts, the best of a group, whose scores add up to the group's: 1 or 2."""
+    return 1 if options.group_score is GroupScore.MAX else 2
+
+
 @dataclass(frozen=True)
 class TopKProblem:
     """route_topk for T tokens, top_k of E experts."""

@@ -11,6 +11,11 @@ _COPYING_TRITON = (3, 9)
 """First release of Triton for which `copies_register_operands` is true."""
 
 
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
 @dataclass(frozen=True)
 class Toolchain:
     """Versions and paths of the installed compiler.
@@ -33,7 +38,7 @@ class Toolchain:
         """
         if self.ptxas is None:
             return False
-        return tuple(int(part) for part in self.ptxas.split(".")[:2]) < FIXED_PTXAS
+        return _release(self.ptxas) < FIXED_PTXAS
 
 
 @functools.cache
@@ -46,7 +51,7 @@ def copies_register_operands() -> bool:
         from triton import __version__
     except ImportError:
         return False
-    return tuple(int(part) for part in __version__.split(".")[:2]) >= _COPYING_TRITON
+    return _release(__version__) >= _COPYING_TRITON
 
 
 def toolchain() -> Toolchain:

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from ..core.launch import CACHED_LAUNCHES, Launch
-from ..core.problem import GroupScore, Op, RoutingProblem, Scoring, Target, TopKProblem
+from ..core.problem import Op, RoutingProblem, Target, TopKProblem, best_of_group, compares_scores
 from ..device.pdl import pdl_options
 from ..device.targets import refuse_cpu
 from .inputs import PlanInputs, TopKInputs
@@ -117,7 +117,6 @@ class TopKKernel:
 @functools.lru_cache(CACHED_LAUNCHES)
 def _topk_launch(problem: TopKProblem, config: TopKConfig, row_stride: int, biased: bool) -> Launch:
     options = problem.options
-    grouped = options.num_groups > 1
     return Launch(
         _route_topk_kernel,
         (triton.cdiv(problem.num_tokens, config.rows),),
@@ -130,9 +129,9 @@ def _topk_launch(problem: TopKProblem, config: TopKConfig, row_stride: int, bias
         routed_scaling_factor=float(options.routed_scaling_factor),
         SCORING=options.scoring.value,
         NORMALIZE=options.normalize,
-        GROUPED=grouped,
-        BY_SCORE=grouped or biased or options.scoring is Scoring.SIGMOID,
-        BEST_OF_GROUP=1 if options.group_score is GroupScore.MAX else 2,
+        GROUPED=options.num_groups > 1,
+        BY_SCORE=compares_scores(options, biased),
+        BEST_OF_GROUP=best_of_group(options),
         CLAMP_NAN=options.clamp_nan,
         ROWS=config.rows,
         EXPERTS=_padded(problem.num_experts, _EXPERT_TILES),

@@ -10,7 +10,7 @@ import torch
 
 from ...core.cuda_kernel import CudaKernel
 from ...core.launch import CACHED_LAUNCHES, Launch
-from ...core.problem import GroupScore, MoEProblem, Scoring, TopKOptions, kernel_parameters
+from ...core.problem import MoEProblem, Scoring, TopKOptions, best_of_group, kernel_parameters
 from ...device.pdl import PDL_LAUNCH
 from ...formats.layouts import UNIT_CODES
 from ...formats.spec import MX_BLOCK_SIZE
@@ -154,7 +154,7 @@ class _Routing:
             CLAMP_NAN=int(options.clamp_nan),
             NUM_GROUPS=groups,
             TOP_GROUPS=options.top_groups,
-            BEST_OF_GROUP=1 if options.group_score is GroupScore.MAX else 2,
+            BEST_OF_GROUP=best_of_group(options),
             GROUP_LANES=group_lanes(groups),
         )
 
@@ -284,16 +284,21 @@ def few_tokens_layer(
     step = tokens_of_launch(problem)
     if problem.num_tokens <= step:
         return _launched(problem, num_stages, inputs)
-    out = inputs.out
-    if out is None:
-        size = (problem.num_tokens, problem.hidden_size)
-        out = torch.empty(size, dtype=problem.options.out_dtype, device=inputs.weights.device)
+    out = _output(problem, inputs)
     for first in range(0, problem.num_tokens, step):
         rows = slice(first, min(first + step, problem.num_tokens))
         part = replace(problem, num_tokens=rows.stop - first)
         if _launched(part, num_stages, _of_rows(inputs, rows, out)) is None:
             return None
     return out
+
+
+def _output(problem: MoEProblem, inputs: LayerInputs) -> torch.Tensor:
+    """The tensor to write, [T, H]."""
+    if inputs.out is not None:
+        return inputs.out
+    size = (problem.num_tokens, problem.hidden_size)
+    return torch.empty(size, dtype=problem.options.out_dtype, device=inputs.weights.device)
 
 
 def _of_rows(inputs: LayerInputs, rows: slice, out: torch.Tensor) -> LayerInputs:
@@ -311,7 +316,7 @@ def _of_rows(inputs: LayerInputs, rows: slice, out: torch.Tensor) -> LayerInputs
 
 def _launched(problem: MoEProblem, num_stages: int, inputs: LayerInputs) -> torch.Tensor | None:
     """As `few_tokens_layer`, for the tokens of one launch."""
-    x, weights, out = inputs.x, inputs.weights, inputs.out
+    x, weights = inputs.x, inputs.weights
     held = memory.get(problem, weights.device)
     first, second = weights.gate_up_proj, weights.down_proj
     stored = _Weights.of(first)
@@ -327,9 +332,7 @@ def _launched(problem: MoEProblem, num_stages: int, inputs: LayerInputs) -> torc
         loaded = _LOADED_BYTES["hi_lo"]
     if data.data_ptr() % loaded or strides[0] * data.element_size() % loaded:
         return None
-    if out is None:
-        size = (problem.num_tokens, problem.hidden_size)
-        out = torch.empty(size, dtype=problem.options.out_dtype, device=weights.device)
+    out = _output(problem, inputs)
     biases = weights.gate_up_bias, weights.down_bias
     bias1, bias2 = (None if bias is None else bias.dtype for bias in biases)
     routing = _Routing.of(problem, inputs)

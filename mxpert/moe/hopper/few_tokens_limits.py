@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from ...core.cuda_compiler import missing_compiler
-from ...core.problem import Combine, MoEProblem, Scoring
+from ...core.problem import Combine, MoEProblem, Scoring, compares_scores
 from ...formats.layouts import UNIT_CODE_BYTES, UNIT_CODES, UNIT_ROWS, UNIT_SCALE_BYTES
 from ...formats.token import FP8_TOKEN
 from ..inputs import LogitsInputs
@@ -197,7 +197,7 @@ def chooses_experts(problem: MoEProblem, inputs: LogitsInputs) -> bool:
     options, num_experts = problem.routing, inputs.logits.shape[1]
     if options is None:
         return False
-    by_score = options.num_groups > 1 or inputs.correction_bias is not None
+    by_score = compares_scores(options, inputs.correction_bias is not None)
     is_clamped = options.clamp_nan and options.scoring is Scoring.SOFTMAX and by_score
     return (
         not is_clamped
