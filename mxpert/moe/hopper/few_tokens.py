@@ -282,7 +282,7 @@ def few_tokens_layer(
         four values are not aligned, and for projections whose scales are not of one kind.
     """
     step = tokens_of_launch(problem)
-    if problem.num_tokens <= step:
+    if problem.num_tokens == step:
         return _launched(problem, num_stages, inputs)
     out = _output(problem, inputs)
     for first in range(0, problem.num_tokens, step):

@@ -88,8 +88,7 @@ def num_teams(problem: MoEProblem) -> int:
 @functools.lru_cache(1024)
 def sizes_of(problem: MoEProblem) -> Sizes:
     """Constants of the kernel for a problem, or for the first of its launches."""
-    most = min(problem.num_tokens, tokens_of_launch(problem))
-    units, tokens = units_of(problem), 1 << max(0, most - 1).bit_length()
+    units, tokens = units_of(problem), 1 << max(0, tokens_of_launch(problem) - 1).bit_length()
     hit = min(problem.num_experts, tokens * problem.top_k, SLOTS)
     items = max(1, -(-hit * units["depth_2"] // num_teams(problem)))
     depth = -(-units["depth_1"] // WARPGROUPS) * WARPGROUPS  # a stage has whole units
@@ -136,7 +135,7 @@ def _has_halves(problem: MoEProblem) -> bool:
     return weights is not None and weights.group < 32
 
 
-def tokens_of_launch(problem: MoEProblem) -> int:
+def _most_of_launch(problem: MoEProblem) -> int:
     """Tokens that the columns of an operand hold.
 
     A token has a column for each of its parts, and with groups of 16 four columns: those of first
@@ -147,9 +146,14 @@ def tokens_of_launch(problem: MoEProblem) -> int:
     return _COLUMNS // 2 if uses_hi_lo(problem) else _COLUMNS
 
 
+def tokens_of_launch(problem: MoEProblem) -> int:
+    """Tokens of a layer's first launch; others have as many or fewer."""
+    return min(problem.num_tokens, _most_of_launch(problem))
+
+
 def most_tokens(problem: MoEProblem) -> int:
     """Tokens of a layer at most; with groups of 16 they take two launches, one after the other."""
-    return tokens_of_launch(problem) * (2 if _has_halves(problem) else 1)
+    return _most_of_launch(problem) * (2 if _has_halves(problem) else 1)
 
 
 def unsupported(problem: MoEProblem) -> str | None:
@@ -158,7 +162,7 @@ def unsupported(problem: MoEProblem) -> str | None:
     most = most_tokens(problem)
     if not 1 <= problem.num_tokens <= most:
         return f"serves 1 to {most} tokens"
-    if min(problem.num_tokens, tokens_of_launch(problem)) * problem.top_k > SLOTS:
+    if tokens_of_launch(problem) * problem.top_k > SLOTS:
         return f"serves at most {SLOTS} slots"
     if options.activation_format == FP8_TOKEN:
         return "sees no whole row of features, whose scale fp8_token needs"

@@ -13,6 +13,7 @@
 constexpr int MOST_SLOTS = 16;  // of a token
 constexpr bool IS_GROUPED = NUM_GROUPS > 1;
 constexpr bool BY_SCORE = SCORING == SIGMOID || BIASED || IS_GROUPED;  // else logits are compared
+static_assert(!CLAMP_NAN || SCORING != SOFTMAX || !BY_SCORE, "see chooses_experts");
 
 DEVICE float infinity() { return __uint_as_float(0x7F800000u); }
 
@@ -207,7 +208,7 @@ struct Router {
             ranks[i] = i * GROUP_LANES + first_expert < end ? rank_of(value) : 0;
         }
         if (IS_GROUPED) limit_to_groups(ranks, lane);
-        bool lost = CLAMP_NAN && SCORING == SOFTMAX && !BY_SCORE &&
+        bool lost = CLAMP_NAN && SCORING == SOFTMAX &&
                     (__any_sync(ALL, any_bad) || !__any_sync(ALL, any_good));
         int own = lane;
         if (!lost && !take_keys(ranks, first_expert, own, lane))
