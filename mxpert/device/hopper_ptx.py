@@ -213,78 +213,24 @@ def decode_nibbles(codes, zeros, CODES: gl.constexpr, WORDS: gl.constexpr):
         )
 
 
-NIBBLE_SCALE = gl.constexpr(2.0)
-"""What `bfloat16_nibbles` leaves out of a product with a scale of `bfloat16_pairs`, times 2^6."""
-
-_BFLOAT16_PAIRS = gl.constexpr("""{
-.reg .b16 low, high, a, b, c, d;
+_FLOAT16_PAIRS = gl.constexpr("""{
+.reg .b16 low, high;
 .reg .b32 first, second;
-.reg .f32 value;
 mov.b32 {low, high}, $4;
 cvt.rn.f16x2.e4m3x2 first, low;
 cvt.rn.f16x2.e4m3x2 second, high;
-mov.b32 {a, b}, first;
-mov.b32 {c, d}, second;
-cvt.f32.f16 value, a;
-mul.f32 value, value, 0f7B000000;
-cvt.rn.bf16x2.f32 $0, value, value;
-cvt.f32.f16 value, b;
-mul.f32 value, value, 0f7B000000;
-cvt.rn.bf16x2.f32 $1, value, value;
-cvt.f32.f16 value, c;
-mul.f32 value, value, 0f7B000000;
-cvt.rn.bf16x2.f32 $2, value, value;
-cvt.f32.f16 value, d;
-mul.f32 value, value, 0f7B000000;
-cvt.rn.bf16x2.f32 $3, value, value;
+prmt.b32 $0, first, first, 0x1010;
+prmt.b32 $1, first, first, 0x3232;
+prmt.b32 $2, second, second, 0x1010;
+prmt.b32 $3, second, second, 0x3232;
 }""")
 
 
 @gluon.jit
-def bfloat16_pairs(scales):
-    """e4m3 bytes as int32 of two equal bfloat16 numbers: the value times 2^119."""
+def float16_pairs_of_e4m3(scales):
+    """e4m3 bytes as int32 of two equal float16 numbers."""
     return gl.inline_asm_elementwise(
-        _BFLOAT16_PAIRS, "=r,=r,=r,=r,r", [scales], dtype=gl.int32, is_pure=True, pack=4
-    )
-
-
-def _nibble_pairs_assembly() -> str:
-    """PTX that multiplies eight e2m1 codes of a word by scales, five instructions for two codes.
-
-    The bits of a code are moved to bits of bfloat16: they are then its value times 2^-126.
-    Outputs: $0, $1 the low nibbles; $2, $3 the high ones. Inputs: $4 the word; $5 and $9 the scales
-    of `bfloat16_pairs` of low and high nibbles; copies follow each.
-    """
-    lines = ["{ .reg .b32 lows, a, b;", "shl.b32 lows, $4, 4;"]
-    for half, (word, scale) in enumerate((("lows", "$5"), ("$4", "$9"))):
-        for pair, bytes_of_pair in enumerate(("0x1404", "0x3424")):
-            lines += [
-                f"prmt.b32 a, {word}, 0, {bytes_of_pair};",
-                "shr.u32 b, a, 6;",
-                "and.b32 b, b, 0x01C001C0;",
-                "lop3.b32 b, a, 0x80008000, b, 0xEA;",  # (a & signs) | magnitudes
-                f"mul.rn.bf16x2 ${2 * half + pair}, b, {scale};",
-            ]
-    return "\n".join([*lines, "}"])
-
-
-_NIBBLE_PAIRS = gl.constexpr(_nibble_pairs_assembly())
-
-
-@gluon.jit
-def bfloat16_nibbles(codes, low_scales, high_scales):
-    """Decode bytes of two e2m1 codes to bfloat16, times scales of `bfloat16_pairs`.
-
-    codes: uint8 [..., 4]; the low nibbles have the codes of `low_scales`. Returns the products of
-    the low and of the high nibbles, over NIBBLE_SCALE and 2^6.
-    """
-    return gl.inline_asm_elementwise(
-        _NIBBLE_PAIRS,
-        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
-        [codes, low_scales, high_scales],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=4,
+        _FLOAT16_PAIRS, "=&r,=&r,=&r,=&r,r", [scales], dtype=gl.int32, is_pure=True, pack=4
     )
 
 
@@ -296,34 +242,36 @@ def float16_pairs(scales, FACTOR: gl.constexpr):
     return bits | (bits << 16)
 
 
-def _float16_nibbles_assembly() -> str:
-    """PTX that multiplies eight INT4 codes of a word by a scale: `_zigzag`, conversion, product.
+@gluon.constexpr_function
+def _float16_assembly(codes):
+    """PTX that multiplies eight codes of a word by scales: to e4m3, conversion, product.
 
-    Outputs: $0, $1 the low nibbles; $2, $3 the high ones. Inputs: $4 the word; $5 the scale of
-    `float16_pairs`; copies follow.
+    Outputs: $0, $1 the low nibbles; $2, $3 the high ones. Inputs: $4 the word; $5 and $9 the scales
+    of low and high nibbles, of `float16_pairs`; copies follow each.
     """
+    decode = _zigzag if codes == "int4" else _e2m1
     lines = ["{ .reg .b32 n, s, bytes, pair; .reg .b16 low, high;"]
-    for half in range(2):
-        lines += [*_zigzag("bytes", "$4", half), "mov.b32 {low, high}, bytes;"]
+    for half, scale in enumerate(("$5", "$9")):
+        lines += [*decode("bytes", "$4", half), "mov.b32 {low, high}, bytes;"]
         for place, part in enumerate(("low", "high")):
             lines.append(f"cvt.rn.f16x2.e4m3x2 pair, {part};")
-            lines.append(f"mul.rn.f16x2 ${2 * half + place}, pair, $5;")
+            lines.append(f"mul.rn.f16x2 ${2 * half + place}, pair, {scale};")
     return "\n".join([*lines, "}"])
 
 
-_FLOAT16_NIBBLES = gl.constexpr(_float16_nibbles_assembly())
-
-
 @gluon.jit
-def float16_nibbles(codes, scales):
-    """Decode bytes of two INT4 codes to float16, times scales of `float16_pairs` and 2^-8.
+def float16_nibbles(codes, low_scales, high_scales, CODES: gl.constexpr):
+    """Decode bytes of two 4-bit codes to float16, times scales of `float16_pairs`.
 
-    codes: uint8 [..., 4]. Returns the products of the low and of the high nibbles.
+    codes: uint8 [..., 4]; the low nibbles have the codes of `low_scales`. CODES: "int4", which are
+    then 2^-8 of their values, or "e2m1", 2^-6. Returns the products of the low and of the high
+    nibbles.
     """
+    ASSEMBLY: gl.constexpr = _float16_assembly(CODES)
     return gl.inline_asm_elementwise(
-        _FLOAT16_NIBBLES,
-        "=&r,=&r,=&r,=&r,r,r,r,r,r",
-        [codes, scales],
+        ASSEMBLY,
+        "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r",
+        [codes, low_scales, high_scales],
         dtype=(gl.float16, gl.float16),
         is_pure=True,
         pack=4,

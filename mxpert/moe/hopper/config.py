@@ -22,11 +22,11 @@ from .tile_limits import (
     FP8_FROM_ROWS,
     FP8_SHAPES,
     fp8_tile,
+    holds_float16,
     prefill_shapes,
-    takes_bfloat16_rows,
-    takes_float16_rows,
     tile_limits,
     uses_hi_lo,
+    wide_rows,
 )
 
 
@@ -73,8 +73,8 @@ class HopperGemmConfig(StageConfig):
         k_splits: CTAs that share the contracted dimension of a tile. Prefill kernels have one.
         hi_lo: whether rows are two e4m3 parts, hi and lo, as for bfloat16 activations (a16w4).
         bfloat16_rows: whether rows are bfloat16, and bf16 tensor cores multiply them with weights
-            that bfloat16 holds exactly. Only the prefill kernel has it.
-        float16_rows: the same with float16, for INT4 weights in HOPPER_GROUPS_FLOAT16.
+            that bfloat16 holds exactly: MXFP8. Only the prefill kernel has it.
+        float16_rows: the same with float16: NVFP4, and INT4 in HOPPER_GROUPS_FLOAT16.
 
     Raises:
         TypeError: a value of another type.
@@ -192,7 +192,7 @@ def _prefill_config(
     *,
     hi_lo: bool,
     weight_format: str,
-    float16: bool = False,
+    rows: torch.dtype | None = None,
     kernel: HopperKernel = HopperKernel.PREFILL,
 ) -> HopperGemmConfig:
     """Prefill config for tiles of up to `blocks` blocks, with as many stages as fit.
@@ -200,21 +200,19 @@ def _prefill_config(
     Shared memory must also hold the output buffers. More stages hide more memory latency: with one
     stage more, the "short" tile was up to 11 % faster than "triple" on the same rows.
     """
-    bfloat16 = not float16 and takes_bfloat16_rows(hi_lo, weight_format)
     config = HopperGemmConfig(
         kernel,
         block_m,
         1,
         consumers,
         blocks_per_tile=blocks,
-        hi_lo=hi_lo and not (bfloat16 or float16),
-        bfloat16_rows=bfloat16,
-        float16_rows=float16,
+        hi_lo=hi_lo and rows is None,
+        bfloat16_rows=rows is torch.bfloat16,
+        float16_rows=rows is torch.float16,
     )
     # A buffer of bfloat16 outputs, or of float32 ones for a quarter of the left columns.
     left = 1 << min(128, block_m * blocks).bit_length() - 1
-    rows = max(block_m, left // 2)
-    outputs = consumers * rows * UNIT_ROWS * torch.bfloat16.itemsize
+    outputs = consumers * max(block_m, left // 2) * UNIT_ROWS * torch.bfloat16.itemsize
     room = _PREFILL_SHARED - _BARRIER_BYTES - outputs
     return replace(config, num_stages=room // stage_bytes(config, weight_format))
 
@@ -239,10 +237,12 @@ def output_buffers(
 def tiles(
     hi_lo: bool, weight_format: str = MXFP4.name, float16: bool = False
 ) -> dict[str, HopperGemmConfig]:
-    """All tiles by name, ordered by activation rows; float16: whether those of prefill are."""
-    return {f"decode{rows}": _decode_config(rows, hi_lo, weight_format) for rows in BLOCKS_M} | {
-        name: _prefill_config(*shape, hi_lo=hi_lo, weight_format=weight_format, float16=float16)
-        for name, shape in prefill_shapes(hi_lo, weight_format, float16).items()
+    """All tiles by name, ordered by activation rows; float16: whether it holds weights of INT4."""
+    decode = {f"decode{size}": _decode_config(size, hi_lo, weight_format) for size in BLOCKS_M}
+    rows = wide_rows(hi_lo, weight_format, float16)
+    return decode | {
+        name: _prefill_config(*shape, hi_lo=hi_lo, weight_format=weight_format, rows=rows)
+        for name, shape in prefill_shapes(hi_lo, weight_format, rows).items()
     }
 
 
@@ -264,7 +264,7 @@ def tiles_of(problem: MoEProblem) -> dict[str, HopperGemmConfig]:
 
 
 def _own_tiles(problem: MoEProblem) -> dict[str, HopperGemmConfig]:
-    return tiles(uses_hi_lo(problem), problem.weight_format, takes_float16_rows(problem))
+    return tiles(uses_hi_lo(problem), problem.weight_format, holds_float16(problem))
 
 
 def reads_fp8(problem: MoEProblem) -> bool:

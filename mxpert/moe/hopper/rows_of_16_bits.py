@@ -3,9 +3,11 @@
 A code times the scale of its group is exact in 16 bits. The scale is therefore multiplied in
 registers, and no sum of a group leaves the tensor cores.
 
-- NVFP4 and MXFP8: such a product has at most six significant bits, and rows are bfloat16.
+- NVFP4: such a product has at most six significant bits and lies between 2^-10 and 2688. It is a
+  float16 number, and so are the rows.
 - INT4 in HOPPER_GROUPS_FLOAT16: a bfloat16 scale has eight bits, an integer of -8 to 7 three. The
-  product is a float16 number, and so are the rows.
+  product is a float16 number.
+- MXFP8: scales are powers of two of a wider range, and rows are bfloat16.
 
 The memory order is HOPPER_GROUPS. There a thread's word has four codes 4 t + j of 16; wgmma of 16
 bits wants 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 in it, so rows are stored in that order (`encode`).
@@ -22,12 +24,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.hopper_ptx import (
-    NIBBLE_SCALE,
     bfloat16_bytes,
-    bfloat16_nibbles,
-    bfloat16_pairs,
     float16_nibbles,
     float16_pairs,
+    float16_pairs_of_e4m3,
 )
 from .group_layout import FLOAT16_EXPONENT
 from .group_weights import load_scales
@@ -121,30 +121,26 @@ def _load_nibbles(codes_smem):
 
 
 @gluon.jit
-def _nibble_halves(codes_smem, scales, LAYOUT: gl.constexpr):
-    """NVFP4 codes of a unit, times their scales and over NIBBLE_SCALE, as two operands."""
+def _nibble_halves(codes_smem, scales, CODES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Codes of a unit times their scales as two operands of float16.
+
+    Of NVFP4 over 2^6, of INT4 times _FLOAT16_SCALE.
+    """
     codes_0, codes_1 = _load_nibbles(codes_smem)
     OF_CODES: gl.constexpr = codes_0.type.layout
-    lows_0, highs_0, lows_1, highs_1 = _pairs_of_halves(bfloat16_pairs(scales), OF_CODES)
-    first, second = bfloat16_nibbles(codes_0, lows_0, highs_0)
-    operand_0 = _joined_operand(first, second, LAYOUT)
-    first, second = bfloat16_nibbles(codes_1, lows_1, highs_1)
-    return operand_0, _joined_operand(first, second, LAYOUT)
-
-
-@gluon.jit
-def _integer_halves(codes_smem, scales, LAYOUT: gl.constexpr):
-    """INT4 codes of a unit, times their scales and _FLOAT16_SCALE, as two operands of float16."""
-    codes_0, codes_1 = _load_nibbles(codes_smem)
-    OF_CODES: gl.constexpr = codes_0.type.layout
-    pairs = float16_pairs(scales, 2**8 * _FLOAT16_SCALE)
-    if scales.shape[0] == 4:
-        pairs_0, pairs_1 = _of_halves(pairs, OF_CODES)
+    if CODES == "e2m1":
+        pairs = float16_pairs_of_e4m3(scales)
+        lows_0, highs_0, lows_1, highs_1 = _pairs_of_halves(pairs, OF_CODES)
     else:
-        pairs_0, pairs_1 = _of_long_groups(pairs, OF_CODES)
-    first, second = float16_nibbles(codes_0, pairs_0)
+        pairs = float16_pairs(scales, 2**8 * _FLOAT16_SCALE)
+        if scales.shape[0] == 4:
+            lows_0, lows_1 = _of_halves(pairs, OF_CODES)
+        else:
+            lows_0, lows_1 = _of_long_groups(pairs, OF_CODES)
+        highs_0, highs_1 = lows_0, lows_1
+    first, second = float16_nibbles(codes_0, lows_0, highs_0, CODES)
     operand_0 = _joined_operand(first, second, LAYOUT)
-    first, second = float16_nibbles(codes_1, pairs_1)
+    first, second = float16_nibbles(codes_1, lows_1, highs_1, CODES)
     return operand_0, _joined_operand(first, second, LAYOUT)
 
 
@@ -172,14 +168,13 @@ def _byte_halves(codes_smem, scales, LAYOUT: gl.constexpr):
 def _decode_halves(pipe, own, LAYOUT: gl.constexpr):
     """A unit as two operands of 64 codes, times their scales and over `_left_out`."""
     WEIGHTS: gl.constexpr = pipe.WEIGHTS
+    CODES: gl.constexpr = WEIGHTS.codes
     codes = pipe.codes.index(own).reshape([WEIGHTS.code_rows, 128])
     scales = load_scales(pipe.shifts.index(own).reshape([WEIGHTS.groups, 64]))
-    if WEIGHTS.codes == "e2m1":
-        return _nibble_halves(codes, scales, LAYOUT)
-    elif WEIGHTS.codes == "int4":
-        return _integer_halves(codes, scales, LAYOUT)
-    else:
+    if CODES == "e4m3":
         return _byte_halves(codes, scales, LAYOUT)
+    else:
+        return _nibble_halves(codes, scales, CODES, LAYOUT)
 
 
 @gluon.constexpr_function
@@ -187,7 +182,7 @@ def _left_out(WEIGHTS):
     """Factor of the sums that operands leave out, beside 2^exponent of the rows' reference."""
     if WEIGHTS.codes == "int4":
         return 2.0**-WEIGHTS.exponent / _FLOAT16_SCALE.value
-    return NIBBLE_SCALE.value if WEIGHTS.codes == "e2m1" else 1 / _BYTE_SCALE.value
+    return 1.0 if WEIGHTS.codes == "e2m1" else 1 / _BYTE_SCALE.value
 
 
 @gluon.jit

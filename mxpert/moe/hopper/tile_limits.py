@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+import torch
+
 from ...core.problem import MoEProblem, Target
 from .group_layout import HOPPER_GROUPS_FLOAT16, group_weights
 
@@ -33,6 +35,7 @@ beside those of the tile several times a depth unit: wider tiles have 20 to 200 
 loop."""
 
 _SHAPES_OF_16_BIT_ROWS = {
+    "short": (32, 3, 2),
     "triple": (32, 3, 3),
     "narrow": (32, 2, 4),
     "middle": (64, 2, 3),
@@ -86,6 +89,7 @@ _LIMITS_OF_16_BIT_ROWS: dict[tuple[str, bool], tuple[tuple[str, float], ...]] = 
     (codes, hi_lo): (
         ("decode8", 1.5),
         ("decode32", decode),
+        ("short", 48),
         ("triple", 84),
         ("narrow", 110),
         ("middle", middle),
@@ -102,7 +106,7 @@ _LIMITS_OF_16_BIT_ROWS: dict[tuple[str, bool], tuple[tuple[str, float], ...]] = 
 tiles take e4m3 rows: of NVFP4 with hi and lo they multiply four times as much. Of INT4 they scale
 the sums of a group; with groups of 128 they are the faster up to _DECODE_LONG_GROUPS rows.
 
-Measured on an H200 with 4 to 512 rows an expert, on qwen3-30b and minimax-m3 TP4."""
+Measured on an H200 with 4 to 512 rows an expert, on qwen3-30b, minimax-m3 TP4 and kimi-k2 TP4."""
 
 _LIMITS_WHERE_MULTIPLYING_COSTS: dict[bool, tuple[tuple[str, float], ...]] = {
     hi_lo: (("decode8", 1.5), ("decode32", 200), (blocks_of_32, 320), ("wide", math.inf))
@@ -142,33 +146,35 @@ def uses_hi_lo(problem: MoEProblem) -> bool:
     return problem.options.activation_format == "bf16"
 
 
-def takes_bfloat16_rows(hi_lo: bool, weight_format: str) -> bool:
-    """Whether the prefill kernel multiplies bfloat16 rows.
+def wide_rows(hi_lo: bool, weight_format: str, float16: bool = False) -> torch.dtype | None:
+    """The dtype of rows of 16 bits that prefill tiles multiply, or None.
 
-    bfloat16 holds weights of NVFP4 and MXFP8 exactly, so that no sum of a group has to be scaled.
-    With 8-bit activations FP8 tensor cores take half as long, but for groups of 16, which they
-    multiply twice.
+    It holds a weight times the scale of its group, so that no sum of a group has to be scaled. With
+    8-bit activations FP8 tensor cores take half as long, but for groups of 16, which they multiply
+    twice.
+
+    Args:
+        hi_lo: whether activations are bfloat16.
+        float16: whether float16 holds the weights, of INT4.
     """
     weights = group_weights(weight_format)
     if weights is None:
-        return False
-    return weights.codes == "e2m1" or (hi_lo and weights.codes == "e4m3")
+        return None
+    if weights.codes == "e2m1" or (hi_lo and float16):
+        return torch.float16
+    return torch.bfloat16 if hi_lo and weights.codes == "e4m3" else None
 
 
-def takes_float16_rows(problem: MoEProblem) -> bool:
-    """Whether the prefill kernel multiplies float16 rows, by INT4 weights that float16 holds.
-
-    With 8-bit activations FP8 tensor cores take half as long, and the sums of groups that are
-    scaled outside of them weigh less.
-    """
-    return uses_hi_lo(problem) and problem.weight_layout is HOPPER_GROUPS_FLOAT16
+def holds_float16(problem: MoEProblem) -> bool:
+    """Whether float16 holds a problem's weights of INT4."""
+    return problem.weight_layout is HOPPER_GROUPS_FLOAT16
 
 
 def prefill_shapes(
-    hi_lo: bool, weight_format: str, float16: bool = False
+    hi_lo: bool, weight_format: str, rows: torch.dtype | None
 ) -> dict[str, tuple[int, int, int]]:
-    """Those of weights of a format, beside rows of two e4m3 parts (hi_lo) or of one, or float16."""
-    if float16 or takes_bfloat16_rows(hi_lo, weight_format):
+    """Those of weights of a format, beside rows of 16 bits, of two e4m3 parts (hi_lo) or of one."""
+    if rows is not None:
         return _SHAPES_OF_16_BIT_ROWS
     weights = group_weights(weight_format)
     small = weights is not None and weights.group < 128
@@ -197,8 +203,8 @@ def tile_limits(
     weights = group_weights(problem.weight_format)
     if balanced_rows(problem.target, hi_lo, bytes_per_weight) <= _DECODE_ROWS:
         return _LIMITS_WHERE_MULTIPLYING_COSTS[hi_lo]
-    wide = takes_float16_rows(problem) or takes_bfloat16_rows(hi_lo, problem.weight_format)
-    if weights is not None and wide:
+    rows = wide_rows(hi_lo, problem.weight_format, holds_float16(problem))
+    if weights is not None and rows is not None:
         limits = _LIMITS_OF_16_BIT_ROWS[weights.codes, hi_lo]
         if weights.group < 128:
             return limits

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="needs Triton with Gluon")
 
@@ -114,7 +115,7 @@ def test_one_launch_is_not_chosen_where_a_call_names_its_sms(num_sms: int | None
         ("int4_g128", "mxfp8", 64, "triple"),
         ("int4_g128", "mxfp8", 256, "wide"),
         ("int4_g32", "bf16", 32, "narrow"),
-        ("nvfp4", "bf16", 16, "triple"),
+        ("nvfp4", "bf16", 16, "short"),
         ("nvfp4", "mxfp8", 16, "decode32"),
         ("nvfp4", "mxfp8", 256, "wide"),
         ("mxfp8_e4m3", "bf16", 64, "triple"),
@@ -170,11 +171,31 @@ def test_buffers_hold_a_quarter_of_a_tiles_outputs(
         assert columns <= 4 * rows, name
 
 
+@pytest.mark.parametrize("hi_lo", [False, True])
+@pytest.mark.parametrize(
+    "weight_format, rows",
+    [
+        ("mxfp4", (None, None)),
+        ("nvfp4", (torch.float16, torch.float16)),
+        ("mxfp8_e4m3", (None, torch.bfloat16)),
+        ("int4_g32", (None, None)),
+    ],
+)
+def test_rows_of_prefill_tiles(
+    weight_format: str, rows: tuple[torch.dtype | None, torch.dtype | None], hi_lo: bool
+) -> None:
+    """Rows of 16 bits where the weights need them, with 8-bit activations and with bfloat16."""
+    for name, config in heuristics.tiles(hi_lo, weight_format).items():
+        wanted = None if config.kernel is HopperKernel.DECODE else rows[hi_lo]
+        assert config.rows_dtype is (wanted or torch.float8_e4m3fn), name
+        assert config.hi_lo == (hi_lo and wanted is None), name
+
+
 @pytest.mark.parametrize(
     "weight_format, rows, tile",
     [
         ("int4_g32", 16, "decode32"),
-        ("int4_g32", 32, "triple"),
+        ("int4_g32", 32, "short"),
         ("int4_g32", 64, "triple"),
         ("int4_g32", 512, "middle"),
         ("int4_g128", 32, "decode32"),

@@ -138,14 +138,21 @@ def scaled_rows(x: torch.Tensor, a_format: str, scale: torch.Tensor) -> torch.Te
     "depth, num_tokens", [(96, 1), (384, 16), (2880, 333), (2880, 4999), (7168, 16), (8224, 333)]
 )
 @pytest.mark.parametrize("scatter", [True, False], ids=["tokens", "sorted"])
-@pytest.mark.parametrize("a_format", ["bf16", FP8_TOKEN, "mxfp8", "mxfp4", "coded", "float16"])
+@pytest.mark.parametrize(
+    "a_format, dtype",
+    [("bf16", torch.bfloat16)]
+    + [(name, torch.float16) for name in ("bf16", FP8_TOKEN, "mxfp8", "mxfp4", "coded")],
+)
 def test_rows_of_16_bits_hold_their_formats_values(
-    a_format: str, scatter: bool, depth: int, num_tokens: int, device: torch.device
+    a_format: str,
+    dtype: torch.dtype,
+    scatter: bool,
+    depth: int,
+    num_tokens: int,
+    device: torch.device,
 ) -> None:
     """Their values over the row's scale, each 16 of K permuted: exact as bfloat16, and as float16
     up to half of its smallest number. "coded": MXFP8 rows."""
-    dtype = torch.float16 if a_format == "float16" else torch.bfloat16
-    a_format = "bf16" if dtype is torch.float16 else a_format
     name = "mxfp8" if a_format == "coded" else a_format
     plan, options = plan_of(num_tokens, device), MoEOptions(SiLU(), name)
     x = values(num_tokens if scatter else plan.capacity, depth, device)

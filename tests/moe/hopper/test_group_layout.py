@@ -240,6 +240,15 @@ def test_float16_holds_every_integer_times_every_scale() -> None:
         assert torch.equal(product.double(), value * scale * 2**7), value
 
 
+def test_float16_holds_every_nvfp4_code_times_every_scale() -> None:
+    """The kernels' arithmetic: codes times 2^-6, e4m3 scales, their product in float16."""
+    code = torch.tensor(ocp.code_values("mxfp4"), dtype=torch.float64)
+    scale = torch.tensor(ocp.code_values("mxfp8_e4m3"), dtype=torch.float64)
+    scale = scale[scale.isfinite(), None]
+    product = scale.half() * (code / 64).half()
+    assert torch.equal(product.double(), scale * code / 64)
+
+
 def test_what_float16_rounds_is_at_most_2_to_the_minus_31() -> None:
     small = torch.arange(0, 1 << 15, dtype=torch.int16).view(torch.bfloat16)
     small = small[small < 2.0**-24].double()
