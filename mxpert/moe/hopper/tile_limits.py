@@ -97,7 +97,7 @@ _LIMITS_OF_16_BIT_ROWS: dict[tuple[str, bool], tuple[tuple[str, float], ...]] = 
     )
     for codes, hi_lo, decode, middle in (
         ("e2m1", True, 11, 192),
-        ("e2m1", False, 34, 192),
+        ("e2m1", False, 26, 192),
         ("e4m3", True, 26, math.inf),
         ("int4", True, 24, math.inf),
     )

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mxpert
-from mxpert.core.problem import SiLU, TopKOptions
+from mxpert.core.problem import Scoring, SiLU, TopKOptions, compares_scores
 from mxpert.moe.hopper import few_tokens_limits, host
 from mxpert.moe.weights import MoEWeights
 from mxpert.routing.op import choose_experts
@@ -63,8 +63,8 @@ def clamped_or_not(routings: dict[str, TopKOptions]) -> list[Any]:
         for name, routing in routings.items()
         for clamp_nan in (False, True)
         if not clamp_nan
-        or routing.scoring != "softmax"
-        or (name not in BIASED and routing.num_groups == 1)
+        or routing.scoring is not Scoring.SOFTMAX
+        or not compares_scores(routing, name in BIASED)
     ]
 
 
