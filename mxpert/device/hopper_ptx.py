@@ -213,7 +213,7 @@ def decode_nibbles(codes, zeros, CODES: gl.constexpr, WORDS: gl.constexpr):
         )
 
 
-_FLOAT16_PAIRS = gl.constexpr("""{
+_FLOAT16_PAIRS_OF_E4M3 = gl.constexpr("""{
 .reg .b16 low, high;
 .reg .b32 first, second;
 mov.b32 {low, high}, $4;
@@ -230,7 +230,7 @@ prmt.b32 $3, second, second, 0x3232;
 def float16_pairs_of_e4m3(scales):
     """e4m3 bytes as int32 of two equal float16 numbers."""
     return gl.inline_asm_elementwise(
-        _FLOAT16_PAIRS, "=&r,=&r,=&r,=&r,r", [scales], dtype=gl.int32, is_pure=True, pack=4
+        _FLOAT16_PAIRS_OF_E4M3, "=&r,=&r,=&r,=&r,r", [scales], dtype=gl.int32, is_pure=True, pack=4
     )
 
 

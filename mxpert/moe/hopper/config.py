@@ -237,7 +237,7 @@ def output_buffers(
 def tiles(
     hi_lo: bool, weight_format: str = MXFP4.name, float16: bool = False
 ) -> dict[str, HopperGemmConfig]:
-    """All tiles by name, ordered by activation rows; float16: whether it holds weights of INT4."""
+    """All tiles by name, ordered by activation rows; float16: whether float16 holds the weights."""
     decode = {f"decode{size}": _decode_config(size, hi_lo, weight_format) for size in BLOCKS_M}
     rows = wide_rows(hi_lo, weight_format, float16)
     return decode | {

@@ -147,15 +147,15 @@ def uses_hi_lo(problem: MoEProblem) -> bool:
 
 
 def wide_rows(hi_lo: bool, weight_format: str, float16: bool = False) -> torch.dtype | None:
-    """The dtype of rows of 16 bits that prefill tiles multiply, or None.
+    """The dtype of 16 bits in which prefill tiles multiply rows; None if they multiply e4m3.
 
-    It holds a weight times the scale of its group, so that no sum of a group has to be scaled. With
-    8-bit activations FP8 tensor cores take half as long, but for groups of 16, which they multiply
-    twice.
+    The dtype holds a weight times the scale of its group, so that no sum of a group has to be
+    scaled. FP8 tensor cores take half as long with 8-bit activations, and as long with weights in
+    groups of 16, which they multiply twice.
 
     Args:
         hi_lo: whether activations are bfloat16.
-        float16: whether float16 holds the weights, of INT4.
+        float16: whether float16 holds the weights, if they are INT4.
     """
     weights = group_weights(weight_format)
     if weights is None:
@@ -166,14 +166,14 @@ def wide_rows(hi_lo: bool, weight_format: str, float16: bool = False) -> torch.d
 
 
 def holds_float16(problem: MoEProblem) -> bool:
-    """Whether float16 holds a problem's weights of INT4."""
+    """Whether a problem's weights are INT4 that float16 holds."""
     return problem.weight_layout is HOPPER_GROUPS_FLOAT16
 
 
 def prefill_shapes(
     hi_lo: bool, weight_format: str, rows: torch.dtype | None
 ) -> dict[str, tuple[int, int, int]]:
-    """Those of weights of a format, beside rows of 16 bits, of two e4m3 parts (hi_lo) or of one."""
+    """Shapes of the tiles for weights of a format and these rows (`wide_rows`), by name."""
     if rows is not None:
         return _SHAPES_OF_16_BIT_ROWS
     weights = group_weights(weight_format)

@@ -16,6 +16,7 @@ from mxpert.core.target import on_device
 from mxpert.formats import E8M0_NAN, MXFP8_E4M3, Layout, MXTensor, WeightTensor
 from mxpert.formats.weight_tensor import WEIGHT_FORMATS, WeightLike
 from mxpert.moe.hopper.group_layout import (
+    FLOAT16_EXPONENT,
     HOPPER_GROUPS,
     HOPPER_GROUPS_FLOAT16,
     GroupWeights,
@@ -25,7 +26,7 @@ from support.hopper_launches import H200
 from support.weight_formats import WITH_GROUPS
 from tests.formats import ocp
 from tests.moe.hopper.test_layout import permutation
-from tests.moe.hopper.test_layout_decoder import Machine
+from tests.moe.hopper.test_layout_decoder import Machine, halves, word_of
 
 SHAPES = [(1, 64, 128), (2, 96, 384), (3, 160, 256)]
 formats = pytest.mark.parametrize("name", WITH_GROUPS)
@@ -229,33 +230,86 @@ def integers_with(scale: torch.Tensor) -> WeightTensor:
     return WeightTensor(codes, scale[None].bfloat16(), "int4_g32")
 
 
+def pair_of(scale: torch.Tensor) -> torch.Tensor:
+    """A word of two equal float16 numbers."""
+    return word_of(scale[:, None].expand(-1, 2))
+
+
+def float16_products(
+    codes: str, low: torch.Tensor, high: torch.Tensor, mistake: tuple[str, str] = ("", "")
+) -> torch.Tensor:
+    """What the PTX makes of every code in every place of a word: float64 [scales, 16, 8].
+
+    low, high: words with the scale of the low and of the high nibbles, [scales].
+    """
+    module = pytest.importorskip("mxpert.device.hopper_ptx", reason="needs Triton with Gluon")
+    text, found = module._float16_assembly(codes), []
+    assert mistake[0] in text
+    for code in range(16):
+        # Places: low nibbles of four bytes, then the high ones.
+        word = sum((code + place) % 16 << 8 * (place % 4) + place // 4 * 4 for place in range(8))
+        machine = Machine(**{"$4": torch.full_like(low, word), "$5": low, "$9": high})
+        machine.run(text.replace(*mistake))
+        found.append(halves(torch.stack([machine.registers[f"${i}"] for i in range(4)], -1)))
+    by_first = torch.stack(found, 1).flatten(2)  # [scales, code - place, place]
+    return torch.stack([by_first[..., place].roll(place, 1) for place in range(8)], -1)
+
+
+def integer_products(scale: torch.Tensor, mistake: tuple[str, str] = ("", "")) -> torch.Tensor:
+    """Of INT4 values -8 to 7 and scales that are multiplied by 2^15: [scales, 16, 8]."""
+    held = pair_of(scale * 2**15)
+    found = float16_products("int4", held, held, mistake) * 2.0**-FLOAT16_EXPONENT
+    return found[:, [*range(15, 0, -2), *range(0, 16, 2)]]  # codes 15 and 0 are -8 and 0
+
+
+INTEGERS = torch.arange(-8, 8, dtype=torch.float64)[:, None].expand(-1, 8)
+
+
+def bfloat16_scales() -> torch.Tensor:
+    """All that are not negative, as float64."""
+    return torch.arange(0, 1 << 15, dtype=torch.int16).view(torch.bfloat16).double()
+
+
 def test_float16_holds_every_integer_times_every_scale() -> None:
-    """The kernels' arithmetic: scales times 2^15, codes times 2^-8, their product in float16."""
-    scale = torch.arange(0, 1 << 15, dtype=torch.int16).view(torch.bfloat16)
-    scale = scale[(scale < 2) & ((scale >= 2.0**-24) | (scale == 0))].double()
-    held = (scale * 2**15).half()
-    assert torch.equal(held.double(), scale * 2**15)
-    for value in range(-8, 8):
-        product = held * torch.tensor(value / 256, dtype=torch.float16)
-        assert torch.equal(product.double(), value * scale * 2**7), value
+    """The PTX with scales times 2^15, and planted mistakes."""
+    scale = bfloat16_scales()
+    scale = scale[(scale < 2) & ((scale >= 2.0**-24) | (scale == 0))]
+    assert torch.equal((scale * 2**15).half().double(), scale * 2**15)
+    wanted = scale[:, None, None] * INTEGERS
+    assert torch.equal(integer_products(scale), wanted)
+    for mistake in (*MISTAKES["int4"], ("pair, high", "pair, low"), ("pair, $9", "bytes, $9")):
+        assert not torch.equal(integer_products(scale[::64], mistake), wanted[::64]), mistake
 
 
 def test_float16_holds_every_nvfp4_code_times_every_scale() -> None:
-    """The kernels' arithmetic: codes times 2^-6, e4m3 scales, their product in float16."""
-    code = torch.tensor(ocp.code_values("mxfp4"), dtype=torch.float64)
+    """The PTX with other scales of low and of high nibbles, and planted mistakes."""
+    module = pytest.importorskip("mxpert.device.hopper_ptx", reason="needs Triton with Gluon")
+    code = torch.tensor(ocp.code_values("mxfp4"), dtype=torch.float64)[:, None]
     scale = torch.tensor(ocp.code_values("mxfp8_e4m3"), dtype=torch.float64)
-    scale = scale[scale.isfinite(), None]
-    product = scale.half() * (code / 64).half()
-    assert torch.equal(product.double(), scale * code / 64)
+    finite = scale.isfinite()
+    byte = torch.arange(256)
+    machine = Machine(**{"$4": sum((byte + place) % 256 << 8 * place for place in range(4))})
+    machine.run(module._FLOAT16_PAIRS_OF_E4M3.value)
+    for place in range(4):
+        pairs = machine.registers[f"${place}"].roll(place)
+        assert torch.equal(halves(pairs)[finite], scale[finite, None].expand(-1, 2)), place
+        assert halves(pairs)[~finite].isnan().all(), place
+    scale = scale[finite]
+    other = scale.flip(0)
+    wanted = torch.cat(
+        [(each[:, None, None] * code).expand(-1, -1, 4) for each in (scale, other)], 2
+    )
+    pairs = pair_of(scale), pair_of(other)
+    assert torch.equal(float16_products("e2m1", *pairs) * 2.0**6, wanted)
+    for mistake in (*MISTAKES["e2m1"], ("$9", "$5"), ("pair, high", "pair, low")):
+        assert not torch.equal(float16_products("e2m1", *pairs, mistake) * 2.0**6, wanted), mistake
 
 
 def test_what_float16_rounds_is_at_most_2_to_the_minus_31() -> None:
-    small = torch.arange(0, 1 << 15, dtype=torch.int16).view(torch.bfloat16)
-    small = small[small < 2.0**-24].double()
-    held = (small * 2**15).half()
-    for value in range(-8, 8):
-        product = (held * torch.tensor(value / 256, dtype=torch.float16)).double()
-        assert ((product * 2.0**-7 - value * small).abs() <= 2.0**-31).all(), value
+    scale = bfloat16_scales()
+    scale = scale[scale < 2.0**-24]
+    error = integer_products(scale) - scale[:, None, None] * INTEGERS
+    assert (error.abs() <= 2.0**-31).all()
 
 
 @pytest.mark.parametrize(

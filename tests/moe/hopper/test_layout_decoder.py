@@ -45,6 +45,17 @@ def lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: int) -> torch
     return result
 
 
+def halves(words: torch.Tensor) -> torch.Tensor:
+    """Both float16 numbers of unsigned 32-bit words, as float64 [..., 2]."""
+    signed = torch.where(words > MASK >> 1, words - MASK - 1, words).to(torch.int32)
+    return signed[..., None].view(torch.float16).double()
+
+
+def word_of(values: torch.Tensor) -> torch.Tensor:
+    """The inverse of `halves`; rounds values that float16 does not hold."""
+    return values.half().view(torch.int32)[..., 0].long() & MASK
+
+
 class Machine:
     """Runs the straight-line PTX of the decoder on vectors of unsigned 32-bit values."""
 
@@ -64,6 +75,11 @@ class Machine:
                 continue
             guard = self.registers[words.pop(0)[1:]] if words[0].startswith("@") else None
             name, target, *sources = words
+            if name == "mov.b32" and len(sources) == 2:  # to two registers of 16 bits
+                high, word = sources
+                self.registers[high] = self.value(word) >> 16
+                self.registers[target] = self.value(word) & 0xFFFF
+                continue
             result = self.execute(name.split("."), [self.value(s) for s in sources])
             if guard is not None:
                 result = torch.where(guard != 0, result, self.registers[target])
@@ -95,6 +111,11 @@ class Machine:
                 return (a * b) & MASK
             case ["mad", "lo", "u32"], [a, b, c]:
                 return (a * b + c) & MASK
+            case ["cvt", "rn", "f16x2", "e4m3x2"], [a]:
+                codes = torch.stack((a & 255, a >> 8), -1).to(torch.uint8)
+                return word_of(codes.view(torch.float8_e4m3fn))
+            case ["mul", "rn", "f16x2"], [a, b]:
+                return word_of(halves(a) * halves(b))
             case ["shfl", "sync", "idx", "b32"], [lanes, lane, _, _]:
                 return lanes[lane & 31]
             case ["lop3", _], [a, b, c, table]:
