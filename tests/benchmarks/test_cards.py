@@ -19,6 +19,17 @@ def test_the_committed_blocks_are_those_of_the_results(page: str) -> None:
     assert cards.filled(page, cards.results()) == (ROOT / page).read_text("utf-8")
 
 
+def test_the_opening_of_the_readme_says_what_the_results_say() -> None:
+    every = cards.results()
+    h200, h100 = (
+        cards.span(cards.layer_means(cards.named(every[folder], "moe.json")), ".1f")
+        for folder in ("nvidia-h200", "nvidia-h100")
+    )
+    opening = (ROOT / "README.md").read_text("utf-8").partition("\n## ")[0]
+    assert f"on one H200, layers of six models run **{h200} times as fast" in opening
+    assert f"on one H100 {h100} times" in opening
+
+
 def test_every_file_names_its_card() -> None:
     for folder, found in cards.results().items():
         for each in found:
