@@ -138,6 +138,9 @@ def rebase(
     Values that become subnormal are rounded to nearest even; all others keep their value. A block
     of NaN stays NaN: its codes become NaN.
 
+    It runs in plain torch on every device: on one H200 it takes a hundred times as long as a copy
+    of the tensor. `quantize_dual` has kernels that write such scales from unquantised values.
+
     Args:
         tensor: an MXFP8 MXTensor of axis -1, ROW_MAJOR.
         span: which blocks share a scale: BLOCK, SPAN128 or ROW.
