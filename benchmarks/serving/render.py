@@ -276,6 +276,9 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
             axes.set_xticks([])
             axes.set_title(f"{model}, {phase} {size}", fontsize="small")
             axes.set_ylabel("tokens/s", fontsize="small")
+            if not names:
+                axes.set_axis_off()
+                axes.text(0.5, 0.5, "not measured", ha="center", va="center", fontsize="small")
     save_figure(figure, [axes for line in panels for axes in line], document, path, columns=4)
 
 

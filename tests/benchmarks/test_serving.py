@@ -178,6 +178,20 @@ def test_tables_and_plot(rig: Rig) -> None:
     assert rig.output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_panel_without_bars_says_so(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.run(*FEW)
+    document = rig.document
+    document["rows"].append(document["rows"][0] | {"model": "other", "concurrency": 512})
+    drawn: list[Any] = []
+    monkeypatch.setattr(
+        serving_render, "save_figure", lambda figure, panels, *_, **__: drawn.extend(panels)
+    )
+    serving_render.plot(document, rig.output)
+    said = [bool(axes.patches) or [text.get_text() for text in axes.texts] for axes in drawn]
+    assert said.count(["not measured"]) == sum(not axes.patches for axes in drawn) > 0
+    assert True in said
+
+
 def test_ours_is_compared_with_activations_as_wide_or_wider(rig: Rig) -> None:
     """8-bit activations of vLLM's own are no baseline of 16-bit ones; the page says who ran."""
     names = "vllm,marlin,humming-fp8_token,mxpert-a16w4,mxpert-a8w4"
