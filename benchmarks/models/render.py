@@ -38,6 +38,7 @@ COLOR_OF = {
     "transformers grouped_mm": COLORS[0],
     "transformers eager": INK,
     "transformers mxfp4": COLORS[2],
+    "no experts": COLORS[4],
 }
 
 
@@ -102,8 +103,8 @@ def full(document: Mapping[str, Any]) -> str:
     meta, rows = document["meta"], document["rows"]
     gates = {name_of(row): (row["layer_cosine"], row["logits_cosine"]) for row in rows}
     lines = [
-        (name, "–" if layer is None else f"{layer:.6f}", f"{logits:.6f}")
-        for name, (layer, logits) in gates.items()
+        (name, *("–" if each is None else f"{each:.6f}" for each in cosines))
+        for name, cosines in gates.items()
     ]
     return page(
         "# A whole model through Transformers",

@@ -45,24 +45,37 @@ NOISE_MARGIN_DB = 1.0
 
 @dataclass(frozen=True)
 class Variant:
-    """One implementation of the experts; `activation` is None for dense weights."""
+    """One implementation of the experts; `activation` is None for dense weights.
+
+    Without `computes` it returns its input: what remains is the time of everything else.
+    """
 
     impl: str
     format: str
     activation: str | None = None
     graph: bool = True
+    computes: bool = True
 
     def __str__(self) -> str:
         return f"{self.impl} {self.format}"
 
 
+EAGER = Variant("transformers", "eager", graph=False)  # the host reads which experts are hit
 VARIANTS = (
     Variant("mxpert", "a16w4", "bf16"),
     Variant("transformers", "grouped_mm"),
     Variant("mxpert", "a8w4", "mxfp8"),
     Variant("transformers", "mxfp4"),
-    Variant("transformers", "eager", graph=False),  # it reads on the host which experts are hit
+    EAGER,
+    Variant("no", "experts", computes=False),
 )
+
+
+class NoExperts(torch.nn.Module):
+    """In place of a layer's experts; it returns the hidden states that it gets."""
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return hidden_states
 
 
 @dataclass
@@ -146,7 +159,10 @@ def use(bench: Bench, variant: Variant) -> None:
     """
     for block in bench.blocks:
         block.__dict__.pop("forward", None)  # Transformers' MXFP4 path replaces it
-    if variant.format == "mxfp4":
+    if not variant.computes:
+        for experts in bench.converted:
+            experts.source.replace_by(NoExperts())
+    elif variant.format == "mxfp4":
         if isinstance(bench.peer, str):
             raise RuntimeError(bench.peer)
         bench.peer.install(bench.converted)
@@ -171,7 +187,7 @@ class Truth:
 
 @torch.no_grad()
 def eager_truth(bench: Bench) -> Truth:
-    use(bench, VARIANTS[-1])
+    use(bench, EAGER)
     calls: list[tuple[Any, torch.Tensor]] = []
     handles = [
         experts.source.module.register_forward_hook(
@@ -190,9 +206,13 @@ def eager_truth(bench: Bench) -> Truth:
 def gate(bench: Bench, variant: Variant, truth: Truth) -> dict[str, float | None]:
     """Cosines to eager of each layer's output for eager's input, and of the logits.
 
+    There are none without experts.
+
     Raises:
         RuntimeError: the worst layer, or for a path of another form the logits, are too far off.
     """
+    if not variant.computes:
+        return {"layer_cosine": None, "logits_cosine": None}
     logits = cosine(bench.model(truth.ids, use_cache=False).logits, truth.logits)
     if variant.format == "mxfp4":  # its experts take other arguments
         if logits < 0.99:
@@ -331,6 +351,7 @@ PROTOCOL = {
     "forward": "one forward pass without a cache, Transformers' eager attention",
     "moe": "router and experts; in generate and forward from events around each block "
     "of a further pass (share of that pass), host gaps included",
+    "no experts": "experts that return their input: the time of everything else, not gated",
 }
 
 

@@ -48,6 +48,7 @@ CALLS_PER_REPLAY = 8
 """A launch alone in its replay would be timed with the replay's own start."""
 
 HOST_CALLS = 200
+HOST_TOKENS = 16
 HOST_SHAPE = MoEShape(
     hidden_size=512, intermediate_size=256, num_experts=8, top_k=2, activation=mxpert.SwiGLU()
 )
@@ -105,7 +106,7 @@ def host_us(call: Callable[[], object], device: torch.device, calls: int) -> flo
 def host_rows(device: torch.device, calls: int) -> list[Row]:
     """Host µs of each public op, as it launches and through Triton's own path."""
     with contextlib.ExitStack() as stack:
-        problem = random_moe_problem(HOST_SHAPE, 16, device=device)
+        problem = random_moe_problem(HOST_SHAPE, HOST_TOKENS, device=device)
         layout = None if device.type == "cuda" else Layout.HOPPER_FRAGMENT
         weights = problem.weights.prepare(device=device, layout=layout)
         if device.type != "cuda":
@@ -124,10 +125,10 @@ def host_rows(device: torch.device, calls: int) -> list[Row]:
 
 
 def host_calls(problem: MoEInputs, weights: MoEWeights) -> dict[str, Callable[[], object]]:
-    """The public ops on a small layer, for both activation widths."""
+    """The public ops on a small layer, for both activation widths; the layer for one token, too."""
     device = problem.x.device
     experts, top_k = HOST_SHAPE.num_experts, HOST_SHAPE.top_k
-    logits = torch.randn(16, experts, device=device)
+    logits = torch.randn(HOST_TOKENS, experts, device=device)
     x, ids, routing_weights = problem.x, problem.topk_ids, problem.topk_weights
     plan = mxpert.make_routing_plan(routing_weights, ids, num_experts=experts, routing_block_m=UNIT)
     ops: dict[str, Callable[[], object]] = {
@@ -144,9 +145,11 @@ def host_calls(problem: MoEInputs, weights: MoEWeights) -> dict[str, Callable[[]
             x, weights, plan, **options
         )
         ops[f"moe_down {name}"] = lambda h=h: mxpert.moe_down(h, weights, plan)
-        ops[f"fused_moe {name}"] = lambda options=options: mxpert.fused_moe(
-            x, weights, routing_weights, ids, **options
-        )
+        for tokens in (HOST_TOKENS, 1):
+            given = x[:tokens], weights, routing_weights[:tokens], ids[:tokens]
+            ops[f"fused_moe {name}, T = {tokens}"] = functools.partial(
+                mxpert.fused_moe, *given, **options
+            )
     return ops
 
 

@@ -316,7 +316,8 @@ def test_routing_times_every_router_and_op(
     code, found = dry_run(routing.main, tmp_path / "r.json", "--tokens", "1,5")
     assert code == 0
     assert len(found["device_rows"]) == 4 * 2 * 3
-    assert {each["op"] for each in found["host_rows"]} >= {"fused_moe bf16", "fused_moe mxfp8"}
+    ops = {each["op"] for each in found["host_rows"]}
+    assert ops >= {f"fused_moe {name}, T = {tokens}" for name in ("bf16", "mxfp8") for tokens in (1, 16)}
     assert "| both E=384 k=8 |" in capsys.readouterr().out
 
 

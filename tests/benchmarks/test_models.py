@@ -55,6 +55,7 @@ def test_a_dry_run_measures_every_phase(measured: Path) -> None:
             assert ("mxpert", format, "decode", mode, batch) in found
         assert ("mxpert", format, "prefill", "forward", 1) in found
     assert ("transformers", "eager", "decode", "generate", 1) in found
+    assert ("no", "experts", "decode", "graph", 1) in found
     assert ("transformers", "eager", "decode", "graph", 1) not in found
     assert ("transformers", "eager", "decode", "static", 1) not in found
     assert document["meta"]["commit"] == "abc"
@@ -66,6 +67,7 @@ def test_tables_and_plot_come_from_the_json_alone(measured: Path, tmp_path: Path
     assert models_render.main([str(measured), "--folder", str(tmp_path)]) == 0
     text = (tmp_path / "models.md").read_text("utf-8")
     assert "| mxpert a16w4 |" in text
+    assert "| no experts | – | – |" in text
     assert "decode through generate, tokens/s (MoE share) | batch 1 | batch 2 |" in text
     assert "decode through generate with a static cache, tokens/s" in text
     assert "## Not measured" in text
