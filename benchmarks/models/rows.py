@@ -10,8 +10,8 @@ KEY_COLUMNS = ("impl", "format", "phase", "mode", "batch", "tokens")
 TEXTS = ("impl", "format", "phase", "mode")
 NUMBERS = ("ms", "ms_spread", "tokens_per_s")
 MAYBE = ("moe_ms", "moe_share", "layer_cosine", "logits_cosine")
-"""The blocks of a compiled step cannot be timed apart. Transformers' MXFP4 path has no cosine of its
-layers, and a model without experts has no cosine at all."""
+"""The blocks of a compiled step cannot be timed apart. Transformers' MXFP4 path has no cosine of
+its layers, and a model without experts has no cosine at all."""
 META = (*FACTS, "read_tbs", "model", "protocol", "failures")
 PHASES = {"decode": ("generate", "static", "graph"), "prefill": ("forward",)}
 SECTION = Section(
