@@ -2,7 +2,7 @@
 
     python -m benchmarks.grouped.training_host [--dry-run]
 
-Each line is one recipe: kernels of ours that are launched, and the median host time of a warm eager
+Each row is one recipe: kernels of ours that are launched, and the median host time of a warm eager
 forward and backward. The layer is small, so that the device keeps up. With --dry-run kernels are
 compiled for sm_90 (a minute, the first time) and launched into nothing: the host time of a machine
 without a GPU.
@@ -17,9 +17,10 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.harness.script import Script
-from benchmarks.harness.tables import markdown_table
+from benchmarks.harness.script import Script, machine
+from benchmarks.harness.tables import row_table
 from benchmarks.routing.run import host_us
+from mxpert.cli.report import write_json
 from mxpert.core.target import on_device
 from mxpert.formats.spec import LINE_SPANS
 from mxpert.training import MXFP8Recipe, grouped_linear
@@ -47,9 +48,12 @@ def step_of(recipe: MXFP8Recipe, device: torch.device) -> Callable[[], object]:
     return step
 
 
+COLUMNS = {"forward and backward": "{recipe}", "launches": "{launches}", "host µs": "{host_us:.0f}"}
+
+
 def measure(options: argparse.Namespace, _: None) -> int:
-    """Print the table."""
-    lines = []
+    """Print the table, write the JSON."""
+    rows = []
     with contextlib.ExitStack() as stack:
         if options.dry_run:
             stack.enter_context(without_device(record=False))
@@ -58,8 +62,10 @@ def measure(options: argparse.Namespace, _: None) -> int:
             step = step_of(recipe, options.device)
             step()
             us = host_us(step, options.device, CALLS)
-            lines.append([name, str(count_launches(step)), f"{us:.0f}"])
-    print(markdown_table(["forward and backward", "launches", "host µs"], lines))
+            with torch.autograd.set_multithreading_enabled(False):  # launches of a thread count
+                rows.append({"recipe": name, "launches": count_launches(step), "host_us": us})
+    print(row_table(rows, COLUMNS))
+    write_json(options.path, {"meta": machine(options), "rows": rows})
     return 0
 
 

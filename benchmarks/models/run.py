@@ -301,12 +301,13 @@ def measurements(bench: Bench, variant: Variant, options: argparse.Namespace) ->
     def static(batch: int) -> dict[str, float]:
         return time_static(bench, batch, new_tokens)
 
-    modes = [("generate", generate), *([("graph", graph)] if variant.graph else [])]
-    modes += [("static", static)] if variant.graph and options.static else []
+    modes = [("generate", generate, options.batches)]
+    if variant.graph:
+        modes += [("graph", graph, options.batches), ("static", static, options.static)]
     found: list[Measurement] = [
         ("decode", mode, batch, PROMPT, functools.partial(work, batch))
-        for mode, work in modes
-        for batch in options.batches
+        for mode, work, batches in modes
+        for batch in batches
     ]
     passes = functools.partial(time_prefill, bench, prefill, repeats)
     found.insert(len(options.batches), ("prefill", "forward", 1, prefill, passes))
@@ -378,7 +379,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--prefill", type=int, default=8192, help="tokens of the prefill")
     add("--new-tokens", type=int, default=20)
     add("--repeats", type=int, default=5)
-    add("--static", action="store_true", help="generate with a static cache too; compiles long")
+    text = "batches of generate with a static cache; each compiles for a minute; default: none"
+    add("--static", default=[], metavar="BATCHES", help=text, **numbers)
     add("--impl", nargs="+", choices=names, default=names)
 
 

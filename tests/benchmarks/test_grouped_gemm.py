@@ -16,7 +16,15 @@ import pytest
 import torch
 
 import mxpert
-from benchmarks.grouped import cells, ours, peers, published, quantiser, training_rows
+from benchmarks.grouped import (
+    cells,
+    ours,
+    peers,
+    published,
+    quantiser,
+    training_host,
+    training_rows,
+)
 from benchmarks.grouped import render as grouped_render
 from benchmarks.grouped import run as grouped_gemm
 from benchmarks.grouped.cells import SHAPES, Operands, Shape, sample
@@ -359,6 +367,19 @@ def test_a_compiler_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
     assert time.monotonic() - began < 10
     assert jobs[TINY, "bf16", "forward"].pad_depth
     assert jobs[TINY, "bf16", "dgrad"].error == "its compiler was not ready in time"
+
+
+def test_host_time_counts_launches_of_the_backward_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16 runs one grouped GEMM forward and two backward."""
+    recipes = {"bf16": training_host.RECIPES["bf16"]}
+    monkeypatch.setattr(training_host, "RECIPES", recipes)
+    code, found = dry_run(training_host.main, tmp_path / "host.json")
+    assert code == 0
+    (row,) = found["rows"]
+    assert (row["recipe"], row["launches"]) == ("bf16", 3)
+    assert row["host_us"] > 0
 
 
 def test_row_passes_are_timed_beside_torch(

@@ -39,7 +39,7 @@ def _single_threaded() -> Any:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The JSON of a dry run."""
     path = tmp_path_factory.mktemp("models") / "models.json"
-    assert dry_run(models.main, path, "--static")[0] == 0
+    assert dry_run(models.main, path, "--static", "1,2")[0] == 0
     return path
 
 
