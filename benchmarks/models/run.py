@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo
 import transformers
 from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -265,11 +266,17 @@ def time_generate(bench: Bench, batch: int, new_tokens: int) -> dict[str, float]
 
 
 def time_static(bench: Bench, batch: int, new_tokens: int) -> dict[str, float]:
-    """Decode steps of `generate` with a static cache, compiled and captured before they count."""
+    """Decode steps of `generate` with a static cache, compiled and captured before they count.
+
+    Raises:
+        torch._dynamo.exc.FailOnRecompileLimitHit: torch would run the step without compiling it.
+    """
+    torch._dynamo.reset()  # code compiled for another implementation counts towards a limit
     cache = dict(cache_implementation="static", max_cache_len=PROMPT + new_tokens)
-    for _ in range(2):
-        decode_greedily(bench, batch, 4, **cache)
-    return decode_greedily(bench, batch, new_tokens, **cache).steps()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for _ in range(2):
+            decode_greedily(bench, batch, 4, **cache)
+        return decode_greedily(bench, batch, new_tokens, **cache).steps()
 
 
 @torch.no_grad()
