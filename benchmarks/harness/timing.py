@@ -90,14 +90,17 @@ def copy_rate(device: torch.device, size: int) -> float:
     return 2 * size / timing["copy"].us * 1e6
 
 
-def measure_ceilings(device: torch.device) -> dict[str, float]:
-    """What this GPU can do at most, in this run: TB/s and TFLOP/s."""
+def measure_ceilings(device: torch.device, *, sustained: bool = False) -> dict[str, float]:
+    """What this GPU can do at most, in this run: TB/s and TFLOP/s.
+
+    sustained: whether it multiplies under unbroken load.
+    """
     on_gpu = device.type == "cuda"
     ceilings = {"read_tbs": read_bandwidth(device) / 1e12}
     ceilings["copy_tbs"] = copy_rate(device, (1 << 32) if on_gpu else (1 << 26)) / 1e12
     for name, format in (("bf16", "bf16"), ("fp8", "mxfp8")):
         rates = {
-            size: matmul_rate(device, format, size) / 1e12
+            size: matmul_rate(device, format, size, sustained=sustained) / 1e12
             for size in ((4096, 8192) if on_gpu else (256, 512))
         }
         ceilings |= {f"{name}_{size}_tflops": rate for size, rate in rates.items()}

@@ -43,11 +43,11 @@ from benchmarks.moe.peers import (
     asked_peers,
     make,
 )
-from benchmarks.moe.protocol import SUSTAINED_US, WARMUP, idle_seconds, make_meta, num_repeats
+from benchmarks.moe.protocol import WARMUP, idle_seconds, make_meta, num_repeats
 from benchmarks.moe.rows import KEY_COLUMNS, SCHEMA, Key, make_row, work_of
 from mxpert.cli.measure import GateError, RunWeights
 from mxpert.errors import require
-from mxpert.testing.timing import BYTES_PER_MX_WEIGHT, Timing, time_graph
+from mxpert.testing.timing import BYTES_PER_MX_WEIGHT, Timing, time_graph, time_sustained
 
 GPU_BYTES_FREE = 40 << 30
 """What results and graphs of a cell may take."""
@@ -171,7 +171,8 @@ def blame(
 def time_stage(
     run: Run, cell: Cell, stage: str, hit: float, timed: Timed, errors: dict[tuple[str, str], float]
 ) -> None:
-    """Rows of one stage: all variants interleaved, the fastest of an implementation counts.
+    """Rows of one stage: all variants in turns, or each alone under load; the fastest of an
+    implementation counts.
 
     Names of variants are ``impl/activation/variant``.
     """
@@ -182,20 +183,22 @@ def time_stage(
     floor = work.floor_us(ceilings["read_tbs"] * 1e12, ceilings["bf16_tflops"] * 1e12)
     floor *= cell.rotations
     on_gpu = run.device.type == "cuda"
-    warmup = max(WARMUP, int(SUSTAINED_US / floor / len(timed))) if run.sustained else WARMUP
     if on_gpu:
         torch.cuda.synchronize()
         time.sleep(idle_seconds(cell.tokens))
     failed: dict[str, Exception] = {}
     try:
         with run.seconds.clock("capture and replay"):
-            timings = time_graph(
-                timed,
-                device=run.device,
-                failures=failed,
-                repeats=num_repeats(floor) if on_gpu else 1,
-                warmup=warmup if on_gpu else 0,
-            )
+            if run.sustained:
+                timings = time_sustained(timed, device=run.device, failures=failed)
+            else:
+                timings = time_graph(
+                    timed,
+                    device=run.device,
+                    failures=failed,
+                    repeats=num_repeats(floor) if on_gpu else 1,
+                    warmup=WARMUP if on_gpu else 0,
+                )
             check_alive(run.device)
     except Exception as error:
         blame(run, cell, stage, timed, failed, error)
@@ -390,7 +393,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--only-peers", default=",".join(PEERS), help="default: %(default)s")
     seconds: dict[str, Any] = dict(type=float, default=math.inf, metavar="SECONDS")
     add("--peer-time-limit", help="after this, measure mxpert alone", **seconds)
-    add("--sustained", action="store_true", help="time after half a second of load")
+    add("--sustained", action="store_true", help="each alone, two seconds without a pause")
 
 
 def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
@@ -423,7 +426,7 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
         document.meta = old["meta"]
         document.keep_failures(old)
     else:
-        document.meta["ceilings"] = measure_ceilings(device)
+        document.meta["ceilings"] = measure_ceilings(device, sustained=options.sustained)
         if options.peers is None:
             document.meta["peers"] = dict.fromkeys(PEERS, "absent: no --peers directory")
     return Run(

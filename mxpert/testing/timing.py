@@ -8,6 +8,7 @@ interface times plain calls.
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -88,14 +89,79 @@ def time_graph(
         ['sum']
     """
     require(repeats > 0, "time_graph", "repeats", need="at least 1", got=repeats)
-    for name, calls in variants.items():
-        require(
-            len(calls) > 0, "time_graph", f"variants[{name!r}]", got=0, need="at least one call"
-        )
+    _require_calls(variants, "time_graph")
     if torch.device(device).type == "cuda":
         with torch.cuda.device(device):
             return _time_graphs(variants, repeats, warmup, failures)
     return _time_calls(variants, repeats, warmup, failures)
+
+
+REST_SECONDS = 1.0
+"""How long the GPU rests before each variant of `time_sustained`, so that all begin alike."""
+LAST_PART = 0.2
+"""The replays that `time_sustained` counts: the last ones."""
+
+
+def time_sustained(
+    variants: Mapping[str, Sequence[Call]],
+    *,
+    device: torch.device | str,
+    seconds: float = 2.0,
+    failures: dict[str, Exception] | None = None,
+) -> dict[str, Timing]:
+    """Time variants one after the other, each alone under unbroken load; on a CPU plain calls.
+
+    A GPU at its power limit lowers its clock rate, more for some kernels than for others.
+    `time_graph` does not show it: its variants take turns and its replays pause. L2 is not swept.
+
+    Args:
+        variants, device, failures: as in `time_graph`.
+        seconds: load of each variant. The last fifth of it counts.
+
+    Returns:
+        name → Timing of one call.
+
+    Raises:
+        ValueError: a variant without calls, or no load.
+
+    Example:
+        >>> list(time_sustained({"sum": [torch.ones(8).sum]}, device="cpu", seconds=0.01))
+        ['sum']
+    """
+    require(seconds > 0, "time_sustained", "seconds", need="more than 0", got=seconds)
+    _require_calls(variants, "time_sustained")
+    if torch.device(device).type != "cuda":
+        return time_graph(variants, device=device, repeats=3, warmup=0, failures=failures)
+    with torch.cuda.device(device):
+        graphs = _try_each(variants, _capture, failures)
+        return {
+            name: _time_load(graph, len(variants[name]), seconds) for name, graph in graphs.items()
+        }
+
+
+def _time_load(graph: torch.cuda.CUDAGraph, calls: int, seconds: float) -> Timing:
+    """Replay a graph of so many calls for so long; the time of a call in the last replays."""
+    torch.cuda.synchronize()
+    time.sleep(REST_SECONDS)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    marks[0].record()
+    graph.replay()
+    marks[1].record()
+    torch.cuda.synchronize()
+    replays = max(5, round(1e3 * seconds / marks[0].elapsed_time(marks[1])))
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        graph.replay()
+        mark.record()
+    torch.cuda.synchronize()
+    last = marks[-max(2, round(LAST_PART * replays) + 1) :]
+    return Timing.of([a.elapsed_time(b) * 1e3 / calls for a, b in itertools.pairwise(last)])
+
+
+def _require_calls(variants: Mapping[str, Sequence[Call]], op: str) -> None:
+    for name, calls in variants.items():
+        require(len(calls) > 0, op, f"variants[{name!r}]", got=0, need="at least one call")
 
 
 def _turns(names: Sequence[str], rounds: int) -> Iterator[list[str]]:
@@ -216,7 +282,11 @@ def read_bandwidth(device: torch.device | str) -> float:
 
 
 def matmul_rate(
-    device: torch.device | str, activation_format: str = "bf16", size: int | None = None
+    device: torch.device | str,
+    activation_format: str = "bf16",
+    size: int | None = None,
+    *,
+    sustained: bool = False,
 ) -> float:
     """Floating-point operations per second of the vendor's dense GEMM: the compute ceiling.
 
@@ -225,6 +295,7 @@ def matmul_rate(
         activation_format: "bf16" measures bfloat16 (float32 on a CPU, as the reference computes).
             Other formats measure e4m3 with fast accumulation if the GPU supports it.
         size: rows and columns of the square matrices; by default 8192, on a CPU 1024.
+        sustained: measure it under unbroken load (`time_sustained`).
     """
     on_gpu = torch.device(device).type == "cuda"
     size = size or (8192 if on_gpu else 1024)
@@ -244,7 +315,11 @@ def matmul_rate(
         def call() -> object:
             return a @ b.T
 
-    timing = time_graph({"matmul": [call]}, device=device, repeats=10 if on_gpu else 3)["matmul"]
+    calls = {"matmul": [call]}
+    if sustained:
+        timing = time_sustained(calls, device=device)["matmul"]
+    else:
+        timing = time_graph(calls, device=device, repeats=10 if on_gpu else 3)["matmul"]
     return 2 * size**3 / timing.us * 1e6
 
 

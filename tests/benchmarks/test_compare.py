@@ -21,6 +21,7 @@ from mxpert.cli.measure import RunWeights
 from mxpert.core.target import on_device
 from mxpert.formats.tensor import Layout
 from mxpert.testing.problems import MODEL_SHAPES
+from mxpert.testing.timing import Timing, time_sustained
 from support.launches import H200, without_device
 from tests.benchmarks.comparison_rows import row, row_key
 from tests.benchmarks.scripts import dry_run
@@ -107,6 +108,23 @@ def test_a_dry_run_walks_all_cells(tmp_path: Path) -> None:
     assert found["meta"]["commit"] == "abc"
     assert {each["error"] for each in found["meta"]["failures"]} == {compare.NO_GEMM}
     assert all(each["rel_l2"] < 1e-2 for each in found["rows"])
+
+
+def test_sustained_times_each_variant_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone: list[set[str]] = []
+
+    def record(variants: Any, **options: Any) -> dict[str, Timing]:
+        alone.append({name.split("/")[1] for name in variants})
+        return time_sustained(variants, **options)
+
+    monkeypatch.setattr(compare, "time_sustained", record)
+    found = run(tmp_path / "x.json", "--sustained", "--stages", "layer")
+    assert alone == [{"bf16", "mxfp8", "fp8_token", "mxfp4"}] * 2
+    assert len(found["rows"]) == 8
+    assert found["meta"]["protocol"]["power"].startswith("each variant alone")
+    assert "sweep" in found["meta"]["protocol"]["timing"]
 
 
 def test_mxfp4_is_measured_beside_the_a8_peers() -> None:

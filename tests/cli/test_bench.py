@@ -13,7 +13,14 @@ from typer.testing import CliRunner
 
 from mxpert.cli import bench, measure
 from mxpert.cli.main import app
-from mxpert.testing.timing import Timing, Work, matmul_rate, read_bandwidth, time_graph
+from mxpert.testing.timing import (
+    Timing,
+    Work,
+    matmul_rate,
+    read_bandwidth,
+    time_graph,
+    time_sustained,
+)
 from support.outcomes import assert_one_line
 
 runner = CliRunner()
@@ -188,6 +195,25 @@ def test_time_graph_refuses(variants: dict, repeats: int) -> None:
         time_graph(variants, device="cpu", repeats=repeats)
 
 
+@pytest.mark.parametrize(
+    ("variants", "seconds"), [({"a": []}, 1.0), ({"a": [list]}, 0.0)], ids=["no-calls", "no-load"]
+)
+def test_time_sustained_refuses(variants: dict, seconds: float) -> None:
+    with pytest.raises(ValueError, match="time_sustained: "):
+        time_sustained(variants, device="cpu", seconds=seconds)
+
+
+@pytest.mark.gpu
+def test_unbroken_load_counts_single_calls() -> None:
+    """Two multiplications a replay: the time is that of one, and no shorter than after a pause."""
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    calls = {"matmul": [lambda: a @ a.T] * 2}
+    paused = time_graph(calls, device="cuda", repeats=5)["matmul"].us
+    sustained = time_sustained(calls, device="cuda", seconds=0.3)["matmul"]
+    assert 0.8 * paused < sustained.us < 1.8 * paused
+    assert sustained.samples >= 10
+
+
 def test_timing_is_a_median_with_its_band() -> None:
     timing = Timing.of([float(value) for value in range(11)])
     assert (timing.us, timing.low_us, timing.high_us) == (5.0, 1.0, 9.0)
@@ -206,3 +232,4 @@ def test_work_counts_the_experts_that_were_hit(stage: str, share: int) -> None:
 def test_ceilings_are_plausible() -> None:
     assert 1e8 < read_bandwidth("cpu") < 1e13
     assert 1e8 < matmul_rate("cpu") < 1e15
+    assert 1e8 < matmul_rate("cpu", sustained=True) < 1e15
