@@ -182,8 +182,9 @@ def time_stage(
     work = work_of(cell.model, cell.tokens, stage, math.ceil(hit))
     floor = work.floor_us(ceilings["read_tbs"] * 1e12, ceilings["bf16_tflops"] * 1e12)
     floor *= cell.rotations
-    on_gpu = run.device.type == "cuda"
-    if on_gpu:
+    repeats, warmup = 1, 0
+    if run.device.type == "cuda":
+        repeats, warmup = num_repeats(floor), WARMUP
         torch.cuda.synchronize()
         time.sleep(idle_seconds(cell.tokens))
     failed: dict[str, Exception] = {}
@@ -193,11 +194,7 @@ def time_stage(
                 timings = time_sustained(timed, device=run.device, failures=failed)
             else:
                 timings = time_graph(
-                    timed,
-                    device=run.device,
-                    failures=failed,
-                    repeats=num_repeats(floor) if on_gpu else 1,
-                    warmup=WARMUP if on_gpu else 0,
+                    timed, device=run.device, repeats=repeats, warmup=warmup, failures=failed
                 )
             check_alive(run.device)
     except Exception as error:
