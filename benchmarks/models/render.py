@@ -128,15 +128,14 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
         for size, rows in groups(document["rows"], phase, mode).items()
     ]
     count = max(1, len(panels))
-    drawing, (axes_row,) = make_panels(1, count, (3.1 * count, 3.6))
+    drawing, (axes_row,) = make_panels(1, count, (3.1 * count, 4.4))
     for axes, (title, rows) in zip(axes_row, panels, strict=False):
         for index, row in enumerate(rows):
             part = row["ms"] * min(1.0, row["moe_share"] or 0.0)
             color = COLOR_OF.get(name_of(row), COLORS[4])
             axes.bar(index, part, color=color, hatch="///", **BAR)
             axes.bar(index, row["ms"] - part, bottom=part, color=color, alpha=0.5)
-        formats = [row["format"] for row in rows]
-        axes.set_xticks(range(len(rows)), formats, rotation=60, fontsize="small")
+        axes.set_xticks(range(len(rows)), map(name_of, rows), rotation=60, fontsize="small")
         axes.set_title(title, fontsize="small")
         axes.set_ylabel("ms")
     title = f"{document['meta']['device']}: step time, MoE blocks hatched"

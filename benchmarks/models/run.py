@@ -207,7 +207,7 @@ def eager_truth(bench: Bench) -> Truth:
 def gate(bench: Bench, variant: Variant, truth: Truth) -> dict[str, float | None]:
     """Cosines to eager of each layer's output for eager's input, and of the logits.
 
-    There are none without experts.
+    Both are None for a model without experts.
 
     Raises:
         RuntimeError: the worst layer, or for a path of another form the logits, are too far off.

@@ -25,18 +25,17 @@ IDLE = (
     f"{DECODE_TOKENS}), {WARMUP} warm-up replays, then timed replays"
 )
 SUSTAINED = "each variant alone: 1 s of idling, 2 s of replays, of which the last fifth is timed"
-TIMING_OF_LOAD = (
-    "CUDA-graph replays without a sweep of L2; us is the median, us_spread the width of the "
-    "10-90 % band; cuBLAS under the same load; T < 8 rotates among 8 // T routings"
+_FIGURES = (
+    "us is the median, us_spread the width of the 10-90 % band; T < 8 rotates among 8 // T routings"
 )
+TIMING_OF_LOAD = f"CUDA-graph replays without a sweep of L2; {_FIGURES}; cuBLAS under the same load"
 DATA = (
     "normal x, uniformly random codes, scales with a deviation of one binade, "
     "SwiGLU with interleaved gate and up, no biases"
 )
 PROTOCOL = {
     "timing": "CUDA-graph replays, implementations in turns of changing order, L2 "
-    "swept before each; us is the median, us_spread the width of the "
-    "10-90 % band; T < 8 rotates among 8 // T routings",
+    f"swept before each; {_FIGURES}",
     "data": f"{DATA}; marlin: own random codes",
     "stages": "*_gemm: GEMM kernel with its epilogue; gate_up, down: whole stage on a "
     "ready routing; layer: from logits, top-k and sort included. The "

@@ -143,20 +143,20 @@ def _time_load(graph: torch.cuda.CUDAGraph, calls: int, seconds: float) -> Timin
     """Replay a graph of so many calls for so long; the time of a call in the last replays."""
     torch.cuda.synchronize()
     time.sleep(REST_SECONDS)
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    marks[0].record()
-    graph.replay()
-    marks[1].record()
-    torch.cuda.synchronize()
-    replays = max(5, round(1e3 * seconds / marks[0].elapsed_time(marks[1])))
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
+    (first,) = _replay(graph, 1)
+    times = _replay(graph, max(5, round(1e6 * seconds / first)))
+    return Timing.of([us / calls for us in times[-max(1, round(LAST_PART * len(times))) :]])
+
+
+def _replay(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
+    """Microseconds of each of `count` replays without a pause."""
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
     marks[0].record()
     for mark in marks[1:]:
         graph.replay()
         mark.record()
     torch.cuda.synchronize()
-    last = marks[-max(2, round(LAST_PART * replays) + 1) :]
-    return Timing.of([a.elapsed_time(b) * 1e3 / calls for a, b in itertools.pairwise(last)])
+    return [start.elapsed_time(end) * 1e3 for start, end in itertools.pairwise(marks)]
 
 
 def _require_calls(variants: Mapping[str, Sequence[Call]], op: str) -> None:
