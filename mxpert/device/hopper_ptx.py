@@ -63,14 +63,57 @@ def _decode_assembly() -> str:
     return "\n".join(lines) + " }"
 
 
+def _float16_table_assembly() -> str:
+    """The same for float16: the upper bytes of its numbers, whose lower bytes are zero."""
+    return "\n".join(
+        [
+            "{ .reg .b32 lane, by;",
+            "mov.u32 lane, %laneid;",
+            "mul.lo.u32 by, lane, 0x04040404;",
+            "sub.u32 $1, 0x5E5C5A58, by;",  # 6 4 3 2, times 2^6
+            "and.b32 by, by, 0xFFFFFF00;",
+            "sub.u32 $0, 0x56545000, by;",  # 1.5 1 0.5 0, times 2^6
+            "}",
+        ]
+    )
+
+
+def _float16_decode_assembly() -> str:
+    """PTX that converts eight codes of a word to float16 in 11 instructions.
+
+    Outputs: $0 and $1 are the first half (codes 0 to 3), $2 and $3 the second. Inputs: $4 is the
+    word, $5 and $9 the two words of the table for its block's shift; copies follow both.
+    """
+    lines = [
+        "{ .reg .b32 a, b, signs;",
+        "and.b32 a, $4, 0x77777777;",
+        "shr.u32 b, a, 16;",
+        "prmt.b32 a, $5, $9, a;",
+        "prmt.b32 b, $5, $9, b;",
+        "lop3.b32 a, $4, 0x80808080, a, 0xEA;",  # (word & signs) | magnitudes
+        "shl.b32 signs, $4, 4;",
+        "lop3.b32 b, signs, 0x80808080, b, 0xEA;",
+    ]
+    for first, half in ((0, "a"), (2, "b")):
+        lines += [
+            f"prmt.b32 ${first}, {half}, 0, 0x1404;",  # bytes 0 and 1, made wider
+            f"prmt.b32 ${first + 1}, {half}, 0, 0x3424;",
+        ]
+    return "\n".join(lines) + " }"
+
+
 _TABLE_ASSEMBLY = gl.constexpr(_table_assembly())
+_FLOAT16_TABLE_ASSEMBLY = gl.constexpr(_float16_table_assembly())
 _DECODE_ASSEMBLY = gl.constexpr(_decode_assembly())
+_FLOAT16_DECODE_ASSEMBLY = gl.constexpr(_float16_decode_assembly())
 _DECODE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 52))
+_FLOAT16_DECODE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 4 + ["r"] * 9))
+_SHUFFLE = gl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 31, 0xFFFFFFFF;")
 
 
 @aggregate
 class DecodeTables:
-    """Look-up tables of `decode_words`: lane s holds the e4m3 magnitudes for shift s.
+    """Look-up tables of `decode_words`: lane s holds the magnitudes for shift s, a byte for each.
 
     low: int32, codes 0 to 3. high: int32, codes 4 to 7. The words differ between lanes although
     their type is a scalar. A shuffle from the lane that has the table is cheaper than building it
@@ -82,10 +125,11 @@ class DecodeTables:
 
 
 @gluon.jit
-def decode_tables():
-    """Build the look-up tables of `decode_words`."""
+def decode_tables(FLOAT16: gl.constexpr = False):
+    """Build the look-up tables of `decode_words`, or of `decode_float16_words`."""
+    ASSEMBLY: gl.constexpr = _FLOAT16_TABLE_ASSEMBLY if FLOAT16 else _TABLE_ASSEMBLY
     low, high = gl.inline_asm_elementwise(
-        _TABLE_ASSEMBLY, "=&r,=&r,r", [0], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        ASSEMBLY, "=&r,=&r,r", [0], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
     return DecodeTables(low=low, high=high)
 
@@ -103,6 +147,27 @@ def decode_words(codes, shifts, tables):
         dtype=(gl.float8e4nv, gl.float8e4nv),
         is_pure=True,
         pack=16,
+    )
+
+
+@gluon.jit
+def table_of(word, shifts):
+    """A word of `DecodeTables` for each shift, int32."""
+    return gl.inline_asm_elementwise(
+        _SHUFFLE, "=r,r,r", [word, shifts], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def decode_float16_words(codes, low, high):
+    """As `decode_words`, a word at a time, with float16 results; low, high: of `table_of`."""
+    return gl.inline_asm_elementwise(
+        _FLOAT16_DECODE_ASSEMBLY,
+        _FLOAT16_DECODE_CONSTRAINTS,
+        [codes, low, high],
+        dtype=(gl.float16, gl.float16),
+        is_pure=True,
+        pack=4,
     )
 
 

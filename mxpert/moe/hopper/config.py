@@ -240,10 +240,16 @@ def tiles(
     """All tiles by name, ordered by activation rows; float16: whether float16 holds the weights."""
     decode = {f"decode{size}": _decode_config(size, hi_lo, weight_format) for size in BLOCKS_M}
     rows = wide_rows(hi_lo, weight_format, float16)
-    return decode | {
+    found = decode | {
         name: _prefill_config(*shape, hi_lo=hi_lo, weight_format=weight_format, rows=rows)
         for name, shape in prefill_shapes(hi_lo, weight_format, rows).items()
     }
+    if hi_lo and weight_format == MXFP4.name:
+        found |= {
+            f"{name}16": _prefill_config(*shape, hi_lo=True, weight_format=weight_format, rows=torch.float16)
+            for name, shape in prefill_shapes(True, weight_format, torch.float16).items()
+        }
+    return found
 
 
 @functools.cache

@@ -42,7 +42,7 @@ from ...routing.plan import RoutingPlan
 # the block (0..7), j the value inside the word. The source has K in the order (t, q h, j), storage
 # in (q h, t, j), the permutation of MXFP4 weights (`layout.py`). A thread stores 16 bytes (t, j)
 # and gathers them by four loads. Rows for other weights keep the order of K (`RowSteps.in_order`):
-# a thread stores four words then. Of rows of 16 bits, which also keep it, each 16 are permuted.
+# a thread stores four words then. Of rows of 16 bits, in either order, each 16 are permuted.
 # 4 t + j is stored at 8 (j // 2) + 2 t + j % 2, where a thread of such a wgmma has the codes that
 # it loads as one word of the weights.
 
@@ -175,14 +175,19 @@ def _store_bytes(codes, values, target, padded_depth, IN_ORDER: gl.constexpr):
 
 
 @gluon.jit
-def _store_pairs(rows, words, target, padded_depth):
+def _store_pairs(rows, words, target, padded_depth, IN_ORDER: gl.constexpr):
     """Store values of 16 bits of one step, pairs [chunks, 8, 8] as int32, eight a thread."""
     CHUNKS: gl.constexpr = words.shape[0]
     words = words.reshape([CHUNKS, 8, 4, 2]).permute((0, 1, 3, 2)).reshape([CHUNKS, 8, 8])
-    offsets = gl.convert_layout(target, gl.SliceLayout(2, words.type.layout), assert_trivial=True)
-    place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, words.type.layout)))
-    place = place % 4 * 16 + place // 4 * 4  # MX block by block, and half of its 16 values
-    first = (offsets & ~12) + (offsets & 12) // 2  # word t of 16 begins at 2 t, not 4 t
+    # The compiler stores 16 bytes at a time if a thread's words lie in the order of its registers.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
+    words = gl.convert_layout(words, LAYOUT, assert_trivial=True)
+    offsets = gl.convert_layout(target, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    first = offsets
+    if IN_ORDER:
+        place = place % 4 * 16 + place // 4 * 4  # MX block by block, and half of its 16 values
+        first = (offsets & ~12) + (offsets & 12) // 2  # word t of 16 begins at 2 t, not 4 t
     pointers = (rows + first).cast(gl.pointer_type(gl.int32))[:, :, None] + place[None, None, :]
     gl.store(pointers, words, mask=(offsets < padded_depth)[:, :, None])
 
@@ -208,8 +213,7 @@ def store_step(out, row, scale, encoded, target):
     for part in gl.static_range(len(encoded)):
         codes = out.codes + (row + part * out.num_rows).to(gl.int64) * out.padded_depth
         if out.codes.dtype.element_ty.primitive_bitwidth == 16:
-            gl.static_assert(out.IN_ORDER, "rows of 16 bits keep the order of K")
-            _store_pairs(codes, encoded[part], target, out.padded_depth)
+            _store_pairs(codes, encoded[part], target, out.padded_depth, out.IN_ORDER)
         elif len(encoded[part].shape) == 3:
             _store_words(codes, encoded[part], target, out.padded_depth, out.IN_ORDER)
         else:
@@ -688,7 +692,7 @@ def encode_rows(
         release_first: call launch_dependents before x is complete, so that the GEMM of these rows
             starts early. The plan must be older than the GEMM that computes x (see `common.pdl`).
         in_order: keep the order of K, for other weights than MXFP4.
-        dtype: in which they are stored; rows of 16 bits keep the order of K.
+        dtype: in which they are stored; of rows of 16 bits each 16 are permuted.
 
     Returns:
         SortedRows; padding rows are uninitialised. The GEMM's outputs of these rows are not used.

@@ -184,14 +184,15 @@ these have completed."""
 
 
 @gluon.constexpr_function
-def ping_pong_policy(CONSUMERS, CAPACITY, HI_LO, WEIGHTS):
-    """Choose the ping-pong policy.
+def ping_pong_policy(CONSUMERS, CAPACITY, HI_LO, WEIGHTS, UNITS):
+    """Choose the ping-pong policy; UNITS: depth units of a stage.
 
     FP8 tiles of more than 128 columns would pass the order barrier twice per step, which made them
     4 to 8 % slower on an H200. Weights with groups would pass it for each group. Two consumers that
-    multiply high and low parts at once were 1 to 2 % slower with an order.
+    multiply high and low parts at once were 1 to 2 % slower with an order. With rows of 16 bits the
+    products of a half stage run while the other half is decoded.
     """
-    if WEIGHTS is not None or (joins_hi_lo(HI_LO, WEIGHTS) and CONSUMERS == 2):
+    if WEIGHTS is not None or UNITS == 1 or (joins_hi_lo(HI_LO, WEIGHTS) and CONSUMERS == 2):
         return UNORDERED
     if HI_LO or CONSUMERS > 2:
         return AFTER_ISSUE
@@ -250,8 +251,8 @@ class ActivationRows:
 class PrefillPipeline:
     """Stages of the prefill kernel, in shared memory.
 
-    codes: uint8 [STAGES * CONSUMERS, 64, 128], two codes a byte. shifts: uint8 [STAGES * CONSUMERS,
-    16, 32]. x: CAPACITY rows of each half stage; with HI_LO their high and their low parts, as
+    codes: uint8 [STAGES * CONSUMERS, 64, 128], two codes a byte; with rows of 16 bits 32 for 64.
+    shifts: uint8 [STAGES * CONSUMERS, 16, 32], or 8 for 16. x: CAPACITY rows of each half stage; with HI_LO their high and their low parts, as
     `first_column` says. ready: mbarriers [STAGES * READY_PER_STAGE, 1]. free: mbarriers
     [STAGES, 1]. WEIGHTS: as in DecodePipeline; with one, codes and shifts have a matrix for each
     depth unit of a stage. UNITS: depth units of a stage, two, or one with rows of 16 bits.
@@ -316,12 +317,12 @@ def make_prefill_pipeline(
     if WEIGHTS is None:
         CODE_BYTES: gl.constexpr = READY_PER_STAGE * code_desc.block_type.nbytes
         SHIFT_BYTES: gl.constexpr = READY_PER_STAGE * shift_desc.block_type.nbytes
-        gl.static_assert(CODE_BYTES == 64 * 128, "a row unit's codes of a stage")
-        gl.static_assert(SHIFT_BYTES == 16 * 32, "a row unit's shifts of a stage")
-        codes = gl.allocate_shared_memory(gl.uint8, [STAGES * CONSUMERS, 64, 128], code_desc.layout)
-        shifts = gl.allocate_shared_memory(
-            gl.uint8, [STAGES * CONSUMERS, 16, 32], shift_desc.layout
-        )
+        gl.static_assert(CODE_BYTES == UNITS * 32 * 128, "a row unit's codes of a stage")
+        gl.static_assert(SHIFT_BYTES == UNITS * 8 * 32, "a row unit's shifts of a stage")
+        CODES: gl.constexpr = [STAGES * CONSUMERS, UNITS * 32, 128]
+        SHIFTS: gl.constexpr = [STAGES * CONSUMERS, UNITS * 8, 32]
+        codes = gl.allocate_shared_memory(gl.uint8, CODES, code_desc.layout)
+        shifts = gl.allocate_shared_memory(gl.uint8, SHIFTS, shift_desc.layout)
     else:
         gl.static_assert(_hold_stage(code_desc, shift_desc, WEIGHTS, 2), "a row unit's weights")
         CODES: gl.constexpr = _ring_shape(code_desc, UNITS * STAGES * CONSUMERS)

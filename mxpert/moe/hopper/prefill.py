@@ -250,7 +250,7 @@ def _fill_stage(args, state, step, tile):
             )
             own = state.stage * pipe.CONSUMERS + c
             if pipe.WEIGHTS is None:
-                first = row_unit * args.tiles.depth_units + 2 * step + part
+                first = row_unit * args.tiles.depth_units + pipe.UNITS * step + part
                 async_load(
                     operands.code_desc,
                     [first * _UNIT_CODE_ROWS, 0],
@@ -333,7 +333,17 @@ def _compute_tile(
     rows = load_row_terms(epilogue, first_row, LEFT, ROW_LAYOUT)
     if RIGHT > 0:
         right_rows = load_row_terms(epilogue, first_row + LEFT, RIGHT, ROW_LAYOUT)
-    if args.pipe.WEIGHTS is None:
+    if args.pipe.UNITS == 1:
+        left, right, state = accumulate_16_bits(
+            args.pipe,
+            tables,
+            state,
+            steps=args.tiles.depth_units,
+            PARTITION=PARTITION,
+            LEFT=LEFT,
+            RIGHT=RIGHT,
+        )
+    elif args.pipe.WEIGHTS is None:
         left, right, state, turn = accumulate_prefill(
             args.pipe,
             tables,
@@ -345,10 +355,7 @@ def _compute_tile(
             ROWS=ROWS,
         )
     else:
-        accumulate: gl.constexpr = (
-            accumulate_16_bits if args.pipe.UNITS == 1 else accumulate_prefill_groups
-        )
-        left, right, state = accumulate(
+        left, right, state = accumulate_prefill_groups(
             args.pipe,
             state,
             steps=gl.cdiv(args.tiles.depth_units, args.pipe.UNITS),
@@ -373,7 +380,7 @@ def _consume(args, PARTITION: gl.constexpr):
         next=args.order.index((PARTITION + 1) % pipe.CONSUMERS),
         POLICY=args.ORDER,
     )
-    tables = decode_tables()
+    tables = decode_tables(FLOAT16=pipe.UNITS == 1)
     state = consumer_start(pipe.STAGES)
     turn = 1 if PARTITION == 0 else 0  # consumer 0 passes its order barrier first
     tile = locate_tile(gl.program_id(0), args.tiles)
@@ -453,10 +460,12 @@ def _moe_gemm_prefill_kernel(
     WEIGHTS: a `GroupWeights`, which has no `reference`; None for MXFP4.
     """
     gl.static_assert(num_warps == CONSUMER_WARPS, "consumer 0 is the default partition")
-    ORDER: gl.constexpr = ping_pong_policy(CONSUMERS, BLOCKS * BLOCK_M, HI_LO, WEIGHTS)
     gl.static_assert(x_desc.block_type.shape[0] == BLOCK_M, "a block's rows")
     pipe = make_prefill_pipeline(
         code_desc, shift_desc, x_desc, CONSUMERS, BLOCKS, STAGES, HI_LO, WEIGHTS
+    )
+    ORDER: gl.constexpr = ping_pong_policy(
+        CONSUMERS, BLOCKS * BLOCK_M, HI_LO, WEIGHTS, pipe.UNITS
     )
     staging_0 = make_staging(out_desc, STAGING_BUFFERS)
     staging_1 = make_staging(out_desc, STAGING_BUFFERS)

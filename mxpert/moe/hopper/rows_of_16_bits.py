@@ -8,8 +8,10 @@ registers, and no sum of a group leaves the tensor cores.
 - INT4 in HOPPER_GROUPS_FLOAT16: a bfloat16 scale has eight bits, an integer of -8 to 7 three. The
   product is a float16 number.
 - MXFP8: scales are powers of two of a wider range, and rows are bfloat16.
+- MXFP4: a code times its block's power of two, which is at most 14 binades below the row's, is a
+  float16 number (`weight_fragments.decode_float16_weights`).
 
-The memory order is HOPPER_GROUPS. There a thread's word has four codes 4 t + j of 16; wgmma of 16
+The memory order is HOPPER_GROUPS, of MXFP4 HOPPER_FRAGMENT. In the former a thread's word has four codes 4 t + j of 16; wgmma of 16
 bits wants 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 in it, so rows are stored in that order (`encode`).
 """
 
@@ -31,7 +33,7 @@ from ...device.hopper_ptx import (
 )
 from .group_layout import FLOAT16_EXPONENT
 from .group_weights import load_scales
-from .weight_fragments import code_layout
+from .weight_fragments import accumulator_layout_of_16_bits, code_layout, decode_float16_weights
 
 _BYTE_SCALE = gl.constexpr(2.0**-8)
 """Factor of MXFP8 operands, so that 448 times the largest scale is a bfloat16 number. They are
@@ -39,12 +41,6 @@ exact from scales of 2^-116 on; below, the error of a weight is at most 2^-126."
 
 _FLOAT16_SCALE = gl.constexpr(2.0**FLOAT16_EXPONENT)
 """Factor of INT4 operands, which float16 then holds (`HOPPER_GROUPS_FLOAT16`)."""
-
-
-@gluon.constexpr_function
-def _accumulator_layout(COLUMNS):
-    """As `weight_fragments.accumulator_layout`, of wgmma with 16 codes of depth."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
 
 
 @gluon.jit
@@ -165,21 +161,26 @@ def _byte_halves(codes_smem, scales, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _decode_halves(pipe, own, LAYOUT: gl.constexpr):
+def _decode_halves(pipe, own, tables, LAYOUT: gl.constexpr):
     """A unit as two operands of 64 codes, times their scales and over `_left_out`."""
     WEIGHTS: gl.constexpr = pipe.WEIGHTS
-    CODES: gl.constexpr = WEIGHTS.codes
-    codes = pipe.codes.index(own).reshape([WEIGHTS.code_rows, 128])
-    scales = load_scales(pipe.shifts.index(own).reshape([WEIGHTS.groups, 64]))
-    if CODES == "e4m3":
-        return _byte_halves(codes, scales, LAYOUT)
+    if WEIGHTS is None:
+        return decode_float16_weights(pipe.codes.index(own), pipe.shifts.index(own), tables, LAYOUT)
     else:
-        return _nibble_halves(codes, scales, CODES, LAYOUT)
+        CODES: gl.constexpr = WEIGHTS.codes
+        codes = pipe.codes.index(own).reshape([WEIGHTS.code_rows, 128])
+        scales = load_scales(pipe.shifts.index(own).reshape([WEIGHTS.groups, 64]))
+        if CODES == "e4m3":
+            return _byte_halves(codes, scales, LAYOUT)
+        else:
+            return _nibble_halves(codes, scales, CODES, LAYOUT)
 
 
 @gluon.constexpr_function
 def _left_out(WEIGHTS):
     """Factor of the sums that operands leave out, beside 2^exponent of the rows' reference."""
+    if WEIGHTS is None:
+        return 1.0
     if WEIGHTS.codes == "int4":
         return 2.0**-WEIGHTS.exponent / _FLOAT16_SCALE.value
     return 1.0 if WEIGHTS.codes == "e2m1" else 1 / _BYTE_SCALE.value
@@ -188,7 +189,7 @@ def _left_out(WEIGHTS):
 @gluon.jit
 def _multiply(weights, x, sums, COLUMNS: gl.constexpr):
     """Issue the wgmma of weights [64, 64 codes] with rows of x [COLUMNS, 64]."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, _accumulator_layout(COLUMNS), 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout_of_16_bits(COLUMNS), 2)
     return warpgroup_mma(
         gl.convert_layout(weights, OPERAND, assert_trivial=True),
         x.permute((1, 0)),
@@ -199,7 +200,7 @@ def _multiply(weights, x, sums, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def accumulate_16_bits(
-    pipe, state, steps, PARTITION: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr
+    pipe, tables, state, steps, PARTITION: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr
 ):
     """As `mainloop.accumulate_prefill`, with rows of 16 bits and one depth unit a stage.
 
@@ -208,13 +209,13 @@ def accumulate_16_bits(
     """
     UNIT: gl.constexpr = _left_out(pipe.WEIGHTS)
     WIDTH: gl.constexpr = RIGHT if RIGHT > 0 else 32  # unused without a right group
-    LAYOUT: gl.constexpr = _accumulator_layout(LEFT)
+    LAYOUT: gl.constexpr = accumulator_layout_of_16_bits(LEFT)
     left = gl.zeros((64, LEFT), gl.float32, LAYOUT)
-    right = gl.zeros((64, WIDTH), gl.float32, _accumulator_layout(WIDTH))
+    right = gl.zeros((64, WIDTH), gl.float32, accumulator_layout_of_16_bits(WIDTH))
     for _ in range(steps):
         mbarrier.wait(pipe.ready.index(state.stage), state.phase)
         own = state.stage * pipe.CONSUMERS + PARTITION
-        halves = _decode_halves(pipe, own, LAYOUT)
+        halves = _decode_halves(pipe, own, tables, LAYOUT)
         for half in gl.static_range(2):
             rows = 2 * state.stage + half
             left = _multiply(halves[half], pipe.x.view(rows, 0, LEFT), left, LEFT)

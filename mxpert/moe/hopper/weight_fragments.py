@@ -1,4 +1,4 @@
-"""Register layouts of folded MXFP4 weights, and their decoding into FP8 fragments.
+"""Register layouts of folded MXFP4 weights, and their decoding into FP8 and float16 fragments.
 
 The memory order is HOPPER_FRAGMENT of `layout.py`: per row unit (64 rows) and depth unit (128
 codes) 32 × 128 bytes of codes, two a byte, and 8 × 32 bytes of shifts, one for each MX block of a
@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...device.hopper_ptx import LO_SCALE, decode_words
+from ...device.hopper_ptx import LO_SCALE, decode_float16_words, decode_words, table_of
 
 
 @gluon.constexpr_function
@@ -73,17 +73,21 @@ def feature_layout(ROWS):
     return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [32, ROWS])
 
 
-@gluon.jit
-def decode_weights(codes_smem, shifts_smem, tables, ACCUMULATOR: gl.constexpr, STEPS: gl.constexpr):
-    """Decode one row unit × STEPS depth units in shared memory into wgmma's register operand A.
+@gluon.constexpr_function
+def accumulator_layout_of_16_bits(COLUMNS):
+    """As `accumulator_layout`, of wgmma with 16 codes of depth."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
 
-    codes_smem: [STEPS * 32, 128] uint8. shifts_smem: [STEPS * 8, 32] uint8. Returns e4m3
-    [64, STEPS * 128]. No data moves between threads.
+
+@gluon.jit
+def _load_weights(codes_smem, shifts_smem, STEPS: gl.constexpr):
+    """Codes [STEPS, 2, 4, 8, 4, 4, 4] uint8 and their shifts [STEPS, 2, 4, 8, 4, 1, 1] int32.
+
+    Axes: k depth unit, r row half of a warp, w warp, g row of eight, t thread of a row, q word of a
+    thread, j byte of a word.
     """
     CODES: gl.constexpr = code_layout(STEPS)
     SHIFTS: gl.constexpr = shift_layout(STEPS)
-    # Axes: k depth unit, r row half of a warp, w warp, g row of eight, t thread of a row, q k32
-    # step, j byte, h half of a step.
     codes = codes_smem.load(CODES).reshape([STEPS, 2, 4, 8, 4, 4, 4])  # k r w g t q j
     NESTED: gl.constexpr = codes.type.layout
     shifts = shifts_smem.load(SHIFTS).to(gl.int32).reshape([STEPS, 4, 8, 4, 2])  # k w g t r
@@ -91,12 +95,58 @@ def decode_weights(codes_smem, shifts_smem, tables, ACCUMULATOR: gl.constexpr, S
     shifts = gl.convert_layout(
         shifts, gl.SliceLayout(5, gl.SliceLayout(6, NESTED)), assert_trivial=True
     )
-    shifts = gl.expand_dims(gl.expand_dims(shifts, 5), 6)
+    return codes, gl.expand_dims(gl.expand_dims(shifts, 5), 6)
+
+
+@gluon.jit
+def decode_weights(codes_smem, shifts_smem, tables, ACCUMULATOR: gl.constexpr, STEPS: gl.constexpr):
+    """Decode one row unit × STEPS depth units in shared memory into wgmma's register operand A.
+
+    codes_smem: [STEPS * 32, 128] uint8. shifts_smem: [STEPS * 8, 32] uint8. Returns e4m3
+    [64, STEPS * 128]. No data moves between threads. A word of a thread is its codes of a k32 step,
+    h the half of the step.
+    """
+    codes, shifts = _load_weights(codes_smem, shifts_smem, STEPS)
     first, second = decode_words(codes, shifts, tables)
     weights = gl.join(first, second)  # k r w g t q j h
     weights = weights.permute((2, 1, 3, 0, 5, 7, 4, 6))  # rows w r g, depth k q h t j
     weights = weights.reshape([64, STEPS * 128])
     return gl.convert_layout(weights, gl.DotOperandLayout(0, ACCUMULATOR, 4), assert_trivial=True)
+
+
+@gluon.jit
+def decode_float16_weights(codes_smem, shifts_smem, tables, ACCUMULATOR: gl.constexpr):
+    """As `decode_weights` for one depth unit, as two operands float16 [64, 64].
+
+    wgmma with 16 codes of depth has codes 0 and 1 of a thread (p = 0) beside those of the other
+    threads t of the row, then codes 2 and 3. Rows are stored in the same order (`encode`).
+    """
+    codes, shifts = _load_weights(codes_smem, shifts_smem, 1)
+    codes = codes.reshape([2, 4, 8, 4, 2, 2, 4]).permute((0, 1, 2, 3, 5, 6, 4))
+    left, right = codes.split()  # r w g t q j
+    SHIFTS: gl.constexpr = gl.SliceLayout(4, gl.SliceLayout(5, left.type.layout))
+    shifts = gl.convert_layout(shifts.reshape([2, 4, 8, 4]), SHIFTS, assert_trivial=True)
+    low = _beside_words(table_of(tables.low, shifts))
+    high = _beside_words(table_of(tables.high, shifts))
+    return (
+        _float16_operand(left, low, high, ACCUMULATOR),
+        _float16_operand(right, low, high, ACCUMULATOR),
+    )
+
+
+@gluon.jit
+def _beside_words(values):
+    return gl.expand_dims(gl.expand_dims(values, 4), 5)
+
+
+@gluon.jit
+def _float16_operand(codes, low, high, ACCUMULATOR: gl.constexpr):
+    """Codes [r w g t q j] of half a unit as an operand [64, 64]."""
+    first, second = decode_float16_words(codes, low, high)
+    weights = gl.join(first, second).reshape([2, 4, 8, 4, 2, 2, 2, 2])  # r w g t q p i h
+    weights = weights.permute((1, 0, 2, 4, 7, 5, 3, 6)).reshape([64, 64])  # w r g, q h p t i
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACCUMULATOR, 2)
+    return gl.convert_layout(weights, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
