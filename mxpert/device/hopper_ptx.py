@@ -108,7 +108,6 @@ _DECODE_ASSEMBLY = gl.constexpr(_decode_assembly())
 _FLOAT16_DECODE_ASSEMBLY = gl.constexpr(_float16_decode_assembly())
 _DECODE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 52))
 _FLOAT16_DECODE_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 4 + ["r"] * 9))
-_SHUFFLE = gl.constexpr("shfl.sync.idx.b32 $0, $1, $2, 31, 0xFFFFFFFF;")
 
 
 @aggregate
@@ -151,16 +150,11 @@ def decode_words(codes, shifts, tables):
 
 
 @gluon.jit
-def table_of(word, shifts):
-    """A word of `DecodeTables` for each shift, int32."""
-    return gl.inline_asm_elementwise(
-        _SHUFFLE, "=r,r,r", [word, shifts], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
 def decode_float16_words(codes, low, high):
-    """As `decode_words`, a word at a time, with float16 results; low, high: of `table_of`."""
+    """As `decode_words`, a word at a time, with float16 results.
+
+    low, high: the words of the table for each shift, as `from_lanes` gives them.
+    """
     return gl.inline_asm_elementwise(
         _FLOAT16_DECODE_ASSEMBLY,
         _FLOAT16_DECODE_CONSTRAINTS,
@@ -594,6 +588,19 @@ def from_lanes(values, lanes):
         "shfl.sync.idx.b32 $0, $1, $2, 31, 0xFFFFFFFF;",
         "=r,r,r",
         [values, lanes],
+        dtype=values.dtype,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def other_lane(values):
+    """The values of the lane whose number differs in its lowest bit, 32 bits each."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, 1, 31, 0xFFFFFFFF;",
+        "=r,r",
+        [values],
         dtype=values.dtype,
         is_pure=True,
         pack=1,

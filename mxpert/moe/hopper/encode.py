@@ -27,7 +27,13 @@ from ...core.launch import CACHED_LAUNCHES, Launch
 from ...core.problem import MoEOptions
 from ...device.compat import aggregate
 from ...device.hopper import reset_tile_counter
-from ...device.hopper_ptx import quantized_codes, rounded_pair, scaled_words, split_codes
+from ...device.hopper_ptx import (
+    other_lane,
+    quantized_codes,
+    rounded_pair,
+    scaled_words,
+    split_codes,
+)
 from ...device.mx_codec import e8m0_scale, inverse_scale, scale_rule_constants
 from ...device.pdl import PDL_LAUNCH, launch_dependents, wait_and_launch_dependents
 from ...formats.layouts import UNIT_CODES
@@ -40,11 +46,11 @@ from ...routing.plan import RoutingPlan
 # A step holds `chunks` units of 128 values: a tensor [chunk, q h, t, j] of bfloat16, or a
 # `CodedStep` of MX codes. In a unit, t is the MX block (0..3), q h the word of four values inside
 # the block (0..7), j the value inside the word. The source has K in the order (t, q h, j), storage
-# in (q h, t, j), the permutation of MXFP4 weights (`layout.py`). A thread stores 16 bytes (t, j)
-# and gathers them by four loads. Rows for other weights keep the order of K (`RowSteps.in_order`):
-# a thread stores four words then. Of rows of 16 bits, in either order, each 16 are permuted.
-# 4 t + j is stored at 8 (j // 2) + 2 t + j % 2, where a thread of such a wgmma has the codes that
-# it loads as one word of the weights.
+# in (q h, t, j), the permutation of MXFP4 weights (`layout.py`). A thread stores 16 values (t, j)
+# side by side and gathers them by four loads. Rows for other weights keep the order of K
+# (`RowSteps.in_order`): q h is half of an MX block then, t a word in it. Of rows of 16 bits each 16
+# are permuted. 4 t + j is stored at 8 (j // 2) + 2 t + j % 2, where a thread of such a wgmma has
+# the codes that it loads as one word of the weights.
 
 
 @dataclass(frozen=True)
@@ -78,20 +84,18 @@ class CodedStep:
 class RowsOut:
     """Where encoded rows go: pointers to e4m3 codes and float32 scales.
 
-    padded_depth: bytes of a row of codes. num_rows: rows of hi codes; lo codes follow them.
-    IN_ORDER: as in RowSteps.
+    padded_depth: codes of a row. num_rows: rows of hi codes; lo codes follow them.
     """
 
     codes: gl.tensor
     scale: gl.tensor
     padded_depth: gl.tensor
     num_rows: gl.tensor
-    IN_ORDER: gl.constexpr
 
 
 @gluon.constexpr_function
 def step_layout(STEPS):
-    """Layout of a step [chunk, q h, t, j]: a thread holds the 16 bytes that it stores."""
+    """Layout of a step [chunk, q h, t, j]: a thread holds the 16 values that it stores."""
     return gl.BlockedLayout([1, 1, 4, 4], [4, 8, 1, 1], [STEPS.warps, 1, 1, 1], [3, 2, 1, 0])
 
 
@@ -100,7 +104,7 @@ def step_offsets(step, STEPS: gl.constexpr):
     """Offsets of one step.
 
     Returns source offsets of words [chunks, 8, 4], their block indices (same shape), and target
-    offsets of each thread's 16 bytes [chunks, 8], in order those of its first word.
+    offsets of each thread's 16 values [chunks, 8].
     """
     LAYOUT: gl.constexpr = step_layout(STEPS)
     NO_BYTE: gl.constexpr = gl.SliceLayout(3, LAYOUT)
@@ -109,9 +113,13 @@ def step_offsets(step, STEPS: gl.constexpr):
     chunk = step * CHUNKS + gl.arange(0, CHUNKS, gl.SliceLayout(1, NO_BLOCK))[:, None]
     word = gl.arange(0, 8, gl.SliceLayout(0, NO_BLOCK))[None, :]
     block = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, NO_BYTE)))[None, None, :]
-    block = (chunk * 4 + word * 0)[:, :, None] + block  # word * 0 broadcasts to [chunks, 8]
-    WORD_BYTES: gl.constexpr = 4 if STEPS.in_order else 16
-    return block * 32 + (word * 4)[:, :, None], block, chunk * 128 + word * WORD_BYTES
+    target = chunk * 128 + word * 16
+    if STEPS.in_order:
+        source = target[:, :, None] + block * 4
+        return source, source // 32, target
+    else:
+        block = (chunk * 4 + word * 0)[:, :, None] + block  # word * 0 broadcasts to [chunks, 8]
+        return block * 32 + (word * 4)[:, :, None], block, target
 
 
 @gluon.jit
@@ -160,13 +168,11 @@ def load_row(x, x_scale, depth, FORMAT: gl.constexpr, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def _store_bytes(codes, values, target, padded_depth, IN_ORDER: gl.constexpr):
+def _store_bytes(codes, values, target, padded_depth):
     """Store e4m3 codes of one step [chunks, 8, 4, 4], 16 bytes a thread."""
     flat = values.reshape([values.shape[0], 8, 16])
     offsets = gl.convert_layout(target, gl.SliceLayout(2, flat.type.layout), assert_trivial=True)
     byte = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(1, flat.type.layout)))
-    if IN_ORDER:
-        byte = byte // 4 * 32 + byte % 4
     gl.store(
         codes + offsets[:, :, None] + byte[None, None, :],
         flat,
@@ -175,7 +181,7 @@ def _store_bytes(codes, values, target, padded_depth, IN_ORDER: gl.constexpr):
 
 
 @gluon.jit
-def _store_pairs(rows, words, target, padded_depth, IN_ORDER: gl.constexpr):
+def _store_pairs(rows, words, target, padded_depth):
     """Store values of 16 bits of one step, pairs [chunks, 8, 8] as int32, eight a thread."""
     CHUNKS: gl.constexpr = words.shape[0]
     words = words.reshape([CHUNKS, 8, 4, 2]).permute((0, 1, 3, 2)).reshape([CHUNKS, 8, 8])
@@ -184,21 +190,15 @@ def _store_pairs(rows, words, target, padded_depth, IN_ORDER: gl.constexpr):
     words = gl.convert_layout(words, LAYOUT, assert_trivial=True)
     offsets = gl.convert_layout(target, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
     place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    first = offsets
-    if IN_ORDER:
-        place = place % 4 * 16 + place // 4 * 4  # MX block by block, and half of its 16 values
-        first = (offsets & ~12) + (offsets & 12) // 2  # word t of 16 begins at 2 t, not 4 t
-    pointers = (rows + first).cast(gl.pointer_type(gl.int32))[:, :, None] + place[None, None, :]
+    pointers = (rows + offsets).cast(gl.pointer_type(gl.int32))[:, :, None] + place[None, None, :]
     gl.store(pointers, words, mask=(offsets < padded_depth)[:, :, None])
 
 
 @gluon.jit
-def _store_words(codes, words, target, padded_depth, IN_ORDER: gl.constexpr):
+def _store_words(codes, words, target, padded_depth):
     """Store e4m3 codes of one step, four a word [chunks, 8, 4] int32, 16 bytes a thread."""
     offsets = gl.convert_layout(target, gl.SliceLayout(2, words.type.layout), assert_trivial=True)
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, words.type.layout)))
-    if IN_ORDER:
-        word *= 8
     pointers = (codes + offsets).cast(gl.pointer_type(gl.int32))[:, :, None] + word[None, None, :]
     gl.store(pointers, words, mask=(offsets < padded_depth)[:, :, None])
 
@@ -213,11 +213,11 @@ def store_step(out, row, scale, encoded, target):
     for part in gl.static_range(len(encoded)):
         codes = out.codes + (row + part * out.num_rows).to(gl.int64) * out.padded_depth
         if out.codes.dtype.element_ty.primitive_bitwidth == 16:
-            _store_pairs(codes, encoded[part], target, out.padded_depth, out.IN_ORDER)
+            _store_pairs(codes, encoded[part], target, out.padded_depth)
         elif len(encoded[part].shape) == 3:
-            _store_words(codes, encoded[part], target, out.padded_depth, out.IN_ORDER)
+            _store_words(codes, encoded[part], target, out.padded_depth)
         else:
-            _store_bytes(codes, encoded[part], target, out.padded_depth, out.IN_ORDER)
+            _store_bytes(codes, encoded[part], target, out.padded_depth)
 
 
 # ---- Encoding of a row as e4m3 codes with one scale, by `RowFormat.name`.
@@ -272,20 +272,26 @@ def _maximum(left, right):
 
 
 @gluon.jit
-def _block_bytes(values, FORMAT: gl.constexpr):
-    """E8M0 bytes of one step's blocks, [chunks, 1, 4, 1].
+def _block_bytes(values, FORMAT: gl.constexpr, STEPS: gl.constexpr):
+    """E8M0 bytes of one step's blocks, [chunks, 1, 4, 1]; in order [chunks, 8, 1, 1], twice each.
 
     Returns them twice: unchanged, and with 0 for blocks of zeros, for the row's maximum.
     """
     bits = values.to(gl.int32, bitcast=True) & 0x7FFFFFFF
-    bits = gl.reduce(gl.reduce(bits, 3, _maximum), 1, _maximum)
-    bits = gl.expand_dims(gl.expand_dims(bits, 1), 3)
+    bits = gl.reduce(bits, 3, _maximum)
+    if STEPS.in_order:
+        bits = gl.reduce(bits, 2, _maximum)
+        bits = gl.maximum(bits, other_lane(bits))  # the other half of the block is in it
+        bits = gl.expand_dims(gl.expand_dims(bits, 2), 3)
+    else:
+        bits = gl.reduce(bits, 1, _maximum)
+        bits = gl.expand_dims(gl.expand_dims(bits, 1), 3)
     scales = e8m0_scale(bits, FORMAT.emax, FORMAT.threshold)
     return scales, gl.where(bits == 0, 0, scales)
 
 
 @gluon.jit
-def statistic_of(step, FORMAT: gl.constexpr):
+def statistic_of(step, FORMAT: gl.constexpr, STEPS: gl.constexpr):
     """Integers of a step whose maximum over the row determines the row's scale.
 
     For "hi_lo" and "token" these are the bits of magnitudes, which order like the magnitudes, with
@@ -299,7 +305,7 @@ def statistic_of(step, FORMAT: gl.constexpr):
     elif FORMAT.name == "hi_lo" or FORMAT.name == "token":
         return step.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
     else:
-        _, counts = _block_bytes(step.to(gl.float32), FORMAT)
+        _, counts = _block_bytes(step.to(gl.float32), FORMAT, STEPS)
         return counts
 
 
@@ -411,7 +417,7 @@ def _pairs_step(step, encoding, FORMAT: gl.constexpr, STEPS: gl.constexpr):
         values = quantized_codes(values, _ones_like(values), _ones_like(values)).to(gl.float32)
     else:
         values = step.to(gl.float32)
-        scales, _ = _block_bytes(values, FORMAT)
+        scales, _ = _block_bytes(values, FORMAT, STEPS)
         power, inverse = _block_power(scales, encoding, FORMAT), inverse_scale(scales)
         if PACKED:
             values = _round_to_e2m1(values * inverse) * power
@@ -445,7 +451,7 @@ def encode_step(step, encoding, FORMAT: gl.constexpr, STEPS: gl.constexpr):
         return ((step.to(gl.float32) * encoding).to(gl.float8e4nv),)
     else:
         values = step.to(gl.float32)
-        scales, _ = _block_bytes(values, FORMAT)
+        scales, _ = _block_bytes(values, FORMAT, STEPS)
         power, inverse = _block_power(scales, encoding, FORMAT), inverse_scale(scales)
         if PACKED:
             return ((_round_to_e2m1(values * inverse) * power).to(gl.float8e4nv),)
@@ -507,7 +513,7 @@ def _encode_row(out, targets, x, x_scale, held, depth, FORMAT: gl.constexpr, STE
     HELD: gl.constexpr = STEPS.held
     steps = gl.cdiv(out.padded_depth, STEPS.chunks * 128)
     for index in gl.static_range(HELD):
-        found = statistic_of(held[index], FORMAT)
+        found = statistic_of(held[index], FORMAT, STEPS)
         if index == 0:
             numbers = found
         else:
@@ -516,7 +522,7 @@ def _encode_row(out, targets, x, x_scale, held, depth, FORMAT: gl.constexpr, STE
     if not STEPS.whole:
         for index in range(HELD, steps):
             step = load_step(x, x_scale, index, depth, FORMAT, STEPS)
-            largest = gl.maximum(largest, row_maximum(statistic_of(step, FORMAT)))
+            largest = gl.maximum(largest, row_maximum(statistic_of(step, FORMAT, STEPS)))
     scale, encoding = row_scale(largest, FORMAT)
     for index in gl.static_range(HELD):
         encoded = encode_step(held[index], encoding, FORMAT, STEPS)
@@ -586,7 +592,7 @@ def _moe_encode_rows_kernel(
         launch_dependents()
     wait_and_launch_dependents()
     reset_tile_counter(tile_counter)
-    out = RowsOut(codes, scale, padded_depth, num_rows, STEPS.in_order)
+    out = RowsOut(codes, scale, padded_depth, num_rows)
     program = gl.program_id(0)
     first = program * rows
     first_slot = program * slots

@@ -259,10 +259,10 @@ def _moe_finish_rows_kernel(
         for split in range(1, k_splits):  # ascending, so that every run gives the same bits
             pairs += _load_pairs(row_parts + split * split_stride, source, mask, STEPS)
         values = _activated_row(pairs, biases, weight, p0, p1, p2, ACTIVATION, STEPS)
-        numbers = statistic_of(values, FORMAT)
+        numbers = statistic_of(values, FORMAT, STEPS)
         factor, encoding = row_scale(row_maximum(numbers), FORMAT)
         encoded = encode_step(values, encoding, FORMAT, STEPS)
-        out = RowsOut(codes, scale, padded_depth, num_rows, STEPS.in_order)
+        out = RowsOut(codes, scale, padded_depth, num_rows)
         store_step(out, row, factor, encoded, target)
 
 

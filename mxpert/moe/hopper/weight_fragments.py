@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ...device.hopper_ptx import LO_SCALE, decode_float16_words, decode_words, table_of
+from ...device.hopper_ptx import LO_SCALE, decode_float16_words, decode_words, from_lanes
 
 
 @gluon.constexpr_function
@@ -126,8 +126,8 @@ def decode_float16_weights(codes_smem, shifts_smem, tables, ACCUMULATOR: gl.cons
     left, right = codes.split()  # r w g t q j
     SHIFTS: gl.constexpr = gl.SliceLayout(4, gl.SliceLayout(5, left.type.layout))
     shifts = gl.convert_layout(shifts.reshape([2, 4, 8, 4]), SHIFTS, assert_trivial=True)
-    low = _beside_words(table_of(tables.low, shifts))
-    high = _beside_words(table_of(tables.high, shifts))
+    low = _beside_words(from_lanes(tables.low, shifts))
+    high = _beside_words(from_lanes(tables.high, shifts))
     return (
         _float16_operand(left, low, high, ACCUMULATOR),
         _float16_operand(right, low, high, ACCUMULATOR),

@@ -139,30 +139,19 @@ def lane_tables(assembly: str) -> list[torch.Tensor]:
     return [machine.registers["$0"], machine.registers["$1"]]
 
 
-def run_machine(
-    words: torch.Tensor, shift: torch.Tensor, assembly: tuple[str, str], num_outputs: int
-) -> torch.Tensor:
-    """Output registers [..., num_outputs] for words [..., 4] and shifts [...]."""
-    tables = lane_tables(assembly[0])
-    words_at, shifts_at, *tables_at = (num_outputs + place for place in (0, 4, 20, 36))
-    machine = Machine(
-        **{f"${words_at + step}": words[..., step] for step in range(4)},
-        **{f"${shifts_at + copy}": shift for copy in range(16)},
-        **{
-            f"${first + copy}": table
-            for first, table in zip(tables_at, tables, strict=True)
-            for copy in range(16)
-        },
-    )
-    machine.run(assembly[1])
-    return torch.stack([machine.registers[f"${i}"] for i in range(num_outputs)], -1)
-
-
 def run_decoder(
     words: torch.Tensor, shift: torch.Tensor, assembly: tuple[str, str]
 ) -> torch.Tensor:
     """int64 codes [..., 4 steps, 2 halves, 4 bytes] for words [..., 4] and shifts [...]."""
-    outputs = run_machine(words, shift, assembly, 8)
+    first, second = lane_tables(assembly[0])
+    machine = Machine(
+        **{f"${8 + step}": words[..., step] for step in range(4)},
+        **{f"${12 + copy}": shift for copy in range(16)},
+        **{f"${28 + copy}": first for copy in range(16)},
+        **{f"${44 + copy}": second for copy in range(16)},
+    )
+    machine.run(assembly[1])
+    outputs = torch.stack([machine.registers[f"${i}"] for i in range(8)], -1)
     outputs = outputs.unflatten(-1, (2, 4)).transpose(-1, -2)
     return torch.stack([outputs >> 8 * j & 255 for j in range(4)], -1)
 
@@ -170,9 +159,11 @@ def run_decoder(
 def run_float16_decoder(words: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """float64 values [..., 4 steps, 2 halves, 4 codes] for words [..., 4] and shifts [...]."""
     assembly = pytest.importorskip("mxpert.device.hopper_ptx", reason="needs Triton with Gluon")
-    programs = assembly._float16_table_assembly(), assembly._float16_decode_assembly()
-    pairs = halves(run_machine(words, shift, programs, 16))  # [..., 2 halves of 4 steps of 2, 2]
-    return pairs.unflatten(-2, (2, 4, 2)).transpose(-4, -3).flatten(-2)
+    tables = [t[shift & 31][..., None] for t in lane_tables(assembly._float16_table_assembly())]
+    machine = Machine(**{"$4": words, "$5": tables[0], "$9": tables[1]})
+    machine.run(assembly._float16_decode_assembly())
+    outputs = torch.stack([machine.registers[f"${i}"] for i in range(4)], -1)
+    return halves(outputs.unflatten(-1, (2, 2))).flatten(-2)
 
 
 def pack_words(codes: torch.Tensor) -> torch.Tensor:
