@@ -138,7 +138,7 @@ def test_gemms_with_float16_rows(
 def test_row_kernels(
     a_format: str, hidden: int, quantised: bool, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that keep the order of K are stored in words, without spills."""
+    """Rows that keep the order of K are stored 16 bytes at a time, without spills."""
     monkeypatch.setattr(hopper_launches, "packed", packed("int4_g128", torch.bfloat16))
     problem = replace(
         problem_of("int4_g128", a_format), hidden_size=hidden, intermediate_size=hidden
@@ -152,7 +152,7 @@ def test_row_kernels(
         assert launch.arguments["STEPS"].in_order
         metrics = launch.compile().metrics
         assert metrics.spills == 0
-        assert metrics.global_stores.get(32, 0) >= 4
+        assert metrics.global_stores.get(128, 0) >= 2
         assert not metrics.global_stores.keys() & {8, 16}
 
 
