@@ -334,12 +334,10 @@ def _compute_tile(
     if RIGHT > 0:
         right_rows = load_row_terms(epilogue, first_row + LEFT, RIGHT, ROW_LAYOUT)
     if args.pipe.UNITS == 1:
-        left, right, state, turn = accumulate_16_bits(
+        left, right, state = accumulate_16_bits(
             args.pipe,
             tables,
-            ping_pong,
             state,
-            turn,
             steps=args.tiles.depth_units,
             PARTITION=PARTITION,
             LEFT=LEFT,

@@ -33,7 +33,6 @@ from ...device.hopper_ptx import (
 )
 from .group_layout import FLOAT16_EXPONENT
 from .group_weights import load_scales
-from .mainloop import AFTER_COMPLETION, AFTER_ISSUE
 from .weight_fragments import accumulator_layout_of_16_bits, code_layout, decode_float16_weights
 
 _BYTE_SCALE = gl.constexpr(2.0**-8)
@@ -201,15 +200,7 @@ def _multiply(weights, x, sums, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def accumulate_16_bits(
-    pipe,
-    tables,
-    ping_pong,
-    state,
-    turn,
-    steps,
-    PARTITION: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
+    pipe, tables, state, steps, PARTITION: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr
 ):
     """As `mainloop.accumulate_prefill`, with rows of 16 bits and one depth unit a stage.
 
@@ -225,19 +216,16 @@ def accumulate_16_bits(
         mbarrier.wait(pipe.ready.index(state.stage), state.phase)
         own = state.stage * pipe.CONSUMERS + PARTITION
         halves = _decode_halves(pipe, own, tables, LAYOUT)
-        turn = ping_pong.wait(turn)
         for half in gl.static_range(2):
             rows = 2 * state.stage + half
             left = _multiply(halves[half], pipe.x.view(rows, 0, LEFT), left, LEFT)
             if RIGHT > 0:
                 other = pipe.x.view(rows, LEFT, RIGHT)
                 right = _multiply(halves[half], other, right, RIGHT)
-        ping_pong.signal(AFTER_ISSUE)
         if RIGHT > 0:
             left, right = warpgroup_mma_wait(0, deps=(left, right))
         else:
             left = warpgroup_mma_wait(0, deps=(left,))
-        ping_pong.signal(AFTER_COMPLETION)
         mbarrier.arrive(pipe.free.index(state.stage), count=1)
         state = state.advance()
-    return left * UNIT, right * UNIT, state, turn
+    return left * UNIT, right * UNIT, state
