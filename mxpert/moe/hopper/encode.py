@@ -182,13 +182,16 @@ def _store_bytes(codes, values, target, padded_depth):
 
 @gluon.jit
 def _store_pairs(rows, words, target, padded_depth):
-    """Store values of 16 bits of one step, pairs [chunks, 8, 8] as int32, eight a thread."""
+    """Store values of 16 bits of one step, pairs [chunks, 8, 8] as int32, 16 bytes at a time.
+
+    A thread has 32 bytes. It exchanges half of them with its neighbour, so that the 16 bytes that
+    both store lie side by side: memory writes sectors of 32 bytes.
+    """
     CHUNKS: gl.constexpr = words.shape[0]
     words = words.reshape([CHUNKS, 8, 4, 2]).permute((0, 1, 3, 2)).reshape([CHUNKS, 8, 8])
-    # The compiler stores 16 bytes at a time if a thread's words lie in the order of its registers.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 8, 1], [gl.num_warps(), 1, 1], [2, 1, 0])
-    words = gl.convert_layout(words, LAYOUT, assert_trivial=True)
-    offsets = gl.convert_layout(target, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2, 4], [4, 4, 2], [gl.num_warps(), 1, 1], [2, 1, 0])
+    words = gl.convert_layout(words, LAYOUT)
+    offsets = gl.convert_layout(target, gl.SliceLayout(2, LAYOUT))
     place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
     pointers = (rows + offsets).cast(gl.pointer_type(gl.int32))[:, :, None] + place[None, None, :]
     gl.store(pointers, words, mask=(offsets < padded_depth)[:, :, None])
