@@ -176,14 +176,14 @@ def publish_tile(tags, stage, numbers):
 
 
 @gluon.jit
-def publish_end(tags, state, numbers, ready, free, READY_PER_STAGE: gl.constexpr):
+def publish_end(tags, state, numbers, ready, free):
     """Publish the tile that stops the consumers, in the stage after the last one (one warp).
 
-    state: PipelineState of the producer. READY_PER_STAGE: mbarriers in `ready` of a stage.
+    state: PipelineState of the producer.
     """
     mbarrier.wait(free.index(state.stage), state.phase)
     publish_tile(tags, state.stage, numbers)
-    mbarrier.arrive(ready.index(state.stage * READY_PER_STAGE), count=1)
+    mbarrier.arrive(ready.index(state.stage), count=1)
 
 
 @gluon.jit

@@ -21,12 +21,12 @@ from .group_layout import group_weights
 from .tile_limits import (
     FP8_FROM_ROWS,
     FP8_SHAPES,
+    PrefillShape,
     fp8_tile,
     holds_float16,
     prefill_shapes,
     tile_limits,
     uses_hi_lo,
-    wide_rows,
 )
 
 
@@ -74,7 +74,8 @@ class HopperGemmConfig(StageConfig):
         hi_lo: whether rows are two e4m3 parts, hi and lo, as for bfloat16 activations (a16w4).
         bfloat16_rows: whether rows are bfloat16, and bf16 tensor cores multiply them with weights
             that bfloat16 holds exactly: MXFP8. Only the prefill kernel has it.
-        float16_rows: the same with float16: NVFP4, and INT4 in HOPPER_GROUPS_FLOAT16.
+        float16_rows: the same with float16: NVFP4, INT4 in HOPPER_GROUPS_FLOAT16, and MXFP4 with
+            bfloat16 activations.
 
     Raises:
         TypeError: a value of another type.
@@ -186,33 +187,30 @@ def _decode_config(block_m: int, hi_lo: bool, weight_format: str) -> HopperGemmC
 
 
 def _prefill_config(
-    block_m: int,
-    consumers: int,
-    blocks: int,
+    shape: PrefillShape,
     *,
     hi_lo: bool,
     weight_format: str,
-    rows: torch.dtype | None = None,
     kernel: HopperKernel = HopperKernel.PREFILL,
 ) -> HopperGemmConfig:
-    """Prefill config for tiles of up to `blocks` blocks, with as many stages as fit.
+    """Prefill config for tiles of a shape, with as many stages as fit.
 
     Shared memory must also hold the output buffers. More stages hide more memory latency: with one
     stage more, the "short" tile was up to 11 % faster than "triple" on the same rows.
     """
     config = HopperGemmConfig(
         kernel,
-        block_m,
+        shape.block_m,
         1,
-        consumers,
-        blocks_per_tile=blocks,
-        hi_lo=hi_lo and rows is None,
-        bfloat16_rows=rows is torch.bfloat16,
-        float16_rows=rows is torch.float16,
+        shape.consumers,
+        blocks_per_tile=shape.blocks,
+        hi_lo=hi_lo and shape.rows is None,
+        bfloat16_rows=shape.rows is torch.bfloat16,
+        float16_rows=shape.rows is torch.float16,
     )
     # A buffer of bfloat16 outputs, or of float32 ones for a quarter of the left columns.
-    left = 1 << min(128, block_m * blocks).bit_length() - 1
-    outputs = consumers * max(block_m, left // 2) * UNIT_ROWS * torch.bfloat16.itemsize
+    left = 1 << min(128, shape.block_m * shape.blocks).bit_length() - 1
+    outputs = shape.consumers * max(shape.block_m, left // 2) * UNIT_ROWS * torch.bfloat16.itemsize
     room = _PREFILL_SHARED - _BARRIER_BYTES - outputs
     return replace(config, num_stages=room // stage_bytes(config, weight_format))
 
@@ -239,17 +237,10 @@ def tiles(
 ) -> dict[str, HopperGemmConfig]:
     """All tiles by name, ordered by activation rows; float16: whether float16 holds the weights."""
     decode = {f"decode{size}": _decode_config(size, hi_lo, weight_format) for size in BLOCKS_M}
-    rows = wide_rows(hi_lo, weight_format, float16)
-    found = decode | {
-        name: _prefill_config(*shape, hi_lo=hi_lo, weight_format=weight_format, rows=rows)
-        for name, shape in prefill_shapes(hi_lo, weight_format, rows).items()
+    return decode | {
+        name: _prefill_config(shape, hi_lo=hi_lo, weight_format=weight_format)
+        for name, shape in prefill_shapes(hi_lo, weight_format, float16).items()
     }
-    if hi_lo and weight_format == MXFP4.name:
-        found |= {
-            f"{name}16": _prefill_config(*shape, hi_lo=True, weight_format=weight_format, rows=torch.float16)
-            for name, shape in prefill_shapes(True, weight_format, torch.float16).items()
-        }
-    return found
 
 
 @functools.cache
@@ -257,7 +248,7 @@ def fp8_tiles() -> dict[str, HopperGemmConfig]:
     """Tiles that read the FP8 copy of MXFP4 weights, by name, ordered by activation rows."""
     return {
         name: _prefill_config(
-            *shape, hi_lo=False, weight_format=MXFP4.name, kernel=HopperKernel.PREFILL_FP8
+            shape, hi_lo=False, weight_format=MXFP4.name, kernel=HopperKernel.PREFILL_FP8
         )
         for name, shape in FP8_SHAPES.items()
     }

@@ -341,7 +341,7 @@ def _produce(args):
         following = _locate_tile(number, plan, pipe.BLOCK_M)
         for step in range(claim_at, last_step):
             state, early = _fill_stage(args, state, early, step, tile, units)
-    publish_end(pipe.tags, state, following.numbers(), pipe.ready, pipe.free, READY_PER_STAGE=1)
+    publish_end(pipe.tags, state, following.numbers(), pipe.ready, pipe.free)
 
 
 @gluon.jit

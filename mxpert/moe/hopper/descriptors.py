@@ -59,10 +59,7 @@ def prefill_weight_descriptors(
     """Codes and scales of a row unit as the prefill kernel copies them; weights: as above."""
     if weights is not None:
         return _of_groups(weights, scale_dtype, 1)
-    # 32 rows are 128 codes of depth, a stage with rows of 16 bits. With hi and lo and only two
-    # stages of 256 codes, copy half a stage at a time: decoding then starts earlier.
-    halved = config.hi_lo and config.num_stages <= 2
-    code_rows = 32 if halved or config.rows_dtype.itemsize == 2 else 64
+    code_rows = 32 if config.rows_dtype.itemsize == 2 else 64  # 128 or 256 codes of depth
     return {
         "code_desc": rows_descriptor(code_rows, 128, torch.uint8, width=128),
         "shift_desc": rows_descriptor(code_rows // 4, 32, torch.uint8, width=32),

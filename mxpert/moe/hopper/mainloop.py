@@ -188,11 +188,10 @@ def ping_pong_policy(CONSUMERS, CAPACITY, HI_LO, WEIGHTS, UNITS):
     """Choose the ping-pong policy; UNITS: depth units of a stage.
 
     FP8 tiles of more than 128 columns would pass the order barrier twice per step, which made them
-    4 to 8 % slower on an H200. Weights with groups would pass it for each group. Two consumers that
-    multiply high and low parts at once were 1 to 2 % slower with an order. With rows of 16 bits the
-    products of a half stage run while the other half is decoded.
+    4 to 8 % slower on an H200. Weights with groups would pass it for each group. With rows of 16
+    bits an order made no difference.
     """
-    if WEIGHTS is not None or UNITS == 1 or (joins_hi_lo(HI_LO, WEIGHTS) and CONSUMERS == 2):
+    if WEIGHTS is not None or UNITS == 1:
         return UNORDERED
     if HI_LO or CONSUMERS > 2:
         return AFTER_ISSUE
@@ -251,11 +250,11 @@ class ActivationRows:
 class PrefillPipeline:
     """Stages of the prefill kernel, in shared memory.
 
-    codes: uint8 [STAGES * CONSUMERS, 64, 128], two codes a byte; with rows of 16 bits 32 for 64.
-    shifts: uint8 [STAGES * CONSUMERS, 16, 32], or 8 for 16. x: CAPACITY rows of each half stage; with HI_LO their high and their low parts, as
-    `first_column` says. ready: mbarriers [STAGES * READY_PER_STAGE, 1]. free: mbarriers
-    [STAGES, 1]. WEIGHTS: as in DecodePipeline; with one, codes and shifts have a matrix for each
-    depth unit of a stage. UNITS: depth units of a stage, two, or one with rows of 16 bits.
+    codes: uint8 [STAGES * CONSUMERS, 32 * UNITS, 128], two codes a byte. shifts: uint8
+    [STAGES * CONSUMERS, 8 * UNITS, 32]. x: CAPACITY rows of each half stage; with HI_LO their high
+    and their low parts, as `first_column` says. ready, free: mbarriers [STAGES, 1]. WEIGHTS: as in
+    DecodePipeline; with one, codes and shifts have a matrix for each depth unit of a stage. UNITS:
+    depth units of a stage, two, or one with rows of 16 bits.
     """
 
     codes: gl.shared_memory_descriptor
@@ -268,7 +267,6 @@ class PrefillPipeline:
     BLOCK_M: gl.constexpr
     BLOCKS: gl.constexpr
     STAGES: gl.constexpr
-    READY_PER_STAGE: gl.constexpr
     HI_LO: gl.constexpr
     WEIGHTS: gl.constexpr
     UNITS: gl.constexpr
@@ -288,15 +286,6 @@ def make_activation_rows(x_desc, UNITS: gl.constexpr, ROWS: gl.constexpr):
     return ActivationRows(first=first, rest=rest)
 
 
-@gluon.constexpr_function
-def _ready_per_stage(code_desc, WEIGHTS):
-    """Number of `ready` mbarriers per stage: 1, or 2 (one for each 128 codes).
-
-    Two are used if few stages fit, so that consumers can start with the first half of a stage.
-    """
-    return 64 // code_desc.block_type.shape[0] if WEIGHTS is None else 1
-
-
 @gluon.jit
 def make_prefill_pipeline(
     code_desc,
@@ -311,30 +300,20 @@ def make_prefill_pipeline(
     """Allocate the stages and initialise their mbarriers."""
     gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3, "registers suffice for two or three")
     UNITS: gl.constexpr = 1 if x_desc.dtype.primitive_bitwidth == 16 else 2
-    READY_PER_STAGE: gl.constexpr = _ready_per_stage(code_desc, WEIGHTS) if UNITS == 2 else 1
-    NUM_READY: gl.constexpr = STAGES * READY_PER_STAGE
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
-    if WEIGHTS is None:
-        CODE_BYTES: gl.constexpr = READY_PER_STAGE * code_desc.block_type.nbytes
-        SHIFT_BYTES: gl.constexpr = READY_PER_STAGE * shift_desc.block_type.nbytes
-        gl.static_assert(CODE_BYTES == UNITS * 32 * 128, "a row unit's codes of a stage")
-        gl.static_assert(SHIFT_BYTES == UNITS * 8 * 32, "a row unit's shifts of a stage")
-        CODES: gl.constexpr = [STAGES * CONSUMERS, UNITS * 32, 128]
-        SHIFTS: gl.constexpr = [STAGES * CONSUMERS, UNITS * 8, 32]
-        codes = gl.allocate_shared_memory(gl.uint8, CODES, code_desc.layout)
-        shifts = gl.allocate_shared_memory(gl.uint8, SHIFTS, shift_desc.layout)
-    else:
-        gl.static_assert(_hold_stage(code_desc, shift_desc, WEIGHTS, 2), "a row unit's weights")
-        CODES: gl.constexpr = _ring_shape(code_desc, UNITS * STAGES * CONSUMERS)
-        SHIFTS: gl.constexpr = _ring_shape(shift_desc, UNITS * STAGES * CONSUMERS)
-        codes = gl.allocate_shared_memory(gl.uint8, CODES, code_desc.layout)
-        shifts = gl.allocate_shared_memory(shift_desc.dtype, SHIFTS, shift_desc.layout)
+    BLOCKS_PER_UNIT: gl.constexpr = 1 if WEIGHTS is None else UNITS
+    COPIES: gl.constexpr = STAGES * CONSUMERS * BLOCKS_PER_UNIT
+    HELD: gl.constexpr = _hold_stage(code_desc, shift_desc, WEIGHTS, 2 * BLOCKS_PER_UNIT // UNITS)
+    gl.static_assert(HELD, "a row unit's weights")
+    CODES: gl.constexpr = _ring_shape(code_desc, COPIES)
+    SHIFTS: gl.constexpr = _ring_shape(shift_desc, COPIES)
+    codes = gl.allocate_shared_memory(gl.uint8, CODES, code_desc.layout)
+    shifts = gl.allocate_shared_memory(shift_desc.dtype, SHIFTS, shift_desc.layout)
     x = make_activation_rows(x_desc, 2 * STAGES, num_columns(BLOCKS * BLOCK_M, HI_LO))
-    ready = gl.allocate_shared_memory(gl.int64, [NUM_READY, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(NUM_READY):
-        mbarrier.init(ready.index(index), count=1)
     for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
         mbarrier.init(free.index(stage), count=CONSUMERS)
     return PrefillPipeline(
         codes=codes,
@@ -347,7 +326,6 @@ def make_prefill_pipeline(
         BLOCK_M=BLOCK_M,
         BLOCKS=BLOCKS,
         STAGES=STAGES,
-        READY_PER_STAGE=READY_PER_STAGE,
         HI_LO=HI_LO,
         WEIGHTS=WEIGHTS,
         UNITS=UNITS,
@@ -451,11 +429,8 @@ def accumulate_prefill(
     right = gl.zeros((64, WIDTH), gl.float32, RIGHT_LAYOUT)
     for _ in range(steps):
         own = state.stage * pipe.CONSUMERS + PARTITION
-        ready = state.stage * pipe.READY_PER_STAGE
-        mbarrier.wait(pipe.ready.index(ready), state.phase)
+        mbarrier.wait(pipe.ready.index(state.stage), state.phase)
         a = _decode_half(pipe, own, tables, 0, LAYOUT)
-        if pipe.READY_PER_STAGE == 2:
-            mbarrier.wait(pipe.ready.index(ready + 1), state.phase)
         if ORDERED:
             b = _decode_half(pipe, own, tables, 1, LAYOUT)
             turn = ping_pong.wait(turn)

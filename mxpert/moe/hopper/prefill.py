@@ -14,7 +14,7 @@ Roles: one consumer warpgroup per row unit, and a producer. No maxnreg.
 
 Barriers: two or three mbarriers a stage, and one order barrier a consumer.
     ready: 1 arrival, by the producer with the number of bytes. It completes when the TMA loads have
-        written them. All consumers wait. With READY_PER_STAGE = 2 each half of a stage has its own.
+        written them. All consumers wait.
     free: CONSUMERS arrivals a stage, one by each consumer when its wgmma have read the stage. The
         producer waits before it fills the stage again.
     order: 1 arrival, by the previous consumer of the ring. The consumer waits before its wgmma of a
@@ -214,57 +214,39 @@ def _fill_stage(args, state, step, tile):
     pipe = args.pipe
     operands = args.operands
     unit = pipe.CONSUMERS * tile.tile_in_run
-    READY_PER_STAGE: gl.constexpr = pipe.READY_PER_STAGE
-    DEPTH_UNITS: gl.constexpr = pipe.UNITS // READY_PER_STAGE  # that arrive at one mbarrier
-    HALVES: gl.constexpr = 2 // READY_PER_STAGE
-    COPIES: gl.constexpr = pipe.CONSUMERS * (1 if pipe.WEIGHTS is None else pipe.UNITS)
+    UNITS: gl.constexpr = pipe.UNITS
+    COPIES: gl.constexpr = pipe.CONSUMERS * (1 if pipe.WEIGHTS is None else UNITS)
     WEIGHT_BYTES: gl.constexpr = COPIES * (
         operands.code_desc.block_type.nbytes + operands.shift_desc.block_type.nbytes
     )
-    BLOCK_BYTES: gl.constexpr = num_columns(HALVES, pipe.HI_LO) * (
-        operands.x_desc.block_type.nbytes
-    )
-    CODE_ROWS: gl.constexpr = _UNIT_CODE_ROWS * DEPTH_UNITS
-    SHIFT_ROWS: gl.constexpr = _UNIT_SHIFT_ROWS * DEPTH_UNITS
+    BLOCK_BYTES: gl.constexpr = num_columns(2, pipe.HI_LO) * operands.x_desc.block_type.nbytes
     HALF: gl.constexpr = operands.x_desc.block_type.shape[1]
+    ready = pipe.ready.index(state.stage)
     mbarrier.wait(pipe.free.index(state.stage), state.phase)
     publish_tile(pipe.tags, state.stage, tile.numbers())
-    for part in gl.static_range(READY_PER_STAGE):
-        ready = pipe.ready.index(state.stage * READY_PER_STAGE + part)
-        for q in gl.static_range(pipe.BLOCKS):
-            mbarrier.expect(ready, WEIGHT_BYTES + (q + 1) * BLOCK_BYTES, pred=tile.blocks == q + 1)
-        for half in gl.static_range(part * HALVES, (part + 1) * HALVES):
-            load_rows(
-                pipe,
-                operands,
-                half=2 * state.stage + half,
-                depth=step * (2 * HALF) + half * HALF,
-                ready=ready,
-                tile=tile,
-            )
-        # For an odd number of depth units, the last step also reads the next unit's weights. They
-        # are finite and are multiplied by x = 0.
-        for c in gl.static_range(pipe.CONSUMERS):
-            row_unit = tile.expert * operands.row_units + gl.minimum(
-                unit + c, operands.row_units - 1
-            )
-            own = state.stage * pipe.CONSUMERS + c
-            if pipe.WEIGHTS is None:
-                first = row_unit * args.tiles.depth_units + pipe.UNITS * step + part
-                async_load(
-                    operands.code_desc,
-                    [first * _UNIT_CODE_ROWS, 0],
-                    ready,
-                    pipe.codes.index(own).slice(part * _UNIT_CODE_ROWS, CODE_ROWS, 0),
-                )
-                async_load(
-                    operands.shift_desc,
-                    [first * _UNIT_SHIFT_ROWS, 0],
-                    ready,
-                    pipe.shifts.index(own).slice(part * _UNIT_SHIFT_ROWS, SHIFT_ROWS, 0),
-                )
-            else:  # past the depth these copies give zeros: scales of the next unit may be NaN
-                _load_groups(pipe, operands, own, ready, row_unit, step)
+    for q in gl.static_range(pipe.BLOCKS):
+        mbarrier.expect(ready, WEIGHT_BYTES + (q + 1) * BLOCK_BYTES, pred=tile.blocks == q + 1)
+    for half in gl.static_range(2):
+        load_rows(
+            pipe,
+            operands,
+            half=2 * state.stage + half,
+            depth=step * (2 * HALF) + half * HALF,
+            ready=ready,
+            tile=tile,
+        )
+    # For an odd number of depth units, the last step also reads the next unit's weights. They are
+    # finite and are multiplied by x = 0.
+    for c in gl.static_range(pipe.CONSUMERS):
+        row_unit = tile.expert * operands.row_units + gl.minimum(unit + c, operands.row_units - 1)
+        own = state.stage * pipe.CONSUMERS + c
+        if pipe.WEIGHTS is None:
+            first = row_unit * args.tiles.depth_units + UNITS * step
+            codes, shifts = pipe.codes.index(own), pipe.shifts.index(own)
+            async_load(operands.code_desc, [first * _UNIT_CODE_ROWS, 0], ready, codes)
+            async_load(operands.shift_desc, [first * _UNIT_SHIFT_ROWS, 0], ready, shifts)
+        else:  # past the depth these copies give zeros: scales of the next unit may be NaN
+            _load_groups(pipe, operands, own, ready, row_unit, step)
     return state.advance()
 
 
@@ -286,7 +268,7 @@ def _produce(args):
         following = locate_tile(number, tiles)
         for step in range(claim_at, steps):
             state = _fill_stage(args, state, step, tile)
-    publish_end(pipe.tags, state, following.numbers(), pipe.ready, pipe.free, pipe.READY_PER_STAGE)
+    publish_end(pipe.tags, state, following.numbers(), pipe.ready, pipe.free)
 
 
 @gluon.jit
@@ -400,7 +382,7 @@ def _consume(args, PARTITION: gl.constexpr):
                     PARTITION=PARTITION,
                     ROWS=q * pipe.BLOCK_M,
                 )
-        ready = pipe.ready.index(state.stage * pipe.READY_PER_STAGE)
+        ready = pipe.ready.index(state.stage)
         first_block, blocks, expert, tile_in_run = read_tile(
             pipe.tags, state.stage, ready, state.phase
         )
@@ -464,9 +446,7 @@ def _moe_gemm_prefill_kernel(
     pipe = make_prefill_pipeline(
         code_desc, shift_desc, x_desc, CONSUMERS, BLOCKS, STAGES, HI_LO, WEIGHTS
     )
-    ORDER: gl.constexpr = ping_pong_policy(
-        CONSUMERS, BLOCKS * BLOCK_M, HI_LO, WEIGHTS, pipe.UNITS
-    )
+    ORDER: gl.constexpr = ping_pong_policy(CONSUMERS, BLOCKS * BLOCK_M, HI_LO, WEIGHTS, pipe.UNITS)
     staging_0 = make_staging(out_desc, STAGING_BUFFERS)
     staging_1 = make_staging(out_desc, STAGING_BUFFERS)
     order = make_order_barriers(CONSUMERS, ORDER, unused=pipe.free)

@@ -243,7 +243,7 @@ def _produce(args):
         following = locate_tile(number, tiles)
         for unit in range(claim_at, tiles.depth_units):
             state = _fill_stage(args, state, unit, tile)
-    publish_end(pipe.tags, state, following.numbers(), pipe.ready, pipe.free, 1)
+    publish_end(pipe.tags, state, following.numbers(), pipe.ready, pipe.free)
 
 
 @gluon.jit

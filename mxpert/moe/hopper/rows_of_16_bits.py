@@ -11,8 +11,9 @@ registers, and no sum of a group leaves the tensor cores.
 - MXFP4: a code times its block's power of two, which is at most 14 binades below the row's, is a
   float16 number (`weight_fragments.decode_float16_weights`).
 
-The memory order is HOPPER_GROUPS, of MXFP4 HOPPER_FRAGMENT. In the former a thread's word has four codes 4 t + j of 16; wgmma of 16
-bits wants 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 in it, so rows are stored in that order (`encode`).
+The memory order is HOPPER_FRAGMENT for MXFP4, else HOPPER_GROUPS. Thread t of a row has the codes
+4 t + j of 16 in a word there; wgmma of 16 bits wants 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 in its
+place, so rows are stored in that order (`encode`).
 """
 
 from __future__ import annotations

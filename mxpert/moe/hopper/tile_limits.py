@@ -4,65 +4,79 @@ from __future__ import annotations
 
 import math
 import re
+from typing import NamedTuple
 
 import torch
 
 from ...core.problem import MoEProblem, Target
-from .group_layout import HOPPER_GROUPS_FLOAT16, group_weights
+from .group_layout import HOPPER_GROUPS_FLOAT16, GroupWeights, group_weights
 
-_PREFILL_SHAPES: dict[bool, dict[str, tuple[int, int, int]]] = {
-    True: {"triple": (32, 3, 2), "wide": (64, 2, 2)},
-    False: {
-        "short": (32, 3, 2),
-        "triple": (32, 3, 3),
-        "narrow": (32, 2, 4),
-        "middle": (64, 2, 3),
-        "wide": (64, 2, 4),
-    },
-}
-"""block_m, consumers and blocks_per_tile of prefill tiles by name, ordered by rows, by hi_lo.
+
+class PrefillShape(NamedTuple):
+    """Shape of a prefill tile.
+
+    Args:
+        block_m: rows of a routing block. consumers: row units of a tile. blocks: most blocks of it.
+        rows: the dtype of 16 bits in which rows are stored; None for e4m3.
+    """
+
+    block_m: int
+    consumers: int
+    blocks: int
+    rows: torch.dtype | None = None
+
+
+_SHAPES_OF_HI_LO = {"triple": PrefillShape(32, 3, 2), "wide": PrefillShape(64, 2, 2)}
+"""Prefill tiles by name, ordered by rows, for rows with a high and a low part in e4m3.
 
 Wide tiles decode each weight for more rows. Narrow tiles leave room for more stages. Registers hold
 the sums of up to 256 rows with two consumers and 96 with three; with hi and lo 128 and 64.
 """
 
-_SHAPES_OF_SMALL_GROUPS: dict[bool, dict[str, tuple[int, int, int]]] = {
-    True: {"narrow": (32, 2, 2)},
-    False: {"short": (32, 3, 2), "narrow": (32, 2, 4)},
+_SHAPES = {
+    "short": PrefillShape(32, 3, 2),
+    "triple": PrefillShape(32, 3, 3),
+    "narrow": PrefillShape(32, 2, 4),
+    "middle": PrefillShape(64, 2, 3),
+    "wide": PrefillShape(64, 2, 4),
 }
-"""The same for e4m3 rows and weights with a scale for each 32 or 64. Sums of a group need registers
-beside those of the tile several times a depth unit: wider tiles have 20 to 200 spills in the main
-loop."""
+"""The same for other rows, in e4m3 or of 16 bits."""
 
-_SHAPES_OF_16_BIT_ROWS = {
-    "short": (32, 3, 2),
-    "triple": (32, 3, 3),
-    "narrow": (32, 2, 4),
-    "middle": (64, 2, 3),
-    "wide": (64, 2, 4),
+_SHAPES_OF_SMALL_GROUPS = {
+    True: {"narrow": PrefillShape(32, 2, 2)},
+    False: {"short": PrefillShape(32, 3, 2), "narrow": PrefillShape(32, 2, 4)},
 }
-"""The same for rows of 16 bits."""
+"""The same by hi_lo for e4m3 rows and weights with a scale for each 32 or 64. Sums of a group need
+registers beside those of the tile several times a depth unit: wider tiles have 20 to 200 spills in
+the main loop."""
 
-FP8_SHAPES: dict[str, tuple[int, int, int]] = {
-    "fp8_narrow": (32, 2, 4),
-    "fp8_triple": (64, 3, 2),
-    "fp8_middle": (64, 2, 3),
-    "fp8_wide": (64, 2, 4),
+FP8_SHAPES = {
+    "fp8_narrow": PrefillShape(32, 2, 4),
+    "fp8_triple": PrefillShape(64, 3, 2),
+    "fp8_middle": PrefillShape(64, 2, 3),
+    "fp8_wide": PrefillShape(64, 2, 4),
 }
 """The same of PREFILL_FP8. Without decoded weights, three consumers hold the sums of 128 rows."""
 
-_DECODE_LIMITS = (("decode8", 1.5), ("decode32", 26))
-_LIMITS: dict[bool, tuple[tuple[str, float], ...]] = {
-    True: (*_DECODE_LIMITS, ("triple", 84), ("wide", math.inf)),
-    False: (
-        *_DECODE_LIMITS,
-        ("short", 56),
-        ("triple", 88),
-        ("narrow", 104),
-        ("middle", 192),
+Limits = tuple[tuple[str, float], ...]
+
+
+def _limits(
+    *, decode: float = 26, short: float = 48, triple: float = 84, narrow: float = 110, middle: float
+) -> Limits:
+    """Most rows of an expert for tiles of these names; the widest has no limit."""
+    return (
+        ("decode8", 1.5),
+        ("decode32", decode),
+        ("short", short),
+        ("triple", triple),
+        ("narrow", narrow),
+        ("middle", middle),
         ("wide", math.inf),
-    ),
-}
+    )
+
+
+_LIMITS = {True: _limits(middle=192), False: _limits(short=56, triple=88, narrow=104, middle=192)}
 """Tile names with the largest number of rows per hit expert at which each is the fastest, by hi_lo.
 
 The limits are somewhat below a tile's rows, since experts with more rows than the average need a
@@ -85,22 +99,11 @@ _LIMITS_OF_LONG_GROUPS = (
 """The same for bfloat16 activations and weights with a scale for each 128: with 32 rows an expert
 prefill tiles take 2 to 6 % more time than the decode tile, with 64 rows 3 to 5 % less."""
 
-_LIMITS_OF_16_BIT_ROWS: dict[tuple[str, bool], tuple[tuple[str, float], ...]] = {
-    (codes, hi_lo): (
-        ("decode8", 1.5),
-        ("decode32", decode),
-        ("short", 48),
-        ("triple", 84),
-        ("narrow", 110),
-        ("middle", middle),
-        ("wide", math.inf),
-    )
-    for codes, hi_lo, decode, middle in (
-        ("e2m1", True, 11, 192),
-        ("e2m1", False, 26, 192),
-        ("e4m3", True, 26, math.inf),
-        ("int4", True, 24, math.inf),
-    )
+_LIMITS_OF_16_BIT_ROWS = {
+    ("e2m1", True): _limits(decode=11, middle=192),
+    ("e2m1", False): _limits(middle=192),
+    ("e4m3", True): _limits(middle=math.inf),
+    ("int4", True): _limits(decode=24, middle=math.inf),
 }
 """The same of weights that prefill tiles multiply with rows of 16 bits, by codes and hi_lo. Decode
 tiles take e4m3 rows: of NVFP4 with hi and lo they multiply four times as much. Of INT4 they scale
@@ -108,10 +111,13 @@ the sums of a group; with groups of 128 they are the faster up to _DECODE_LONG_G
 
 Measured on an H200 with 4 to 512 rows an expert, on qwen3-30b, minimax-m3 TP4 and kimi-k2 TP4."""
 
-_LIMITS_WHERE_MULTIPLYING_COSTS: dict[bool, tuple[tuple[str, float], ...]] = {
-    hi_lo: (("decode8", 1.5), ("decode32", 200), (blocks_of_32, 320), ("wide", math.inf))
-    for hi_lo, blocks_of_32 in ((True, "triple"), (False, "narrow"))
-}
+_LIMITS_WHERE_MULTIPLYING_COSTS = (
+    ("decode8", 1.5),
+    ("decode32", 200),
+    ("narrow", 320),
+    ("triple", 320),
+    ("wide", math.inf),
+)
 """The same on cards that need as long to multiply 32 rows as to read their weights, such as an H20.
 
 Derived, not measured. A second tile of an expert costs there no more than the columns that it
@@ -146,20 +152,13 @@ def uses_hi_lo(problem: MoEProblem) -> bool:
     return problem.options.activation_format == "bf16"
 
 
-def wide_rows(hi_lo: bool, weight_format: str, float16: bool = False) -> torch.dtype | None:
+def _rows_of_groups(weights: GroupWeights, hi_lo: bool, float16: bool) -> torch.dtype | None:
     """The dtype of 16 bits in which prefill tiles multiply rows; None if they multiply e4m3.
 
     The dtype holds a weight times the scale of its group, so that no sum of a group has to be
     scaled. FP8 tensor cores take half as long with 8-bit activations, and as long with weights in
     groups of 16, which they multiply twice.
-
-    Args:
-        hi_lo: whether activations are bfloat16.
-        float16: whether float16 holds the weights, if they are INT4.
     """
-    weights = group_weights(weight_format)
-    if weights is None:
-        return None
     if weights.codes == "e2m1" or (hi_lo and float16):
         return torch.float16
     return torch.bfloat16 if hi_lo and weights.codes == "e4m3" else None
@@ -170,15 +169,33 @@ def holds_float16(problem: MoEProblem) -> bool:
     return problem.weight_layout is HOPPER_GROUPS_FLOAT16
 
 
+def _of_rows(rows: torch.dtype) -> dict[str, PrefillShape]:
+    return {name: shape._replace(rows=rows) for name, shape in _SHAPES.items()}
+
+
 def prefill_shapes(
-    hi_lo: bool, weight_format: str, rows: torch.dtype | None
-) -> dict[str, tuple[int, int, int]]:
-    """Shapes of the tiles for weights of a format and these rows (`wide_rows`), by name."""
-    if rows is not None:
-        return _SHAPES_OF_16_BIT_ROWS
+    hi_lo: bool, weight_format: str, float16: bool = False
+) -> dict[str, PrefillShape]:
+    """Shapes of the tiles for weights of a format, by name.
+
+    With bfloat16 activations and MXFP4 weights, tiles of few rows multiply high and low parts in
+    e4m3, others float16. Tensor cores take as long for both. Weights are decoded to float16 in 11
+    instructions for 8 codes, to e4m3 in 7; but float16 sums need no promotion, low parts no second
+    operand in shared memory.
+
+    Args:
+        hi_lo: whether activations are bfloat16.
+        float16: whether float16 holds the weights, if they are INT4.
+    """
     weights = group_weights(weight_format)
-    small = weights is not None and weights.group < 128
-    return (_SHAPES_OF_SMALL_GROUPS if small else _PREFILL_SHAPES)[hi_lo]
+    if weights is None:
+        return _of_rows(torch.float16) | {"short": _SHAPES["short"]} if hi_lo else _SHAPES
+    rows = _rows_of_groups(weights, hi_lo, float16)
+    if rows is not None:
+        return _of_rows(rows)
+    if weights.group < 128:
+        return _SHAPES_OF_SMALL_GROUPS[hi_lo]
+    return _SHAPES_OF_HI_LO if hi_lo else _SHAPES
 
 
 def balanced_rows(target: Target, hi_lo: bool, bytes_per_weight: float) -> float:
@@ -196,22 +213,19 @@ def balanced_rows(target: Target, hi_lo: bool, bytes_per_weight: float) -> float
     return flops / bandwidth * bytes_per_weight / (4 if hi_lo else 2)
 
 
-def tile_limits(
-    problem: MoEProblem, hi_lo: bool, bytes_per_weight: float
-) -> tuple[tuple[str, float], ...]:
+def tile_limits(problem: MoEProblem, hi_lo: bool, bytes_per_weight: float) -> Limits:
     """Names of tiles in the order of their rows, each with the most rows of an expert."""
     weights = group_weights(problem.weight_format)
     if balanced_rows(problem.target, hi_lo, bytes_per_weight) <= _DECODE_ROWS:
-        return _LIMITS_WHERE_MULTIPLYING_COSTS[hi_lo]
-    rows = wide_rows(hi_lo, problem.weight_format, holds_float16(problem))
-    if weights is not None and rows is not None:
+        return _LIMITS_WHERE_MULTIPLYING_COSTS
+    if weights is None:
+        return _LIMITS[hi_lo]
+    if _rows_of_groups(weights, hi_lo, holds_float16(problem)) is not None:
         limits = _LIMITS_OF_16_BIT_ROWS[weights.codes, hi_lo]
         if weights.group < 128:
             return limits
         return limits[0], ("decode32", _DECODE_LONG_GROUPS), *limits[2:]
-    if hi_lo and weights is not None and weights.group >= 128:
-        return _LIMITS_OF_LONG_GROUPS
-    return _LIMITS[hi_lo]
+    return _LIMITS_OF_LONG_GROUPS if hi_lo and weights.group >= 128 else _LIMITS[hi_lo]
 
 
 def fp8_tile(problem: MoEProblem) -> str | None:

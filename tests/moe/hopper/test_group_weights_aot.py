@@ -112,7 +112,7 @@ def test_gemms(case: str, recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -
 
 
 FLOAT16_CASES = [
-    *(("int4_g32", tile) for tile in heuristics.prefill_shapes(True, "int4_g32", torch.float16)),
+    *(("int4_g32", tile) for tile in heuristics.prefill_shapes(True, "int4_g32", float16=True)),
     ("int4_g64", "wide"),
     ("int4_g128", "wide"),
 ]

@@ -159,7 +159,8 @@ def run_decoder(
 def run_float16_decoder(words: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """float64 values [..., 4 steps, 2 halves, 4 codes] for words [..., 4] and shifts [...]."""
     assembly = pytest.importorskip("mxpert.device.hopper_ptx", reason="needs Triton with Gluon")
-    tables = [t[shift & 31][..., None] for t in lane_tables(assembly._float16_table_assembly())]
+    lanes = (shift & 31)[..., None].expand_as(words)
+    tables = [table[lanes] for table in lane_tables(assembly._float16_table_assembly())]
     machine = Machine(**{"$4": words, "$5": tables[0], "$9": tables[1]})
     machine.run(assembly._float16_decode_assembly())
     outputs = torch.stack([machine.registers[f"${i}"] for i in range(4)], -1)
