@@ -314,6 +314,7 @@ def make_prefill_pipeline(
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
+    for stage in gl.static_range(STAGES):
         mbarrier.init(free.index(stage), count=CONSUMERS)
     return PrefillPipeline(
         codes=codes,

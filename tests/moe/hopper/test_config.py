@@ -41,7 +41,8 @@ def without_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mxfp8", 1024, "triple", "narrow"),
         ("mxfp8", 768, "short", "short"),
         ("mxfp8", 2048, "middle", "middle"),
-        ("bf16", 1024, "triple", "triple"),
+        ("bf16", 1024, "triple", "narrow"),
+        ("bf16", 768, "short", "short"),
     ],
 )
 def test_copies_of_operands_take_two_consumers(
@@ -233,7 +234,8 @@ EP8 = replace(MODEL_SHAPES["deepseek-v3"], num_experts=32)
         pytest.param(EP8, 64, "mxfp8", "decode32", id="decode"),
         pytest.param(EP8, 128, "mxfp8", "short", id="few_experts"),
         pytest.param(MODEL_SHAPES["qwen3-235b"], 1024, "mxfp8", "triple", id="qwen3"),
-        pytest.param(MODEL_SHAPES["qwen3-235b"], 768, "bf16", "triple", id="qwen3_bf16"),
+        pytest.param(MODEL_SHAPES["qwen3-235b"], 768, "bf16", "short", id="qwen3_few_bf16"),
+        pytest.param(MODEL_SHAPES["qwen3-235b"], 1024, "bf16", "triple", id="qwen3_bf16"),
     ],
 )
 def test_rows_of_an_expert_choose_the_tile(

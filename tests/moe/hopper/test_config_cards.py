@@ -130,18 +130,22 @@ def test_choices_of_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
         *("decode8", "decode32", "decode32", "short", "short", "triple", "triple"),
         *("narrow", "narrow", "middle", "middle", "wide", "wide"),
     ]
-    names = [chosen(measured, count, "bf16") for count in (26, 27, 84, 85)]
-    assert names == ["decode32", "triple", "triple", "wide"]
+    rows = (26, 27, 48, 49, 84, 85, 110, 111, 192, 193)
+    names = [chosen(measured, count, "bf16") for count in rows]
+    assert names == [
+        *("decode32", "short", "short", "triple", "triple", "narrow", "narrow"),
+        *("middle", "middle", "wide"),
+    ]
 
 
 def test_an_h20_keeps_narrow_tiles_longer() -> None:
     """Where 32 rows take longer to multiply than to read, the fewest added columns count."""
     rows = (1, 8, 27, 200, 201, 320, 321)
-    for a_format, blocks_of_32 in (("mxfp8", "narrow"), ("bf16", "triple")):
+    for a_format in ("mxfp8", "bf16"):
         assert [chosen(H20, count, a_format) for count in rows] == [
             "decode8",
             *["decode32"] * 3,
-            *[blocks_of_32] * 2,
+            *["narrow"] * 2,
             "wide",
         ]
 

@@ -68,13 +68,16 @@ MOST_LOOP_SPILLS = {"decode32": 6, "wide": 1}
 """How many of these may be in the main loop, if not 0: a few scalars or sums, hidden by memory
 latency."""
 
+HI_LO = "short with high and low parts"
+MOST_SPILLS[HI_LO] = 24
+
 COPYING = "triple with copies"
 """The tile of three consumers and 96 rows, where Triton copies operands: no heuristic takes it."""
 
 if copies_register_operands():  # as measured: its PTX needs more registers
-    MOST_SPILLS |= dict(decode16=45, decode32=90, short=22, triple=64, narrow=28)
-    MOST_SPILLS[COPYING] = 343
-    MOST_LOOP_SPILLS |= {"triple": 8, "wide": 18, COPYING: 46}
+    MOST_SPILLS |= dict(decode16=45, decode32=90, short=22, narrow=28)
+    MOST_SPILLS |= {HI_LO: 64, COPYING: 343}
+    MOST_LOOP_SPILLS |= {HI_LO: 8, "wide": 18, COPYING: 46}
 
 MOST_ROW_REGISTERS = 128
 """Registers per thread of the row kernels on bfloat16 with eight warps, so that two CTAs fit on an
@@ -108,6 +111,8 @@ def config_of(a_format: str, tile: str) -> HopperGemmConfig:
 
 def limits_of(a_format: str, tile: str) -> str:
     """The name that a tile's limits have."""
+    if (a_format, tile) == ("bf16", "short"):
+        return HI_LO
     copies = copies_register_operands() and (a_format, tile) == ("mxfp8", "triple")
     return COPYING if copies else tile
 
@@ -157,10 +162,11 @@ def check_gemm_of_any_format(
         assert metrics.shared_memory <= SHARED_MEMORY_LIMIT["sm_90"]
 
 
-def check_gemm(kernel: CompiledKernel, tile: str, more_spills: int = 0) -> None:
+def check_gemm(kernel: CompiledKernel, a_format: str, tile: str, more_spills: int = 0) -> None:
     """Check the limits of every variant with MXFP4 weights, and for spills one that is larger."""
-    most = MOST_SPILLS[tile] + more_spills
-    check_gemm_of_any_format(kernel, tile, most, MOST_LOOP_SPILLS.get(tile, 0))
+    rows, limits = config_of(a_format, tile).rows_dtype, limits_of(a_format, tile)
+    most = MOST_SPILLS[limits] + more_spills
+    check_gemm_of_any_format(kernel, tile, most, MOST_LOOP_SPILLS.get(limits, 0), rows=rows)
     if not tile.startswith("decode"):
         stores = kernel.metrics.global_stores
         assert sum(stores.values()) == 1, "the counter of claims; outputs go by TMA"
@@ -178,7 +184,7 @@ def test_gemms(recorder: Recorder, a_format: str, tile: str) -> None:
     launches = gemms(recorder.run(problem, config_of(a_format, tile), has_bias=True))
     assert len(launches) == 2
     for launch in launches:
-        check_gemm(launch.compile(), limits_of(a_format, tile))
+        check_gemm(launch.compile(), a_format, tile)
 
 
 @pytest.mark.epilogues
@@ -191,9 +197,7 @@ def test_first_stage_of_other_activations(recorder: Recorder, a_format: str, til
         problem = describe(shape_of(activation), 64, a_format)
         launch, _ = gemms(recorder.run(problem, config_of(a_format, tile), has_bias=True))
         third = len(activation.parameters) > 2
-        check_gemm(
-            launch.compile(), limits_of(a_format, tile), SPILLS_OF_THIRD_PARAMETER if third else 0
-        )
+        check_gemm(launch.compile(), a_format, tile, SPILLS_OF_THIRD_PARAMETER if third else 0)
 
 
 @pytest.mark.epilogues
@@ -212,16 +216,17 @@ def test_gemms_without_bias(recorder: Recorder, a_format: str, tile: str) -> Non
     assert [launch.arguments["WEIGHTED"] for launch in launches] == [index % 2 == 1, index % 2 == 0]
     stage = index // 2 % 2
     for launch in launches if tile.startswith("decode") else launches[stage : stage + 1]:
-        check_gemm(launch.compile(), limits_of(a_format, tile))
+        check_gemm(launch.compile(), a_format, tile)
 
 
 HIDDEN, FEW_AND_MANY = (512, 2880, 7168, 16384), (64, 8192)
 ROWS = {
-    f"{a_format}{'-quantised' * quantised}": (a_format, quantised)
+    f"{a_format}{'-quantised' * quantised}": (a_format, quantised, "decode8")
     for quantised in (False, True)
     for a_format in ACTIVATION_FORMATS
     if not quantised or activation_mx_format(a_format) is not None  # others travel as bfloat16
-}
+} | {"float16": ("bf16", False, "wide")}
+"""Activation format, whether it is already quantised, and a tile that takes such rows."""
 
 
 @pytest.mark.parametrize("rows, hidden, num_tokens", latin(ROWS, HIDDEN, FEW_AND_MANY))
@@ -230,13 +235,13 @@ def test_row_kernels(recorder: Recorder, rows: str, hidden: int, num_tokens: int
 
     Pairwise: each kind of rows with each width and number of tokens, each width with both numbers.
     """
-    a_format, quantised = ROWS[rows]
+    a_format, quantised, tile = ROWS[rows]
     shape = MoEShape(hidden, hidden, 128, 4)
     launches = [
         launch
         for launch in recorder.run(
             describe(shape, num_tokens, a_format),
-            config_of(a_format, "decode8"),
+            config_of(a_format, tile),
             has_bias=True,
             quantised=quantised,
         )
@@ -274,7 +279,7 @@ def test_split_depth(recorder: Recorder, a_format: str, tile: str) -> None:
     parts = gemms(launches)
     assert [launch.arguments["EPILOGUE"] for launch in parts] == ["linear"] * 2
     for launch in parts:
-        check_gemm(launch.compile(), tile)
+        check_gemm(launch.compile(), a_format, tile)
     finishing = [launch for launch in launches if "finish" in launch.name or "parts" in launch.name]
     assert [launch.name for launch in finishing] == [
         "_moe_finish_rows_kernel",
@@ -425,7 +430,7 @@ def test_one_binary_serves_all_models(recorder: Recorder, a_format: str) -> None
                 shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k, SwiGLU()
             )
             for launch in recorder.run(describe(same, num_tokens, a_format), config, has_bias=True):
-                key = (launch.name, str(launch.arguments.get("EPILOGUE")))
+                key = (launch.name, str(launch.arguments.get("EPILOGUE")), str(config.rows_dtype))
                 seen.setdefault(key, {}).setdefault(launch.binary, f"{model}, T = {num_tokens}")
     many = {
         key: list(models.values())
