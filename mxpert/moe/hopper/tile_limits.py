@@ -42,6 +42,14 @@ _SHAPES = {
 }
 """The same for other rows, in e4m3 or of 16 bits."""
 
+_SHAPES_OF_BF16 = {"short": _SHAPES["short"]} | {
+    name: _SHAPES[name]._replace(rows=torch.float16) for name in ("triple", "narrow", "middle")
+}
+"""The same for bfloat16 activations and MXFP4 weights. With few rows an expert e4m3 is the faster,
+with a high and a low part of each row. Tensor cores take as long for these as for float16, and
+weights are decoded to e4m3 in 7 instructions for 8 codes, to float16 in 11; but float16 sums stay
+in the tensor cores, and clocks higher."""
+
 _SHAPES_OF_SMALL_GROUPS = {
     True: {"narrow": PrefillShape(32, 2, 2)},
     False: {"short": PrefillShape(32, 3, 2), "narrow": PrefillShape(32, 2, 4)},
@@ -76,7 +84,10 @@ def _limits(
     )
 
 
-_LIMITS = {True: _limits(middle=192), False: _limits(short=56, triple=88, narrow=104, middle=192)}
+_LIMITS = {
+    True: _limits(short=56, middle=math.inf),
+    False: _limits(short=56, triple=88, narrow=104, middle=192),
+}
 """Tile names with the largest number of rows per hit expert at which each is the fastest, by hi_lo.
 
 The limits are somewhat below a tile's rows, since experts with more rows than the average need a
@@ -169,19 +180,10 @@ def holds_float16(problem: MoEProblem) -> bool:
     return problem.weight_layout is HOPPER_GROUPS_FLOAT16
 
 
-def _of_rows(rows: torch.dtype) -> dict[str, PrefillShape]:
-    return {name: shape._replace(rows=rows) for name, shape in _SHAPES.items()}
-
-
 def prefill_shapes(
     hi_lo: bool, weight_format: str, float16: bool = False
 ) -> dict[str, PrefillShape]:
     """Shapes of the tiles for weights of a format, by name.
-
-    With bfloat16 activations and MXFP4 weights, tiles of few rows multiply high and low parts in
-    e4m3, others float16. Tensor cores take as long for both. Weights are decoded to float16 in 11
-    instructions for 8 codes, to e4m3 in 7; but float16 sums need no promotion, low parts no second
-    operand in shared memory.
 
     Args:
         hi_lo: whether activations are bfloat16.
@@ -189,10 +191,10 @@ def prefill_shapes(
     """
     weights = group_weights(weight_format)
     if weights is None:
-        return _of_rows(torch.float16) | {"short": _SHAPES["short"]} if hi_lo else _SHAPES
+        return _SHAPES_OF_BF16 if hi_lo else _SHAPES
     rows = _rows_of_groups(weights, hi_lo, float16)
     if rows is not None:
-        return _of_rows(rows)
+        return {name: shape._replace(rows=rows) for name, shape in _SHAPES.items()}
     if weights.group < 128:
         return _SHAPES_OF_SMALL_GROUPS[hi_lo]
     return _SHAPES_OF_HI_LO if hi_lo else _SHAPES
