@@ -55,7 +55,7 @@ def test_a_dry_run_repeats_every_variant(
     for row in found["rows"]:
         assert (row["repeats"], row["mismatches"]) == (hunts.DRY_REPEATS, 0)
     assert (found["meta"]["left"], found["meta"]["failures"]) == ([], {})
-    assert "| hopper moe | 41 | 6 | 246 | 0 |" in capsys.readouterr().out
+    assert "| hopper moe | 43 | 6 | 258 | 0 |" in capsys.readouterr().out
     page = (tmp_path / "h.md").read_text("utf-8")
     assert "| hopper moe/mxfp4/wide | E64 k4 H640 F384" in page
     assert "## Not finished" not in page

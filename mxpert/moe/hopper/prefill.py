@@ -1,4 +1,4 @@
-"""MoE GEMM for many tokens per expert: FP8 tensor cores at the power limit.
+"""MoE GEMM for many tokens per expert: tensor cores at the power limit.
 
 The grid is persistent, one CTA per SM. A CTA tile is CONSUMERS row units of 64 weight rows × a run
 of up to BLOCKS blocks of BLOCK_M activation rows of one expert (with HI_LO: high and low parts);
@@ -24,7 +24,8 @@ Barriers: two or three mbarriers a stage, and one order barrier a consumer.
 Pipeline: STAGES stages of 256 codes of depth, as many as fit (2 to 5 in the tiles of `config`).
     A stage holds CONSUMERS × (64 × 128 + 16 × 32) bytes of weight codes and shifts, 256 bytes of
     each of BLOCKS × BLOCK_M activation rows (with HI_LO twice as many) and the tag of its tile:
-    82,944 bytes with 2 consumers and 4 blocks of 64 rows.
+    82,944 bytes with 2 consumers and 4 blocks of 64 rows. With rows of 16 bits it has 128 codes,
+    half the bytes of weights and as many of rows; 2 to 7 stages fit.
 
 Timeline:
     producer: grid dependency wait → per step: wait free, publish tile, load rows, load weights →

@@ -293,7 +293,7 @@ def test_other_tiles_are_refused(change: dict[str, Any]) -> None:
 def test_prefill_has_no_split() -> None:
     with pytest.raises(ValueError, match="config — need one of"):
         heuristics.require_valid(
-            replace(config_of("bf16", "wide"), k_splits=2), describe(shape_of(), 64, "bf16")
+            replace(config_of("bf16", "middle"), k_splits=2), describe(shape_of(), 64, "bf16")
         )
 
 

@@ -130,23 +130,23 @@ def test_choices_of_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
         *("decode8", "decode32", "decode32", "short", "short", "triple", "triple"),
         *("narrow", "narrow", "middle", "middle", "wide", "wide"),
     ]
-    rows = (26, 27, 48, 49, 84, 85, 110, 111, 192, 193)
+    rows = (26, 27, 56, 57, 84, 85, 110, 111, 2000)
     names = [chosen(measured, count, "bf16") for count in rows]
     assert names == [
         *("decode32", "short", "short", "triple", "triple", "narrow", "narrow"),
-        *("middle", "middle", "wide"),
+        *("middle", "middle"),
     ]
 
 
 def test_an_h20_keeps_narrow_tiles_longer() -> None:
     """Where 32 rows take longer to multiply than to read, the fewest added columns count."""
     rows = (1, 8, 27, 200, 201, 320, 321)
-    for a_format in ("mxfp8", "bf16"):
+    for a_format, widest in (("mxfp8", "wide"), ("bf16", "middle")):
         assert [chosen(H20, count, a_format) for count in rows] == [
             "decode8",
             *["decode32"] * 3,
             *["narrow"] * 2,
-            "wide",
+            widest,
         ]
 
 

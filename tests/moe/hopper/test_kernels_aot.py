@@ -225,7 +225,7 @@ ROWS = {
     for quantised in (False, True)
     for a_format in ACTIVATION_FORMATS
     if not quantised or activation_mx_format(a_format) is not None  # others travel as bfloat16
-} | {"float16": ("bf16", False, "wide")}
+} | {"float16": ("bf16", False, "middle")}
 """Activation format, whether it is already quantised, and a tile that takes such rows."""
 
 
@@ -326,7 +326,7 @@ def test_finish_of_stage_one(
 def test_schedule_kernel(recorder: Recorder) -> None:
     for a_format in GEMM_FORMATS:
         launches = recorder.run(
-            describe(shape_of(), 8192, a_format), config_of(a_format, "wide"), has_bias=True
+            describe(shape_of(), 8192, a_format), config_of(a_format, "middle"), has_bias=True
         )
         schedules = [launch for launch in launches if "schedule" in launch.name]
         assert schedules
@@ -337,7 +337,7 @@ def test_schedule_kernel(recorder: Recorder) -> None:
 
 
 @pytest.mark.parametrize("k_splits", [1, 3])
-@pytest.mark.parametrize("tile", ["decode8", "wide"])
+@pytest.mark.parametrize("tile", ["decode8", "middle"])
 @pytest.mark.parametrize("a_format", GEMM_FORMATS)
 def test_kernels_wait_for_the_one_before(
     recorder: Recorder, a_format: str, tile: str, k_splits: int
@@ -377,7 +377,7 @@ def test_kernels_wait_for_the_one_before(
         assert all(place > waits[1] for place in copies)
 
 
-@pytest.mark.parametrize("tile", ["decode8", "wide"])
+@pytest.mark.parametrize("tile", ["decode8", "middle"])
 @pytest.mark.parametrize("a_format", GEMM_FORMATS)
 def test_rows_of_stage_2_release_first_in_a_layer(
     recorder: Recorder, a_format: str, tile: str
@@ -424,7 +424,7 @@ def test_a_layer_schedules_its_tiles_once(recorder: Recorder, a_format: str) -> 
 def test_one_binary_serves_all_models(recorder: Recorder, a_format: str) -> None:
     """H, F, E, k and T are run-time values: per kernel, tile and epilogue one specialisation."""
     seen: dict[tuple[str, ...], dict[str, str]] = {}
-    for config in (config_of(a_format, "decode16"), config_of(a_format, "wide")):
+    for config in (config_of(a_format, "decode16"), config_of(a_format, "middle")):
         for (model, shape), num_tokens in itertools.product(MODELS.items(), TOKENS):
             same = MoEShape(
                 shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k, SwiGLU()
@@ -478,7 +478,7 @@ def test_a_specialised_argument_is_caught(
 
 def test_scan_fails_without_the_waits(recorder: Recorder) -> None:
     """Control on real code: the scan fails if the waits are removed."""
-    for config in (config_of("bf16", "decode16"), config_of("bf16", "wide")):
+    for config in (config_of("bf16", "decode16"), config_of("bf16", "middle")):
         launch = gemms(recorder.run(describe(shape_of(), 64, "bf16"), config, has_bias=True))[0]
         lines = launch.compile().listing.splitlines()
         blind = "\n".join(line for line in lines if "WARPGROUP.DEPBAR" not in line)

@@ -76,7 +76,7 @@ def test_the_chosen_tile_at_every_token_count(
 
 @pytest.mark.parametrize("combine", [Combine.REDUCE, Combine.ATOMIC], ids=lambda c: c.value)
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("tile", ["decode16", "wide"])
+@pytest.mark.parametrize("tile", ["decode16", "middle"])
 @pytest.mark.parametrize("a_format", ["bf16", "mxfp8"])
 def test_output_dtypes_and_combines(
     a_format: str, tile: str, out_dtype: torch.dtype, combine: Combine, device: torch.device
@@ -156,7 +156,7 @@ def test_no_tokens(a_format: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("num_local", [0, 100, 333, 5000])
-@pytest.mark.parametrize("tile", ["decode8", "decode32", "wide"])
+@pytest.mark.parametrize("tile", ["decode8", "decode32", "middle"])
 @formats
 def test_expert_map_and_local_tokens(
     a_format: str, tile: str, num_local: int, device: torch.device
@@ -342,7 +342,7 @@ def test_exact_problem_is_bit_identical(a_format: str, tile: str, device: torch.
                 )
 
 
-@pytest.mark.parametrize("tile", ["decode8", "wide"])
+@pytest.mark.parametrize("tile", ["decode8", "middle"])
 @formats
 def test_zero_blocks_under_any_scale(a_format: str, tile: str, device: torch.device) -> None:
     """A block of zeros may have any scale byte; the result must not depend on it."""
