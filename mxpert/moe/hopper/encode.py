@@ -10,7 +10,7 @@ There are three encodings as e4m3. Each row has one scale:
 
 For bf16 tensor cores the same values become bfloat16, times the same scale: exact within 133
 binades of the row maximum. For f16 tensor cores they become float16: exact within 25 binades, and
-below to 2^-33 of the row maximum.
+below to 2^-32 of the row maximum.
 """
 
 from __future__ import annotations
