@@ -11,6 +11,22 @@ from triton.experimental.gluon import language as gl
 from .compat import aggregate
 
 
+def _magnitudes_by_lane(step: int, high: int, low: int) -> list[str]:
+    """PTX that puts the bytes of eight magnitudes into $0 and $1; lane s subtracts s * step.
+
+    high, low: the bytes of lane 0, lowest code first. The lowest magnitude, zero, stays zero.
+    Declares the registers `lane` and `by`.
+    """
+    return [
+        "{ .reg .b32 lane, by;",
+        "mov.u32 lane, %laneid;",
+        f"mul.lo.u32 by, lane, 0x{step * 0x01010101:08X};",
+        f"sub.u32 $1, 0x{high:08X}, by;",
+        "and.b32 by, by, 0xFFFFFF00;",
+        f"sub.u32 $0, 0x{low:08X}, by;",
+    ]
+
+
 def _table_assembly() -> str:
     """PTX that puts the eight e4m3 magnitudes for shift s into lane s, lowest code first.
 
@@ -19,12 +35,8 @@ def _table_assembly() -> str:
     """
     return "\n".join(
         [
-            "{ .reg .b32 lane, by, late; .reg .pred small, last, none;",
-            "mov.u32 lane, %laneid;",
-            "mul.lo.u32 by, lane, 0x08080808;",
-            "sub.u32 $1, 0x7C787470, by;",  # 6 4 3 2, times 2^6
-            "and.b32 by, by, 0xFFFFFF00;",
-            "sub.u32 $0, 0x6C686000, by;",  # 1.5 1 0.5 0, times 2^6
+            *_magnitudes_by_lane(8, 0x7C787470, 0x6C686000),  # 6 4 3 2 and 1.5 1 0.5 0, times 2^6
+            ".reg .b32 late; .reg .pred small, last, none;",
             "sub.u32 late, lane, 12;",
             "setp.lt.u32 small, late, 3;",
             "setp.eq.u32 last, lane, 14;",
@@ -35,6 +47,25 @@ def _table_assembly() -> str:
             "}",
         ]
     )
+
+
+def _look_up(
+    word: str, low: str, high: str, first: str, second: str, shifted: str = "a"
+) -> list[str]:
+    """PTX that looks up eight codes of a word: a byte for each, in 7 instructions.
+
+    low, high: both words of the table. first, second: outputs, four codes each. shifted: a register
+    other than `first`. Uses the registers `a` and `b`, which may be outputs.
+    """
+    return [
+        f"and.b32 a, {word}, 0x77777777;",
+        "shr.u32 b, a, 16;",
+        f"prmt.b32 a, {low}, {high}, a;",
+        f"prmt.b32 b, {low}, {high}, b;",
+        f"lop3.b32 {first}, {word}, 0x80808080, a, 0xEA;",  # (word & signs) | magnitudes
+        f"shl.b32 {shifted}, {word}, 4;",
+        f"lop3.b32 {second}, {shifted}, 0x80808080, b, 0xEA;",
+    ]
 
 
 def _decode_assembly() -> str:
@@ -50,32 +81,14 @@ def _decode_assembly() -> str:
         "shfl.sync.idx.b32 hi, $44, $12, 31, 0xFFFFFFFF;",
     ]
     for step in range(4):
-        first, second, word = f"${step}", f"${4 + step}", f"${8 + step}"
-        lines += [
-            f"and.b32 a, {word}, 0x77777777;",
-            "shr.u32 b, a, 16;",
-            "prmt.b32 a, lo, hi, a;",
-            "prmt.b32 b, lo, hi, b;",
-            f"lop3.b32 {first}, {word}, 0x80808080, a, 0xEA;",  # (word & signs) | magnitudes
-            f"shl.b32 a, {word}, 4;",
-            f"lop3.b32 {second}, a, 0x80808080, b, 0xEA;",
-        ]
+        lines += _look_up(f"${8 + step}", "lo", "hi", f"${step}", f"${4 + step}")
     return "\n".join(lines) + " }"
 
 
 def _float16_table_assembly() -> str:
     """The same for float16: the upper bytes of its numbers, whose lower bytes are zero."""
-    return "\n".join(
-        [
-            "{ .reg .b32 lane, by;",
-            "mov.u32 lane, %laneid;",
-            "mul.lo.u32 by, lane, 0x04040404;",
-            "sub.u32 $1, 0x5E5C5A58, by;",  # 6 4 3 2, times 2^6
-            "and.b32 by, by, 0xFFFFFF00;",
-            "sub.u32 $0, 0x56545000, by;",  # 1.5 1 0.5 0, times 2^6
-            "}",
-        ]
-    )
+    # 6 4 3 2 and 1.5 1 0.5 0, times 2^6
+    return "\n".join([*_magnitudes_by_lane(4, 0x5E5C5A58, 0x56545000), "}"])
 
 
 def _float16_decode_assembly() -> str:
@@ -84,16 +97,7 @@ def _float16_decode_assembly() -> str:
     Outputs: $0 and $1 are the first half (codes 0 to 3), $2 and $3 the second. Inputs: $4 is the
     word, $5 and $9 the two words of the table for its block's shift; copies follow both.
     """
-    lines = [
-        "{ .reg .b32 a, b, signs;",
-        "and.b32 a, $4, 0x77777777;",
-        "shr.u32 b, a, 16;",
-        "prmt.b32 a, $5, $9, a;",
-        "prmt.b32 b, $5, $9, b;",
-        "lop3.b32 a, $4, 0x80808080, a, 0xEA;",  # (word & signs) | magnitudes
-        "shl.b32 signs, $4, 4;",
-        "lop3.b32 b, signs, 0x80808080, b, 0xEA;",
-    ]
+    lines = ["{ .reg .b32 a, b, c;", *_look_up("$4", "$5", "$9", "a", "b", shifted="c")]
     for first, half in ((0, "a"), (2, "b")):
         lines += [
             f"prmt.b32 ${first}, {half}, 0, 0x1404;",  # bytes 0 and 1, made wider

@@ -181,28 +181,29 @@ def _store_bytes(codes, values, target, padded_depth):
 
 
 @gluon.jit
-def _store_pairs(rows, words, target, padded_depth):
-    """Store values of 16 bits of one step, pairs [chunks, 8, 8] as int32, 16 bytes at a time.
+def _side_by_side(pairs):
+    """Bring pairs of 16-bit values of one step, [chunks, 8, 8] int32, into the order of storage.
 
     A thread has 32 bytes. It exchanges half of them with its neighbour, so that the 16 bytes that
     both store lie side by side: memory writes sectors of 32 bytes.
     """
-    CHUNKS: gl.constexpr = words.shape[0]
-    words = words.reshape([CHUNKS, 8, 4, 2]).permute((0, 1, 3, 2)).reshape([CHUNKS, 8, 8])
+    CHUNKS: gl.constexpr = pairs.shape[0]
+    pairs = pairs.reshape([CHUNKS, 8, 4, 2]).permute((0, 1, 3, 2)).reshape([CHUNKS, 8, 8])
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 2, 4], [4, 4, 2], [gl.num_warps(), 1, 1], [2, 1, 0])
-    words = gl.convert_layout(words, LAYOUT)
-    offsets = gl.convert_layout(target, gl.SliceLayout(2, LAYOUT))
-    place = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    pointers = (rows + offsets).cast(gl.pointer_type(gl.int32))[:, :, None] + place[None, None, :]
-    gl.store(pointers, words, mask=(offsets < padded_depth)[:, :, None])
+    return gl.convert_layout(pairs, LAYOUT)
 
 
 @gluon.jit
-def _store_words(codes, words, target, padded_depth):
-    """Store e4m3 codes of one step, four a word [chunks, 8, 4] int32, 16 bytes a thread."""
-    offsets = gl.convert_layout(target, gl.SliceLayout(2, words.type.layout), assert_trivial=True)
-    word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, words.type.layout)))
-    pointers = (codes + offsets).cast(gl.pointer_type(gl.int32))[:, :, None] + word[None, None, :]
+def _store_words(row, words, offsets, padded_depth):
+    """Store words [chunks, 8, n] int32 of a row, n side by side from each of offsets [chunks, 8].
+
+    row: pointer to its values. offsets, padded_depth: in values, not in words.
+    """
+    LAYOUT: gl.constexpr = words.type.layout
+    offsets = gl.convert_layout(offsets, gl.SliceLayout(2, LAYOUT), assert_trivial=True)
+    place = gl.arange(0, words.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    first = (row + offsets).cast(gl.pointer_type(gl.int32))[:, :, None]
+    pointers = first + place[None, None, :]
     gl.store(pointers, words, mask=(offsets < padded_depth)[:, :, None])
 
 
@@ -216,8 +217,10 @@ def store_step(out, row, scale, encoded, target):
     for part in gl.static_range(len(encoded)):
         codes = out.codes + (row + part * out.num_rows).to(gl.int64) * out.padded_depth
         if out.codes.dtype.element_ty.primitive_bitwidth == 16:
-            _store_pairs(codes, encoded[part], target, out.padded_depth)
-        elif len(encoded[part].shape) == 3:
+            words = _side_by_side(encoded[part])
+            offsets = gl.convert_layout(target, gl.SliceLayout(2, words.type.layout))
+            _store_words(codes, words, offsets, out.padded_depth)
+        elif len(encoded[part].shape) == 3:  # four e4m3 codes a word
             _store_words(codes, encoded[part], target, out.padded_depth)
         else:
             _store_bytes(codes, encoded[part], target, out.padded_depth)

@@ -184,7 +184,7 @@ these have completed."""
 
 
 @gluon.constexpr_function
-def ping_pong_policy(CONSUMERS, CAPACITY, HI_LO, WEIGHTS, UNITS):
+def ping_pong_policy(CONSUMERS, CAPACITY, WEIGHTS, UNITS):
     """Choose the ping-pong policy; UNITS: depth units of a stage.
 
     FP8 tiles of more than 128 columns would pass the order barrier twice per step, which made them
@@ -193,7 +193,7 @@ def ping_pong_policy(CONSUMERS, CAPACITY, HI_LO, WEIGHTS, UNITS):
     """
     if WEIGHTS is not None or UNITS == 1:
         return UNORDERED
-    if HI_LO or CONSUMERS > 2:
+    if CONSUMERS > 2:
         return AFTER_ISSUE
     return AFTER_COMPLETION if CAPACITY <= 128 else UNORDERED
 

@@ -447,7 +447,7 @@ def _moe_gemm_prefill_kernel(
     pipe = make_prefill_pipeline(
         code_desc, shift_desc, x_desc, CONSUMERS, BLOCKS, STAGES, HI_LO, WEIGHTS
     )
-    ORDER: gl.constexpr = ping_pong_policy(CONSUMERS, BLOCKS * BLOCK_M, HI_LO, WEIGHTS, pipe.UNITS)
+    ORDER: gl.constexpr = ping_pong_policy(CONSUMERS, BLOCKS * BLOCK_M, WEIGHTS, pipe.UNITS)
     staging_0 = make_staging(out_desc, STAGING_BUFFERS)
     staging_1 = make_staging(out_desc, STAGING_BUFFERS)
     order = make_order_barriers(CONSUMERS, ORDER, unused=pipe.free)

@@ -34,7 +34,7 @@ from ...device.hopper_ptx import (
 )
 from .group_layout import FLOAT16_EXPONENT
 from .group_weights import load_scales
-from .weight_fragments import accumulator_layout_of_16_bits, code_layout, decode_float16_weights
+from .weight_fragments import accumulator_layout, code_layout, decode_float16_weights
 
 _BYTE_SCALE = gl.constexpr(2.0**-8)
 """Factor of MXFP8 operands, so that 448 times the largest scale is a bfloat16 number. They are
@@ -190,7 +190,7 @@ def _left_out(WEIGHTS):
 @gluon.jit
 def _multiply(weights, x, sums, COLUMNS: gl.constexpr):
     """Issue the wgmma of weights [64, 64 codes] with rows of x [COLUMNS, 64]."""
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout_of_16_bits(COLUMNS), 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(COLUMNS, DEPTH=16), 2)
     return warpgroup_mma(
         gl.convert_layout(weights, OPERAND, assert_trivial=True),
         x.permute((1, 0)),
@@ -210,9 +210,9 @@ def accumulate_16_bits(
     """
     UNIT: gl.constexpr = _left_out(pipe.WEIGHTS)
     WIDTH: gl.constexpr = RIGHT if RIGHT > 0 else 32  # unused without a right group
-    LAYOUT: gl.constexpr = accumulator_layout_of_16_bits(LEFT)
+    LAYOUT: gl.constexpr = accumulator_layout(LEFT, DEPTH=16)
     left = gl.zeros((64, LEFT), gl.float32, LAYOUT)
-    right = gl.zeros((64, WIDTH), gl.float32, accumulator_layout_of_16_bits(WIDTH))
+    right = gl.zeros((64, WIDTH), gl.float32, accumulator_layout(WIDTH, DEPTH=16))
     for _ in range(steps):
         mbarrier.wait(pipe.ready.index(state.stage), state.phase)
         own = state.stage * pipe.CONSUMERS + PARTITION

@@ -27,7 +27,8 @@ class PrefillShape(NamedTuple):
 
 
 _SHAPES_OF_HI_LO = {"triple": PrefillShape(32, 3, 2), "wide": PrefillShape(64, 2, 2)}
-"""Prefill tiles by name, ordered by rows, for rows with a high and a low part in e4m3.
+"""Prefill tiles by name, ordered by rows, for rows with a high and a low part in e4m3 and weights
+with a scale for each 128.
 
 Wide tiles decode each weight for more rows. Narrow tiles leave room for more stages. Registers hold
 the sums of up to 256 rows with two consumers and 96 with three; with hi and lo 128 and 64.

@@ -52,9 +52,12 @@ def shift_layout(STEPS):
 
 
 @gluon.constexpr_function
-def accumulator_layout(COLUMNS):
-    """Wgmma accumulator [64, COLUMNS] float32 of a warpgroup: each warp holds 16 weight rows."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
+def accumulator_layout(COLUMNS, DEPTH=32):
+    """Wgmma accumulator [64, COLUMNS] float32 of a warpgroup: each warp holds 16 weight rows.
+
+    DEPTH: codes of depth of one wgmma, 32 of e4m3 or 16 of 16 bits.
+    """
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, DEPTH])
 
 
 @gluon.constexpr_function
@@ -71,12 +74,6 @@ def feature_layout(ROWS):
     registers = [[0, 1], *[[0, bit] for bit in _powers(8, ROWS // 8)]]
     lanes = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[8, 0], [16, 0]], [], [32, ROWS])
-
-
-@gluon.constexpr_function
-def accumulator_layout_of_16_bits(COLUMNS):
-    """As `accumulator_layout`, of wgmma with 16 codes of depth."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
 
 
 @gluon.jit
