@@ -27,7 +27,7 @@ from benchmarks.moe.cells import NAMED
 from benchmarks.moe.figures import speed_ups
 from benchmarks.moe.row_encoding import share_table
 from benchmarks.moe.weight_format_tables import means_table
-from benchmarks.serving.render import decode_span, summary_table
+from benchmarks.serving.render import decode_text, summary_table
 
 REPORTS = {
     "moe.json": "moe.render",
@@ -36,6 +36,7 @@ REPORTS = {
     "serving.json": "serving.render",
     "expert_parallel.json": "ranks.render",
     "weight_formats.json": "moe.weight_format_tables",
+    "sustained.json": "moe.sustained",
 }
 """JSON → the script that renders it."""
 RENDERERS = REPORTS | {
@@ -210,12 +211,11 @@ def decode_in_vllm(every: Mapping[str, Sequence[Result]], place: str) -> str:
     parts = []
     for card, found in every.items():
         document = named(found, "serving.json")
-        if document is not None and (span := decode_span(document)):
+        if document is not None and (text := decode_text(document)):
             meta = document["meta"]
             parts.append(
                 f"In vLLM {meta['versions']['vllm']} on one {meta['device']}, gpt-oss with mxpert "
-                f"decodes {span} times as fast as with the best of vLLM's own kernels "
-                f"([results]({place}/{card}/serving.md))."
+                f"decodes {text} ([results]({place}/{card}/serving.md))."
             )
     return paragraphs(*parts) or "No card has measured gpt-oss in vLLM yet."
 

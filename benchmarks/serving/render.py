@@ -3,13 +3,14 @@
     python -m benchmarks.serving.render benchmarks/results/nvidia-h200/serving.json
 
 writes serving.md and serving.png beside the JSON, and prints the tables. `summary_table` and
-`decode_span` are what README.md and docs say of it, through `benchmarks.cards.render`.
+`decode_text` are what README.md and docs say of it, through `benchmarks.cards.render`.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -228,16 +229,64 @@ def summary_table(document: Mapping[str, Any], *, ours_only: bool = False) -> st
     return pivot("model, experts", cells, list(columns.values())) if cells else ""
 
 
-def decode_span(document: Mapping[str, Any]) -> str:
-    """Smallest and largest ratio of decode, all models and sizes, a16w4 and a8w4."""
+EXPERTS_DECIDE = 1.1
+"""From this ratio on of an engine whose experts take no time, experts decide the rate of decode."""
+
+
+@dataclass(frozen=True)
+class DecodeRatio:
+    """Of one backend of ours at one concurrency, over `best_in_tree`.
+
+    Attributes:
+        bound: ratio of an engine whose experts take no time; None if it was not measured.
+    """
+
+    model: str
+    concurrency: int
+    value: float
+    bound: float | None
+
+    @property
+    def experts_decide(self) -> bool:
+        return self.bound is None or self.bound >= EXPERTS_DECIDE
+
+
+def decode_ratios(document: Mapping[str, Any]) -> list[DecodeRatio]:
+    """All models and concurrencies, a16w4 and a8w4; medians over the rounds."""
     rows, ratios = document["rows"], []
     for model in dict.fromkeys(row["model"] for row in rows):
         found = rates(rows, model, "decode")
+        without = found.get("no-experts", {})
         for name in ("mxpert-a16w4", "mxpert-a8w4"):
             for size, samples in found.get(name, {}).items():
                 best = best_in_tree(found, size, BACKENDS[name])
-                ratios += [] if best is None else [median(samples) / best]
-    texts = [f"{value:.2f}" for value in (min(ratios), max(ratios))] if ratios else []
+                if best is not None:
+                    bound = median(without[size]) / best if size in without else None
+                    ratios.append(DecodeRatio(model, size, median(samples) / best, bound))
+    return ratios
+
+
+def decode_text(document: Mapping[str, Any]) -> str:
+    """What mxpert's experts gain in decode, in a clause; empty if nothing was measured."""
+    ratios = decode_ratios(document)
+    decided = [each.value for each in ratios if each.experts_decide]
+    others = [each for each in ratios if not each.experts_decide]
+    if not decided:
+        return ""
+    text = f"{_span(decided)} times as fast as with the best of vLLM's own kernels"
+    for model, size in dict.fromkeys((each.model, each.concurrency) for each in others):
+        mine = [each for each in others if (each.model, each.concurrency) == (model, size)]
+        bound = _span([each.bound for each in mine if each.bound is not None])
+        text += (
+            f"; with {size} requests of {model} the rest of the engine decides "
+            f"({_span([each.value for each in mine])}, experts that take no time {bound})"
+        )
+    return text
+
+
+def _span(values: Sequence[float]) -> str:
+    """Smallest and largest."""
+    texts = [f"{value:.2f}" for value in (min(values), max(values))]
     return " to ".join(dict.fromkeys(texts))
 
 
