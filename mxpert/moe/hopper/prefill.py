@@ -240,6 +240,6 @@ def _moe_gemm_prefill_kernel(
     producer = ProducerArgs(pipe, tile_counter, operands, tiles)
     staging = make_staging(out_desc, STAGING_BUFFERS)
     consumer = ConsumerArgs(
-        pipe, order, staging, epilogue, out_desc, parameters, tiles, ORDER, SKEW=0
+        pipe, order, staging, epilogue, out_desc, parameters, tiles, ORDER=ORDER, SKEW=0
     )
     start_roles(consumer, producer, _accumulate, _fill_stage, CLAIM_LEAD)

@@ -350,6 +350,6 @@ def _moe_gemm_prefill_fp8_kernel(
     producer = ProducerArgs(pipe, tile_counter, operands, tiles)
     staging = make_staging(out_desc, STAGING_BUFFERS)
     consumer = ConsumerArgs(
-        pipe, order, staging, epilogue, out_desc, parameters, tiles, ORDER, SKEW
+        pipe, order, staging, epilogue, out_desc, parameters, tiles, ORDER=ORDER, SKEW=SKEW
     )
     start_roles(consumer, producer, _accumulate, _fill_stage, _CLAIM_STAGES)

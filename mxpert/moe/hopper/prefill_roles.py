@@ -106,8 +106,8 @@ class ConsumerArgs:
             self.out_desc,
             self.parameters,
             self.tiles,
-            self.ORDER,
-            self.SKEW,
+            ORDER=self.ORDER,
+            SKEW=self.SKEW,
         )
 
 
