@@ -22,7 +22,7 @@ from benchmarks import ROOT
 from benchmarks.grouped.ours import OURS
 from benchmarks.harness.document import Row
 from benchmarks.harness.script import RESULTS, bare_parser
-from benchmarks.harness.tables import paragraphs, row_table
+from benchmarks.harness.tables import paragraphs, row_table, span
 from benchmarks.moe.cells import NAMED
 from benchmarks.moe.figures import speed_ups
 from benchmarks.moe.row_encoding import share_table
@@ -95,12 +95,6 @@ def results(folder: Path = RESULTS) -> dict[str, list[Result]]:
 def named(every: Sequence[Result], name: str) -> Row | None:
     """The document of one benchmark."""
     return next((each.document for each in every if each.path.name == name), None)
-
-
-def span(values: Sequence[float], form: str) -> str:
-    """Smallest and largest; a dash without any."""
-    texts = [format(value, form) for value in (min(values), max(values))] if values else ["–"]
-    return " to ".join(dict.fromkeys(texts))
 
 
 def layer_means(document: Row | None) -> list[float]:

@@ -59,6 +59,12 @@ def optional(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
+def span(values: Sequence[float], form: str) -> str:
+    """Smallest and largest; a dash without any."""
+    texts = [format(value, form) for value in (min(values), max(values))] if values else ["–"]
+    return " to ".join(dict.fromkeys(texts))
+
+
 def folded(title: str, text: str) -> str:
     """Text that a reader unfolds."""
     return f"<details><summary>{title}</summary>\n\n{text}\n\n</details>"

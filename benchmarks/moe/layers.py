@@ -54,6 +54,12 @@ def _columns(regime: str) -> tuple[str, str, str]:
     return regime, f"worst {regime}", f"{regime} cells"
 
 
+def time_text(rows: Iterable[Row]) -> Callable[[Row], str]:
+    """What a cell says of one of these rows: µs, and for ours the speed-up over the best peer."""
+    found = {id(each.ours): f" ({each.value:.2f}×)" for each in speed_ups(rows)}
+    return lambda row: f"{row['us']:.0f}{found.get(id(row), '')}"
+
+
 def layer_table(rows: Iterable[Row], tokens: Sequence[int], name: Callable[[Row], str]) -> str:
     """Times and speed-ups of whole layers under uniform routing; empty if there are none.
 
@@ -65,11 +71,8 @@ def layer_table(rows: Iterable[Row], tokens: Sequence[int], name: Callable[[Row]
         for row in rows
         if (row["routing"], row["stage"]) == ("uniform", "layer") and row["T"] in tokens
     ]
-    found = {id(each.ours): f" ({each.value:.2f}×)" for each in speed_ups(rows)}
-    cells = {
-        (name(row), f"T = {row['T']}"): f"{row['us']:.0f}{found.get(id(row), '')}"
-        for row in our_rows(rows)
-    }
+    text = time_text(rows)
+    cells = {(name(row), f"T = {row['T']}"): text(row) for row in our_rows(rows)}
     columns = token_columns(row["T"] for row in rows)
     return pivot("whole layer, µs (speed-up over the best peer)", cells, columns) if cells else ""
 

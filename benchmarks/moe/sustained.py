@@ -17,18 +17,16 @@ from typing import Any
 from benchmarks.harness.document import Row
 from benchmarks.harness.tables import Report, absences, bullets, conditions, page, pivot
 from benchmarks.moe.figures import format_rank, model_rank, speed_ups
-from benchmarks.moe.layers import means_table
+from benchmarks.moe.layers import means_table, time_text
 from benchmarks.moe.render import failures_of
 from benchmarks.moe.rows import SCHEMA
 
 
 def time_table(rows: Sequence[Row]) -> str:
     """Times of layers of one T, uniform routing; in brackets the speed-up over the best peer."""
-    ratios = {id(each.ours): f" ({each.value:.2f}×)" for each in speed_ups(rows)}
+    text = time_text(rows)
     cells = {
-        (f"{row['impl']} {row['activation']}", row["model"]): (
-            f"{row['us']:.0f}{ratios.get(id(row), '')}"
-        )
+        (f"{row['impl']} {row['activation']}", row["model"]): text(row)
         for row in sorted(rows, key=lambda row: format_rank(row["activation"]))
     }
     models = sorted({row["model"] for row in rows}, key=model_rank)

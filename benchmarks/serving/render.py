@@ -24,6 +24,7 @@ from benchmarks.harness.tables import (
     pivot,
     row_table,
     save_figure,
+    span,
     where,
 )
 from benchmarks.serving.backends import BACKENDS, IN_TREE, Backend
@@ -230,15 +231,17 @@ def summary_table(document: Mapping[str, Any], *, ours_only: bool = False) -> st
 
 
 EXPERTS_DECIDE = 1.1
-"""From this ratio on of an engine whose experts take no time, experts decide the rate of decode."""
+"""Experts decide the rate of decode where an engine whose experts take no time is at least so many
+times as fast as vLLM's best."""
 
 
 @dataclass(frozen=True)
 class DecodeRatio:
-    """Of one backend of ours at one concurrency, over `best_in_tree`.
+    """Rate of one backend of ours at one concurrency, over that of `best_in_tree`.
 
     Attributes:
-        bound: ratio of an engine whose experts take no time; None if it was not measured.
+        value: the ratio. bound: the same of an engine whose experts take no time; None if it was
+            not measured.
     """
 
     model: str
@@ -248,6 +251,7 @@ class DecodeRatio:
 
     @property
     def experts_decide(self) -> bool:
+        """Whether faster experts would show; also where that was not measured."""
         return self.bound is None or self.bound >= EXPERTS_DECIDE
 
 
@@ -273,21 +277,16 @@ def decode_text(document: Mapping[str, Any]) -> str:
     others = [each for each in ratios if not each.experts_decide]
     if not decided:
         return ""
-    text = f"{_span(decided)} times as fast as with the best of vLLM's own kernels"
+    text = f"{span(decided, '.2f')} times as fast as with the best of vLLM's own kernels"
     for model, size in dict.fromkeys((each.model, each.concurrency) for each in others):
         mine = [each for each in others if (each.model, each.concurrency) == (model, size)]
-        bound = _span([each.bound for each in mine if each.bound is not None])
+        values = span([each.value for each in mine], ".2f")
+        bounds = span([each.bound for each in mine if each.bound is not None], ".2f")
         text += (
             f"; with {size} requests of {model} the rest of the engine decides "
-            f"({_span([each.value for each in mine])}, experts that take no time {bound})"
+            f"({values}, experts that take no time {bounds})"
         )
     return text
-
-
-def _span(values: Sequence[float]) -> str:
-    """Smallest and largest."""
-    texts = [f"{value:.2f}" for value in (min(values), max(values))]
-    return " to ".join(dict.fromkeys(texts))
 
 
 def full(document: Mapping[str, Any]) -> str:
