@@ -251,10 +251,10 @@ def kernel_contracts(text: str, path: Path) -> Iterator[str]:
         if not function.name.endswith("_kernel"):
             continue
         stated = f"{ast.get_docstring(tree)}\n{ast.get_docstring(function)}"
-        specialised = any(
-            isinstance(node, ast.Attribute) and node.attr == "warp_specialize"
-            for node in ast.walk(function)
+        calls = (
+            ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)
         )
+        specialised = any(name in ("gl.warp_specialize", "start_roles") for name in calls)
         for part in CONTRACT if specialised else ("Grid:",):
             if part not in stated:
                 yield f"::{function.name} does not state {part!r} in its docstring or its file's"
@@ -426,6 +426,7 @@ def test_tests_mirror_the_package() -> None:
 
 GLUON, TRITON = "@gluon.jit\ndef _f_kernel(tile):\n", "@triton.jit\ndef _f_kernel(tile):\n"
 ROLES = '    """Roles: … Barriers: … Pipeline: …"""\n    gl.warp_specialize([])'
+SHARED_ROLES = ROLES.replace("gl.warp_specialize([])", "start_roles()")
 PLANTED: dict[str, tuple[Rule, str, str]] = {
     "an-op-names-a-chip": (core_names_no_chip, "moe/op.py", "# as on Hopper"),
     "a-layer-names-a-chip": (core_names_no_chip, "moe/layer.py", "# as on gfx950"),
@@ -453,6 +454,7 @@ PLANTED: dict[str, tuple[Rule, str, str]] = {
         f"{GLUON}    g(1, 2, 3, 4, 5, 6, 7, 8, 9)",
     ),
     "no-timeline": (kernel_contracts, "moe/hopper/x.py", GLUON + ROLES),
+    "shared-roles": (kernel_contracts, "moe/hopper/x.py", GLUON + SHARED_ROLES),
     "no-grid": (kernel_contracts, "moe/triton/x.py", f'{TRITON}    """Add."""'),
 }
 

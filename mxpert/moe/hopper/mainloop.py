@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...device.compat import COPIES_REGISTER_OPERANDS, aggregate
 from ...device.hopper import make_tile_tags
-from ...device.hopper_ptx import LO_SCALE
+from ...device.hopper_ptx import LO_SCALE, decode_tables
 from .weight_fragments import accumulator_layout, decode_weights, join_hi_lo
 
 STAGE_CODES = gl.constexpr(256)
@@ -271,6 +271,11 @@ class PrefillPipeline:
     WEIGHTS: gl.constexpr
     UNITS: gl.constexpr
 
+    @gluon.jit
+    def tables(self):
+        """What decodes the weights, in registers."""
+        return decode_tables(FLOAT16=self.UNITS == 1)
+
 
 @gluon.jit
 def make_activation_rows(x_desc, UNITS: gl.constexpr, ROWS: gl.constexpr):
@@ -298,7 +303,6 @@ def make_prefill_pipeline(
     WEIGHTS: gl.constexpr,
 ):
     """Allocate the stages and initialise their mbarriers."""
-    gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3, "registers suffice for two or three")
     UNITS: gl.constexpr = 1 if x_desc.dtype.primitive_bitwidth == 16 else 2
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
     BLOCKS_PER_UNIT: gl.constexpr = 1 if WEIGHTS is None else UNITS

@@ -44,37 +44,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...device.compat import aggregate, async_load
-from ...device.hopper import (
-    CLAIM_LEAD,
-    claim_tile,
-    consumer_start,
-    producer_start,
-    publish_end,
-    publish_tile,
-    read_tile,
-)
-from ...device.hopper_ptx import decode_tables
+from ...device.hopper import CLAIM_LEAD, publish_tile
 from ...device.pdl import wait_and_launch_dependents
-from .epilogue import (
-    ActivationParameters,
-    Epilogue,
-    Variant,
-    finish,
-    load_output_terms,
-    load_row_terms,
-    output_layout,
-    outputs_per_unit,
-    row_per_thread_layout,
-    row_reference,
-    store_subtiles,
-)
+from .epilogue import ActivationParameters, Epilogue, Variant, row_reference
 from .group_weights import accumulate_prefill_groups
 from .mainloop import (
-    PingPong,
-    PrefillPipeline,
     accumulate_prefill,
-    first_column,
-    joins_hi_lo,
     left_columns,
     make_order_barriers,
     make_prefill_pipeline,
@@ -82,50 +57,20 @@ from .mainloop import (
     ping_pong_policy,
     right_columns,
 )
+from .prefill_roles import (
+    CONSUMER_WARPS,
+    ConsumerArgs,
+    ProducerArgs,
+    TileList,
+    load_rows,
+    make_staging,
+    start_roles,
+)
 from .rows_of_16_bits import accumulate_16_bits
 
 _UNIT_CODE_ROWS = gl.constexpr(32)
 _UNIT_SHIFT_ROWS = gl.constexpr(8)
 """Rows of 128 bytes of codes, and of 32 bytes of shifts, of a row unit and depth unit."""
-
-CONSUMER_WARPS = gl.constexpr(4)
-PRODUCER_WARPS = gl.constexpr(1)
-PRODUCER_REGISTERS = gl.constexpr(24)
-REGISTERS_OF_TWO = gl.constexpr(240)
-REGISTERS_OF_THREE = gl.constexpr(160)
-
-
-@aggregate
-class TileList:
-    """Runs of blocks from `tile_list`; each run has tiles_per_run tiles of CONSUMERS row units.
-
-    first_block, blocks, expert: int32 [num_runs]. depth_units: units of 128 codes.
-    """
-
-    first_block: gl.tensor
-    blocks: gl.tensor
-    expert: gl.tensor
-    num_runs: gl.tensor
-    tiles_per_run: gl.tensor
-    depth_units: gl.tensor
-
-
-@aggregate
-class TileInfo:
-    """A tile: the run's first block, its number of blocks and expert, and the tile in the run.
-
-    No tile is left if it has 0 blocks.
-    """
-
-    first_block: gl.tensor
-    blocks: gl.tensor
-    expert: gl.tensor
-    tile_in_run: gl.tensor
-
-    @gluon.jit
-    def numbers(self):
-        """The four numbers of a stage's tag."""
-        return self.first_block, self.blocks, self.expert, self.tile_in_run
 
 
 @aggregate
@@ -137,63 +82,6 @@ class Operands:
     x_desc: tma.tensor_descriptor
     row_units: gl.tensor
     low_rows: gl.tensor
-
-
-@aggregate
-class ConsumerArgs:
-    """Arguments of a consumer.
-
-    order: order barriers of all consumers. staging: its output buffers [buffers, rows, outputs].
-    ORDER: ping-pong policy.
-    """
-
-    pipe: PrefillPipeline
-    order: gl.shared_memory_descriptor
-    staging: gl.shared_memory_descriptor
-    epilogue: Epilogue
-    out_desc: tma.tensor_descriptor
-    parameters: ActivationParameters
-    tiles: TileList
-    ORDER: gl.constexpr
-
-
-@aggregate
-class ProducerArgs:
-    """Arguments of the producer."""
-
-    pipe: PrefillPipeline
-    tile_counter: gl.tensor
-    operands: Operands
-    tiles: TileList
-
-
-@gluon.jit
-def locate_tile(tile, tiles):
-    """Load the TileInfo of a tile index."""
-    run = tile // tiles.tiles_per_run
-    used = run < tiles.num_runs
-    return TileInfo(
-        first_block=gl.load(tiles.first_block + run, mask=used, other=0),
-        blocks=gl.load(tiles.blocks + run, mask=used, other=0),
-        expert=gl.load(tiles.expert + run, mask=used, other=0),
-        tile_in_run=tile % tiles.tiles_per_run,
-    )
-
-
-@gluon.jit
-def load_rows(pipe, operands, half, ready, tile, depth):
-    """Start the TMA loads of 128 bytes of a tile's activation rows into half a stage."""
-    BLOCK_M: gl.constexpr = pipe.BLOCK_M
-    BLOCKS: gl.constexpr = pipe.BLOCKS
-    JOINED: gl.constexpr = joins_hi_lo(pipe.HI_LO, pipe.WEIGHTS)
-    for q in gl.static_range(BLOCKS):
-        row = tile.first_block * BLOCK_M + q * BLOCK_M
-        used = tile.blocks > q
-        rows = pipe.x.view(half, first_column(q, 0, BLOCKS, BLOCK_M, JOINED), BLOCK_M)
-        async_load(operands.x_desc, [row, depth], ready, rows, pred=used)
-        if pipe.HI_LO:
-            rows = pipe.x.view(half, first_column(q, 1, BLOCKS, BLOCK_M, JOINED), BLOCK_M)
-            async_load(operands.x_desc, [operands.low_rows + row, depth], ready, rows, pred=used)
 
 
 @gluon.jit
@@ -252,70 +140,10 @@ def _fill_stage(args, state, step, tile):
 
 
 @gluon.jit
-def _produce(args):
-    """The producer warp: claim tiles and load their operands; see the timeline above."""
-    pipe = args.pipe
-    tiles = args.tiles
-    steps = gl.cdiv(tiles.depth_units, pipe.UNITS)
-    claim_at = gl.maximum(steps - CLAIM_LEAD, 1)
-    state = producer_start(pipe.STAGES)
-    number = gl.program_id(0)
-    following = locate_tile(number, tiles)
-    while following.blocks > 0:
-        tile = following
-        for step in range(claim_at):
-            state = _fill_stage(args, state, step, tile)
-        number = claim_tile(number, args.tile_counter, tiles.num_runs * tiles.tiles_per_run)
-        following = locate_tile(number, tiles)
-        for step in range(claim_at, steps):
-            state = _fill_stage(args, state, step, tile)
-    publish_end(pipe.tags, state, following.numbers(), pipe.ready, pipe.free)
-
-
-@gluon.jit
-def load_outputs(epilogue, expert, unit, COLUMNS: gl.constexpr):
-    """Load the terms of one row unit's outputs for a group of COLUMNS rows."""
-    return load_output_terms(
-        epilogue,
-        expert,
-        first_output=unit * outputs_per_unit(epilogue.variant.EPILOGUE),
-        LAYOUT=output_layout(COLUMNS, epilogue.variant.EPILOGUE),
-    )
-
-
-@gluon.jit
-def store_tile(args, sums, outputs, rows, first_row, unit, SUBTILE: gl.constexpr):
-    """Run the epilogue for sums [64, rows] of one row unit; store rows from `first_row` on."""
-    EPILOGUE: gl.constexpr = args.epilogue.variant.EPILOGUE
-    LAYOUT: gl.constexpr = output_layout(sums.shape[1], EPILOGUE)
-    value = finish(sums, outputs, rows.to_columns(LAYOUT), args.parameters, args.epilogue, LAYOUT)
-    first_output = unit * outputs_per_unit(EPILOGUE)
-    store_subtiles(value, args.out_desc, args.staging, first_row, first_output, SUBTILE)
-
-
-@gluon.jit
-def _compute_tile(
-    args,
-    tables,
-    ping_pong,
-    state,
-    turn,
-    tile,
-    first_row,
-    unit,
-    PARTITION: gl.constexpr,
-    ROWS: gl.constexpr,
-):
-    """Compute and store one row unit of a tile of ROWS rows; return the next state and turn."""
-    epilogue = args.epilogue
+def _accumulate(args, tables, ping_pong, state, turn, PARTITION: gl.constexpr, ROWS: gl.constexpr):
+    """Sum up a row unit of a tile of ROWS rows by the loop of the weights and rows."""
     LEFT: gl.constexpr = left_columns(ROWS)
     RIGHT: gl.constexpr = right_columns(ROWS)
-    ROW_LAYOUT: gl.constexpr = row_per_thread_layout()
-    # Issue these loads before the main loop, which hides their latency.
-    outputs = load_outputs(epilogue, tile.expert, unit, LEFT)
-    rows = load_row_terms(epilogue, first_row, LEFT, ROW_LAYOUT)
-    if RIGHT > 0:
-        right_rows = load_row_terms(epilogue, first_row + LEFT, RIGHT, ROW_LAYOUT)
     if args.pipe.UNITS == 1:
         left, right, state = accumulate_16_bits(
             args.pipe,
@@ -346,60 +174,7 @@ def _compute_tile(
             LEFT=LEFT,
             RIGHT=RIGHT,
         )
-    store_tile(args, left, outputs, rows, first_row, unit, SUBTILE=0)
-    if RIGHT > 0:
-        outputs = load_outputs(epilogue, tile.expert, unit, RIGHT)
-        SUBTILE: gl.constexpr = LEFT // args.staging.shape[1]
-        store_tile(args, right, outputs, right_rows, first_row + LEFT, unit, SUBTILE)
-    return state, turn
-
-
-@gluon.jit
-def _consume(args, PARTITION: gl.constexpr):
-    """A consumer warpgroup: compute row unit PARTITION of each tile; see the timeline above."""
-    pipe = args.pipe
-    ping_pong = PingPong(
-        mine=args.order.index(PARTITION),
-        next=args.order.index((PARTITION + 1) % pipe.CONSUMERS),
-        POLICY=args.ORDER,
-    )
-    tables = decode_tables(FLOAT16=pipe.UNITS == 1)
-    state = consumer_start(pipe.STAGES)
-    turn = 1 if PARTITION == 0 else 0  # consumer 0 passes its order barrier first
-    tile = locate_tile(gl.program_id(0), args.tiles)
-    while tile.blocks > 0:
-        unit = pipe.CONSUMERS * tile.tile_in_run + PARTITION
-        for q in gl.static_range(1, pipe.BLOCKS + 1):
-            if tile.blocks == q:
-                state, turn = _compute_tile(
-                    args,
-                    tables,
-                    ping_pong,
-                    state,
-                    turn,
-                    tile,
-                    first_row=tile.first_block * pipe.BLOCK_M,
-                    unit=unit,
-                    PARTITION=PARTITION,
-                    ROWS=q * pipe.BLOCK_M,
-                )
-        ready = pipe.ready.index(state.stage)
-        first_block, blocks, expert, tile_in_run = read_tile(
-            pipe.tags, state.stage, ready, state.phase
-        )
-        tile = TileInfo(
-            first_block=first_block, blocks=blocks, expert=expert, tile_in_run=tile_in_run
-        )
-    tma.store_wait(0)
-
-
-@gluon.jit
-def make_staging(out_desc, STAGING_BUFFERS: gl.constexpr):
-    """Allocate a consumer's output buffers."""
-    ROWS: gl.constexpr = out_desc.block_type.shape[0]
-    OUTPUTS: gl.constexpr = out_desc.block_type.shape[1]
-    STAGING_SHAPE: gl.constexpr = [STAGING_BUFFERS, ROWS, OUTPUTS]
-    return gl.allocate_shared_memory(out_desc.dtype, STAGING_SHAPE, out_desc.layout)
+    return left, right, state, turn
 
 
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units", "low_rows"])
@@ -448,8 +223,6 @@ def _moe_gemm_prefill_kernel(
         code_desc, shift_desc, x_desc, CONSUMERS, BLOCKS, STAGES, HI_LO, WEIGHTS
     )
     ORDER: gl.constexpr = ping_pong_policy(CONSUMERS, BLOCKS * BLOCK_M, WEIGHTS, pipe.UNITS)
-    staging_0 = make_staging(out_desc, STAGING_BUFFERS)
-    staging_1 = make_staging(out_desc, STAGING_BUFFERS)
     order = make_order_barriers(CONSUMERS, ORDER, unused=pipe.free)
     wait_and_launch_dependents()
     tiles = TileList(
@@ -465,24 +238,8 @@ def _moe_gemm_prefill_kernel(
     parameters = ActivationParameters(p0, p1, p2)
     operands = Operands(code_desc, shift_desc, x_desc, row_units, low_rows)
     producer = ProducerArgs(pipe, tile_counter, operands, tiles)
-    consumer_0 = ConsumerArgs(pipe, order, staging_0, epilogue, out_desc, parameters, tiles, ORDER)
-    consumer_1 = ConsumerArgs(pipe, order, staging_1, epilogue, out_desc, parameters, tiles, ORDER)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [(_consume, (consumer_0, 0)), (_consume, (consumer_1, 1)), (_produce, (producer,))],
-            [CONSUMER_WARPS, PRODUCER_WARPS],
-            [REGISTERS_OF_TWO, PRODUCER_REGISTERS],
-        )
-    else:
-        last = make_staging(out_desc, STAGING_BUFFERS)
-        consumer_2 = ConsumerArgs(pipe, order, last, epilogue, out_desc, parameters, tiles, ORDER)
-        gl.warp_specialize(
-            [
-                (_consume, (consumer_0, 0)),
-                (_consume, (consumer_1, 1)),
-                (_consume, (consumer_2, 2)),
-                (_produce, (producer,)),
-            ],
-            [CONSUMER_WARPS, CONSUMER_WARPS, PRODUCER_WARPS],
-            [REGISTERS_OF_THREE, REGISTERS_OF_THREE, PRODUCER_REGISTERS],
-        )
+    staging = make_staging(out_desc, STAGING_BUFFERS)
+    consumer = ConsumerArgs(
+        pipe, order, staging, epilogue, out_desc, parameters, tiles, ORDER=ORDER, SKEW=0
+    )
+    start_roles(consumer, producer, _accumulate, _fill_stage, CLAIM_LEAD)

@@ -48,18 +48,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...device.compat import aggregate, async_load
-from ...device.hopper import (
-    CLAIM_LEAD,
-    claim_tile,
-    consumer_start,
-    make_tile_tags,
-    producer_start,
-    publish_end,
-    publish_tile,
-    read_tile,
-)
+from ...device.hopper import CLAIM_LEAD, make_tile_tags, publish_tile
 from ...device.pdl import wait_and_launch_dependents
-from .epilogue import ActivationParameters, Epilogue, Variant, load_row_terms, row_per_thread_layout
+from .epilogue import ActivationParameters, Epilogue, Variant
 from .mainloop import (
     AFTER_COMPLETION,
     AFTER_ISSUE,
@@ -68,25 +59,19 @@ from .mainloop import (
     TWO_IN_TURN,
     UNIT_CODES,
     ActivationRows,
-    PingPong,
     left_columns,
     make_activation_rows,
     make_order_barriers,
     right_columns,
 )
-from .prefill import (
+from .prefill_roles import (
     CONSUMER_WARPS,
-    PRODUCER_REGISTERS,
-    PRODUCER_WARPS,
-    REGISTERS_OF_THREE,
-    REGISTERS_OF_TWO,
-    TileInfo,
+    ConsumerArgs,
+    ProducerArgs,
     TileList,
-    load_outputs,
     load_rows,
-    locate_tile,
     make_staging,
-    store_tile,
+    start_roles,
 )
 from .weight_fragments import accumulator_layout
 
@@ -103,7 +88,7 @@ class Fp8Pipeline:
 
     weights: e4m3 [STAGES * CONSUMERS, 64, 128]. x: BLOCKS * BLOCK_M rows of each stage. ready and
     free: mbarriers [STAGES, 1]. tags: `make_tile_tags`. HI_LO, WEIGHTS: False and None, as
-    `load_rows` reads them.
+    `load_rows` reads them. UNITS: 1, depth units of a stage.
     """
 
     weights: gl.shared_memory_descriptor
@@ -117,6 +102,11 @@ class Fp8Pipeline:
     STAGES: gl.constexpr
     HI_LO: gl.constexpr
     WEIGHTS: gl.constexpr
+    UNITS: gl.constexpr
+
+    @gluon.jit
+    def tables(self):
+        """None: weights are not decoded."""
 
 
 @aggregate
@@ -130,31 +120,6 @@ class Fp8Operands:
     x_desc: tma.tensor_descriptor
     row_units: gl.tensor
     low_rows: gl.constexpr
-
-
-@aggregate
-class ConsumerArgs:
-    """Arguments of a consumer; see `prefill.ConsumerArgs`. SKEW: as in the kernel."""
-
-    pipe: Fp8Pipeline
-    order: gl.shared_memory_descriptor
-    staging: gl.shared_memory_descriptor
-    epilogue: Epilogue
-    out_desc: tma.tensor_descriptor
-    parameters: ActivationParameters
-    tiles: TileList
-    ORDER: gl.constexpr
-    SKEW: gl.constexpr
-
-
-@aggregate
-class ProducerArgs:
-    """Arguments of the producer."""
-
-    pipe: Fp8Pipeline
-    tile_counter: gl.tensor
-    operands: Fp8Operands
-    tiles: TileList
 
 
 @aggregate
@@ -178,7 +143,6 @@ def _make_pipeline(
     weight_desc, x_desc, CONSUMERS: gl.constexpr, BLOCKS: gl.constexpr, STAGES: gl.constexpr
 ):
     """Allocate the stages and initialise their mbarriers."""
-    gl.static_assert(CONSUMERS == 2 or CONSUMERS == 3, "registers suffice for two or three")
     gl.static_assert(STAGES >= 2, "a consumer holds two stages at once")
     gl.static_assert(weight_desc.block_type.nbytes == _UNIT_ROWS * UNIT_CODES, "a unit's weights")
     BLOCK_M: gl.constexpr = x_desc.block_type.shape[0]
@@ -202,6 +166,7 @@ def _make_pipeline(
         STAGES=STAGES,
         HI_LO=False,
         WEIGHTS=None,
+        UNITS=1,
     )
 
 
@@ -224,26 +189,6 @@ def _fill_stage(args, state, unit, tile):
         weights = pipe.weights.index(state.stage * pipe.CONSUMERS + c)
         async_load(operands.weight_desc, [first * _UNIT_ROWS, 0], ready, weights)
     return state.advance()
-
-
-@gluon.jit
-def _produce(args):
-    """The producer warp: claim tiles and load their operands; see the timeline above."""
-    pipe = args.pipe
-    tiles = args.tiles
-    claim_at = gl.maximum(tiles.depth_units - _CLAIM_STAGES, 1)
-    state = producer_start(pipe.STAGES)
-    number = gl.program_id(0)
-    following = locate_tile(number, tiles)
-    while following.blocks > 0:
-        tile = following
-        for unit in range(claim_at):
-            state = _fill_stage(args, state, unit, tile)
-        number = claim_tile(number, args.tile_counter, tiles.num_runs * tiles.tiles_per_run)
-        following = locate_tile(number, tiles)
-        for unit in range(claim_at, tiles.depth_units):
-            state = _fill_stage(args, state, unit, tile)
-    publish_end(pipe.tags, state, following.numbers(), pipe.ready, pipe.free)
 
 
 @gluon.jit
@@ -327,8 +272,10 @@ def _step(
 
 
 @gluon.jit
-def _accumulate(pipe, ping_pong, state, turn, stages, PARTITION: gl.constexpr, ROWS: gl.constexpr):
-    """Sum up a row unit of a tile of ROWS rows over `stages` stages; as `accumulate_prefill`."""
+def _accumulate(args, tables, ping_pong, state, turn, PARTITION: gl.constexpr, ROWS: gl.constexpr):
+    """Sum up a row unit of a tile of ROWS rows, as `accumulate_prefill`; there are no tables."""
+    pipe = args.pipe
+    stages = args.tiles.depth_units
     POLICY: gl.constexpr = _column_policy(ROWS, pipe.CONSUMERS)
     LEFT: gl.constexpr = left_columns(ROWS)
     RIGHT: gl.constexpr = right_columns(ROWS)
@@ -341,72 +288,7 @@ def _accumulate(pipe, ping_pong, state, turn, stages, PARTITION: gl.constexpr, R
         sums, state, turn = _step(pipe, ping_pong, sums, state, turn, PARTITION, POLICY, STAGES=2)
     if stages % 2 == 1:
         sums, state, turn = _step(pipe, ping_pong, sums, state, turn, PARTITION, POLICY, STAGES=1)
-    return sums, state, turn
-
-
-@gluon.jit
-def _compute_tile(
-    args, ping_pong, state, turn, tile, first_row, unit, PARTITION: gl.constexpr, ROWS: gl.constexpr
-):
-    """Compute and store one row unit of a tile of ROWS rows; return the next state and turn."""
-    epilogue = args.epilogue
-    LEFT: gl.constexpr = left_columns(ROWS)
-    RIGHT: gl.constexpr = right_columns(ROWS)
-    ROW_LAYOUT: gl.constexpr = row_per_thread_layout()
-    # Issue these loads before the main loop, which hides their latency.
-    outputs = load_outputs(epilogue, tile.expert, unit, LEFT)
-    rows = load_row_terms(epilogue, first_row, LEFT, ROW_LAYOUT)
-    if RIGHT > 0:
-        right_rows = load_row_terms(epilogue, first_row + LEFT, RIGHT, ROW_LAYOUT)
-    sums, state, turn = _accumulate(
-        args.pipe, ping_pong, state, turn, args.tiles.depth_units, PARTITION=PARTITION, ROWS=ROWS
-    )
-    store_tile(args, sums.left, outputs, rows, first_row, unit, SUBTILE=0)
-    if RIGHT > 0:
-        outputs = load_outputs(epilogue, tile.expert, unit, RIGHT)
-        SUBTILE: gl.constexpr = LEFT // args.staging.shape[1]
-        store_tile(args, sums.right, outputs, right_rows, first_row + LEFT, unit, SUBTILE)
-    return state, turn
-
-
-@gluon.jit
-def _consume(args, PARTITION: gl.constexpr):
-    """A consumer warpgroup: compute row unit PARTITION of each tile; see the timeline above."""
-    pipe = args.pipe
-    ping_pong = PingPong(
-        mine=args.order.index(PARTITION),
-        next=args.order.index((PARTITION + 1) % pipe.CONSUMERS),
-        POLICY=args.ORDER,
-    )
-    state = consumer_start(pipe.STAGES)
-    turn = 1 if PARTITION == 0 else 0  # consumer 0 passes its order barrier first
-    tile = locate_tile(gl.program_id(0), args.tiles)
-    LAG: gl.constexpr = PARTITION * args.SKEW
-    # Without a first tile, or with a short one, that stage may never be filled.
-    if LAG > 0 and (tile.blocks > 0) & (args.tiles.depth_units > LAG):
-        mbarrier.wait(pipe.ready.index(LAG), 0)
-    while tile.blocks > 0:
-        unit = pipe.CONSUMERS * tile.tile_in_run + PARTITION
-        for q in gl.static_range(1, pipe.BLOCKS + 1):
-            if tile.blocks == q:
-                state, turn = _compute_tile(
-                    args,
-                    ping_pong,
-                    state,
-                    turn,
-                    tile,
-                    first_row=tile.first_block * pipe.BLOCK_M,
-                    unit=unit,
-                    PARTITION=PARTITION,
-                    ROWS=q * pipe.BLOCK_M,
-                )
-        first_block, blocks, expert, tile_in_run = read_tile(
-            pipe.tags, state.stage, pipe.ready.index(state.stage), state.phase
-        )
-        tile = TileInfo(
-            first_block=first_block, blocks=blocks, expert=expert, tile_in_run=tile_in_run
-        )
-    tma.store_wait(0)
+    return sums.left, sums.right, state, turn
 
 
 @gluon.jit(do_not_specialize=["tiles_per_block", "row_units", "depth_units"])
@@ -451,8 +333,6 @@ def _moe_gemm_prefill_fp8_kernel(
     gl.static_assert(SKEW * (CONSUMERS - 1) < STAGES, "the producer fills no more than STAGES")
     gl.static_assert(x_desc.block_type.shape[0] == BLOCK_M, "a block's rows")
     pipe = _make_pipeline(weight_desc, x_desc, CONSUMERS, BLOCKS, STAGES)
-    staging_0 = make_staging(out_desc, STAGING_BUFFERS)
-    staging_1 = make_staging(out_desc, STAGING_BUFFERS)
     order = make_order_barriers(CONSUMERS, ORDER, unused=pipe.free)
     wait_and_launch_dependents()
     tiles = TileList(
@@ -468,30 +348,8 @@ def _moe_gemm_prefill_fp8_kernel(
     parameters = ActivationParameters(p0, p1, p2)
     operands = Fp8Operands(weight_desc, x_desc, row_units, 0)
     producer = ProducerArgs(pipe, tile_counter, operands, tiles)
-    consumer_0 = ConsumerArgs(
-        pipe, order, staging_0, epilogue, out_desc, parameters, tiles, ORDER=ORDER, SKEW=SKEW
+    staging = make_staging(out_desc, STAGING_BUFFERS)
+    consumer = ConsumerArgs(
+        pipe, order, staging, epilogue, out_desc, parameters, tiles, ORDER=ORDER, SKEW=SKEW
     )
-    consumer_1 = ConsumerArgs(
-        pipe, order, staging_1, epilogue, out_desc, parameters, tiles, ORDER=ORDER, SKEW=SKEW
-    )
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [(_consume, (consumer_0, 0)), (_consume, (consumer_1, 1)), (_produce, (producer,))],
-            [CONSUMER_WARPS, PRODUCER_WARPS],
-            [REGISTERS_OF_TWO, PRODUCER_REGISTERS],
-        )
-    else:
-        last = make_staging(out_desc, STAGING_BUFFERS)
-        consumer_2 = ConsumerArgs(
-            pipe, order, last, epilogue, out_desc, parameters, tiles, ORDER=ORDER, SKEW=SKEW
-        )
-        gl.warp_specialize(
-            [
-                (_consume, (consumer_0, 0)),
-                (_consume, (consumer_1, 1)),
-                (_consume, (consumer_2, 2)),
-                (_produce, (producer,)),
-            ],
-            [CONSUMER_WARPS, CONSUMER_WARPS, PRODUCER_WARPS],
-            [REGISTERS_OF_THREE, REGISTERS_OF_THREE, PRODUCER_REGISTERS],
-        )
+    start_roles(consumer, producer, _accumulate, _fill_stage, _CLAIM_STAGES)
