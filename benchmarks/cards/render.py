@@ -34,11 +34,14 @@ REPORTS = {
     "grouped_gemm.json": "grouped.render",
     "models.json": "models.render",
     "serving.json": "serving.render",
+    "serving_vllm_0.26.json": "serving.render",
     "expert_parallel.json": "ranks.render",
     "weight_formats.json": "moe.weight_format_tables",
     "sustained.json": "moe.sustained",
 }
 """JSON → the script that renders it."""
+SERVING = tuple(name for name, script in REPORTS.items() if script == "serving.render")
+"""vLLM's newest release first."""
 RENDERERS = REPORTS | {
     "at_size.json": "moe.at_size",
     "hunts.json": "hunts.run",
@@ -204,7 +207,7 @@ def decode_in_vllm(every: Mapping[str, Sequence[Result]], place: str) -> str:
     """One sentence a card on the decode rates of gpt-oss."""
     parts = []
     for card, found in every.items():
-        document = named(found, "serving.json")
+        document = named(found, SERVING[0])
         if document is not None and (text := decode_text(document)):
             meta = document["meta"]
             parts.append(
@@ -214,21 +217,22 @@ def decode_in_vllm(every: Mapping[str, Sequence[Result]], place: str) -> str:
     return paragraphs(*parts) or "No card has measured gpt-oss in vLLM yet."
 
 
-def serving(every: Mapping[str, Sequence[Result]], place: str, *, ours_only: bool = False) -> str:
-    """gpt-oss in vLLM, on each card."""
+def serving(every: Mapping[str, Sequence[Result]], place: str, *, brief: bool = False) -> str:
+    """gpt-oss in vLLM, on each card; brief: in its newest release, rows of mxpert alone."""
     parts = []
     for card, found in every.items():
-        document = named(found, "serving.json")
-        if document is not None:
-            meta, link = document["meta"], f"{place}/{card}/serving"
-            head = (
-                f"vLLM {meta['versions']['vllm']}, gpt-oss with random weights on one "
-                f"{meta['device']}: tokens/s, and in brackets the ratio to the best of vLLM's own "
-                "kernels, for a16w4 of those with bfloat16 activations. [All formats and rounds, "
-                f"which kernels were measured, first token, memory, load time]({link}.md); "
-                f"[JSON]({link}.json), [plot]({link}.png)."
-            )
-            parts.append(paragraphs(head, summary_table(document, ours_only=ours_only)))
+        for name in SERVING[:1] if brief else SERVING:
+            document = named(found, name)
+            if document is not None:
+                meta, link = document["meta"], f"{place}/{card}/{name.removesuffix('.json')}"
+                head = (
+                    f"vLLM {meta['versions']['vllm']}, gpt-oss with random weights on one "
+                    f"{meta['device']}: tokens/s, and in brackets the ratio to the best of vLLM's "
+                    "own kernels, for a16w4 of those with bfloat16 activations. [All formats and "
+                    "rounds, which kernels were measured, first token, memory, load time]"
+                    f"({link}.md); [JSON]({link}.json), [plot]({link}.png)."
+                )
+                parts.append(paragraphs(head, summary_table(document, ours_only=brief)))
     return paragraphs(*parts) or "No card has measured it yet."
 
 
@@ -236,7 +240,7 @@ BLOCKS = {
     "cards": cards,
     "decode in vLLM": decode_in_vllm,
     "serving": serving,
-    "serving, ours": functools.partial(serving, ours_only=True),
+    "serving, ours": functools.partial(serving, brief=True),
     "files": files,
     "row encoding": row_encoding,
     "weight formats": weight_formats,

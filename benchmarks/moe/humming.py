@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +52,39 @@ def input_config(activation: str) -> dict[str, Any]:
     return {"dtype": "float8e4m3"} | ({} if span is None else {"group_size": span})
 
 
-def paddings(model: Model, activation: str) -> tuple[int, ...]:
-    """Multiples that its sizes are padded to: where they are no multiple of 128 both choices are
-    tried, and the faster one counts. Spans that share a scale have to be whole."""
-    if model.H % 128 == model.F % 128 == 0:
-        return (0,)
-    return (128,) if SPANS.get(activation) else (0, 128)
+@dataclass(frozen=True)
+class Padding:
+    """Multiples that the rows and the depth of both projections are padded to."""
+
+    rows: int = 1
+    depth: int = 1
+
+    def changes(self, model: Model) -> bool:
+        """Whether a size of the model is no such multiple."""
+        return any(rows % self.rows or depth % self.depth for rows, depth in _shapes(model))
+
+    @property
+    def options(self) -> dict[str, int]:
+        """As Humming's layers take them."""
+        return {"pad_n_to_multiple": self.rows, "pad_k_to_multiple": self.depth}
+
+
+NO_PADDING, TO_128, TO_256 = Padding(), Padding(128, 128), Padding(256, 128)
+"""vLLM 0.33 pads to the last in every model: Humming has tiles of 256 columns of an output."""
+
+
+def paddings(model: Model, activation: str) -> tuple[Padding, ...]:
+    """Paddings that differ for the model; the fastest counts. Spans that share a scale have to be
+    whole."""
+    found = [each for each in (TO_128, TO_256) if each.changes(model)]
+    if not (SPANS.get(activation) and TO_128.changes(model)):
+        found.insert(0, NO_PADDING)
+    return tuple(found)
 
 
 def _shapes(model: Model) -> tuple[tuple[int, int], tuple[int, int]]:
     """(rows, depth) of both projections."""
     return (2 * model.F, model.H), (model.H, model.F)
-
-
-def _padding_options(padding: int) -> dict[str, int]:
-    return dict(pad_k_to_multiple=padding, pad_n_to_multiple=padding) if padding else {}
 
 
 def _tuning(config: Any, tokens: int, model: Model) -> dict[str, Any]:
@@ -118,7 +137,13 @@ class Compiler:
                         jobs.append(self.pool.submit(self._compile, options))
 
     def _options(
-        self, cell: Cell, weight_format: str, activation: str, padding: int, rows: int, depth: int
+        self,
+        cell: Cell,
+        weight_format: str,
+        activation: str,
+        padding: Padding,
+        rows: int,
+        depth: int,
     ) -> list[dict[str, Any]]:
         """Arguments of one kernel; none where Humming refuses the shape."""
         schema = importlib.import_module("humming.schema")
@@ -137,7 +162,7 @@ class Compiler:
                 input_schema=inputs.to_humming_schema(torch.bfloat16),
                 torch_dtype=torch.bfloat16,
                 device=device,
-                **_padding_options(padding),
+                **padding.options,
             )
             options = (
                 json.loads(config.to_str())
@@ -190,7 +215,9 @@ def _stored(projection: WeightLike) -> dict[str, torch.Tensor]:
 class Projection:
     """One projection's weights in Humming's layout."""
 
-    def __init__(self, model: Model, projection: WeightLike, activation: str, padding: int) -> None:
+    def __init__(
+        self, model: Model, projection: WeightLike, activation: str, padding: Padding
+    ) -> None:
         layer_type = importlib.import_module("humming.layer").HummingLayer
         experts, rows, depth = projection.shape
         with projection.device:
@@ -201,7 +228,7 @@ class Projection:
                 weight_config=weight_config(projection.format.name),
                 input_config=input_config(activation),
                 torch_dtype=torch.bfloat16,
-                **_padding_options(padding),
+                **padding.options,
             )
         layer = layer.to(projection.device)
         for name, tensor in _stored(projection).items():
@@ -286,12 +313,12 @@ class Humming:
         errors = []
         for padding in paddings(model, activation):
             try:
-                self.paddings[f"padding {padding}"] = (
+                self.paddings[str(padding)] = (
                     Projection(model, weights.gate_up_proj, activation, padding),
                     Projection(model, weights.down_proj, activation, padding),
                 )
             except Exception as error:
-                errors.append(f"padding {padding}: {error!r}")
+                errors.append(f"{padding}: {error!r}")
         if not self.paddings:
             need = "a shape that it can hold"
             raise ValueError(message("humming", model.name, need, "; ".join(errors)))

@@ -1,9 +1,9 @@
 """What computes the experts: vLLM's own backends, mxpert's formats, or nothing.
 
-What vLLM 0.26 offers for gpt-oss's MXFP4 on Hopper, by the name for ``--moe-backend``:
+What vLLM 0.26 and 0.33 offer for gpt-oss's MXFP4 on Hopper, by the name for ``--moe-backend``:
 
 - ``auto`` takes the first of TRITON (triton_kernels, their routing included), FlashInfer CUTLASS
-  and Marlin that runs. Humming is never taken by itself.
+  and Marlin that runs. vLLM 0.33 has Humming before Marlin there, 0.26 never takes it by itself.
 - ``triton_unfused``: triton_kernels behind vLLM's router, the activation in a launch of its own.
 - ``flashinfer_cutlass``: needs FlashInfer and its kernels, compiled or from its cubins.
 - ``marlin``: bfloat16 activations; FP8 ones are for SM 8.9 and 12 only.
@@ -89,7 +89,7 @@ BACKENDS = {
     )
 }
 """The most important first. "vllm" is what vLLM takes by itself: TRITON on Hopper for gpt-oss.
-Those of its own are all that vLLM 0.26 offers, but for emulation; 0.20 has no Humming."""
+Those of its own are all that vLLM 0.26 and 0.33 offer, but for emulation; 0.20 has no Humming."""
 
 DEFAULT = tuple(BACKENDS)[:10]
 IN_TREE = tuple(name for name, each in BACKENDS.items() if each.activation_format is None)

@@ -240,11 +240,12 @@ class DecodeRatio:
     """Rate of one backend of ours at one concurrency, over that of `best_in_tree`.
 
     Attributes:
-        value: the ratio. bound: the same of an engine whose experts take no time; None if it was
-            not measured.
+        form: format of the activations. value: the ratio. bound: the same of an engine whose
+            experts take no time; None if it was not measured.
     """
 
     model: str
+    form: str
     concurrency: int
     value: float
     bound: float | None
@@ -261,23 +262,28 @@ def decode_ratios(document: Mapping[str, Any]) -> list[DecodeRatio]:
     for model in dict.fromkeys(row["model"] for row in rows):
         found = rates(rows, model, "decode")
         without = found.get("no-experts", {})
-        for name in ("mxpert-a16w4", "mxpert-a8w4"):
-            for size, samples in found.get(name, {}).items():
-                best = best_in_tree(found, size, BACKENDS[name])
+        for form in ("a16w4", "a8w4"):
+            backend = BACKENDS[f"mxpert-{form}"]
+            for size, samples in found.get(backend.name, {}).items():
+                best = best_in_tree(found, size, backend)
                 if best is not None:
                     bound = median(without[size]) / best if size in without else None
-                    ratios.append(DecodeRatio(model, size, median(samples) / best, bound))
+                    ratios.append(DecodeRatio(model, form, size, median(samples) / best, bound))
     return ratios
 
 
 def decode_text(document: Mapping[str, Any]) -> str:
     """What mxpert's experts gain in decode, in a clause; empty if nothing was measured."""
-    ratios = decode_ratios(document)
-    decided = [each.value for each in ratios if each.experts_decide]
+    ratios, decided = decode_ratios(document), dict[str, list[float]]()
+    for each in ratios:
+        if each.experts_decide:
+            decided.setdefault(each.form, []).append(each.value)
     others = [each for each in ratios if not each.experts_decide]
     if not decided:
         return ""
-    text = f"{span(decided, '.2f')} times as fast as with the best of vLLM's own kernels"
+    spans = (f"in {form} {span(values, '.2f')}" for form, values in decided.items())
+    text = f"{' and '.join(spans)} times as fast as with the best of vLLM's own kernels"
+    text += " with activations as wide or wider"
     for model, size in dict.fromkeys((each.model, each.concurrency) for each in others):
         mine = [each for each in others if (each.model, each.concurrency) == (model, size)]
         values = span([each.value for each in mine], ".2f")

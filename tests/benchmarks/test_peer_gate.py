@@ -10,7 +10,7 @@ import torch
 
 import mxpert
 from benchmarks.moe.cells import Cell, Model, random_inputs
-from benchmarks.moe.humming import input_config, paddings
+from benchmarks.moe.humming import NO_PADDING, TO_128, TO_256, input_config, paddings
 from benchmarks.moe.ours import ACTIVATION, Call, Truth, random_weights
 from benchmarks.moe.peer_gate import (
     MULTIPLIER_ERROR,
@@ -180,7 +180,10 @@ def test_humming_is_told_how_many_values_share_a_scale() -> None:
     ]
 
 
-def test_humming_pads_what_spans_do_not_divide() -> None:
+def test_humming_pads_what_spans_do_not_divide_and_as_vllm_does() -> None:
     sizes = {name: paddings(MODEL, name) for name in ACTIVATIONS}
-    assert sizes == {"bf16": (0, 128), "fp8_token": (0, 128), "fp8_group": (128,)}
-    assert paddings(replace(MODEL, F=256), "fp8_group") == (0,)
+    three = (NO_PADDING, TO_128, TO_256)
+    assert sizes == {"bf16": three, "fp8_token": three, "fp8_group": three[1:]}
+    for F, H, found in ((256, 512, (NO_PADDING,)), (256, 384, (NO_PADDING, TO_256))):
+        model = replace(MODEL, F=F, H=H)
+        assert {paddings(model, name) for name in ACTIVATIONS} == {found}
