@@ -86,3 +86,17 @@ def test_other_columns_of_a_card_that_lacks_a_benchmark(tmp_path: Path) -> None:
     copy_of("routing.json", tmp_path / "nvidia-h20", device="NVIDIA H20")
     text = cards.cards(cards.results(tmp_path), "x")
     assert "| [NVIDIA H20](x/nvidia-h20) | – | – | – |" in text
+
+
+def test_pages_on_vllm_begin_with_its_newest_release() -> None:
+    every = cards.results()
+    lines = cards.serving(every, "x").splitlines()
+    releases = [line.split()[1].rstrip(",") for line in lines if line.startswith("vLLM ")]
+    assert releases == sorted(releases, key=lambda each: tuple(map(int, each.split("."))))[::-1]
+    assert len(releases) == len(cards.SERVING)
+    brief = cards.serving(every, "x", brief=True)
+    for text in (brief, cards.decode_in_vllm(every, "x")):
+        assert releases[0] in text
+        assert not any(older in text for older in releases[1:])
+    assert "mxpert a16w4" in brief
+    assert "Marlin" not in brief
