@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.harness.script import parse_list, parse_tokens
 from mxpert.errors import message
+from mxpert.formats.names import FORMAT_OF
 from mxpert.routing.op import route_topk
 from mxpert.testing.problems import MODEL_SHAPES
 
@@ -152,6 +153,17 @@ def parse_cells(models: str, tokens: str, offered: Mapping[str, Model] = NAMED) 
     """
     chosen = parse_list(models, list(offered), "--models")
     return [Cell(offered[name], count) for name in chosen for count in parse_tokens(tokens)]
+
+
+def parse_activations(text: str) -> list[str]:
+    """Our formats, from widths and from all names of formats.
+
+    >>> parse_activations("a8, a16w4")
+    ['mxfp8', 'fp8_token', 'bf16']
+    """
+    known = {name: (own,) for name, own in FORMAT_OF.items()} | ACTIVATION_FORMATS
+    chosen = parse_list(text, list(known), "--activations")
+    return list(dict.fromkeys(own for name in chosen for own in known[name]))
 
 
 def tiny(model: Model) -> Model:

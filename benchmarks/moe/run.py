@@ -383,7 +383,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     also = f"default: %(default)s; also {', '.join(plan.RECENT)}"
     add("--models", default=",".join(MODELS), help=also)
     add("--tokens", help=f"default: {counts}, of the reference systems' shapes {others}")
-    add("--activations", default=",".join(ACTIVATION_FORMATS))
+    names = "widths, or formats such as a8w4; default: %(default)s"
+    add("--activations", default=",".join(ACTIVATION_FORMATS), help=names)
     add("--stages", default=",".join(STAGES), help="default: %(default)s")
     add("--routings", default="uniform", help="some of " + ", ".join(plan.ROUTINGS))
     add("--peers", type=Path, help="directory with the unpacked peers")
@@ -404,11 +405,7 @@ def prepare_run(options: argparse.Namespace) -> tuple[Run, list[Cell]]:
     cells = plan.ordered_cells(
         models, tokens, parse_list(options.routings, plan.ROUTINGS, "--routings")
     )
-    formats = [
-        name
-        for width in parse_list(options.activations, list(ACTIVATION_FORMATS), "--activations")
-        for name in ACTIVATION_FORMATS[width]
-    ]
+    formats = plan.parse_activations(options.activations)
     chosen = parse_list(options.stages, STAGES, "--stages")
     stages = [stage for stage in STAGES if stage in chosen]
     peer_names = parse_list(options.only_peers, PEERS, "--only-peers")

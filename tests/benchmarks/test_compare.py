@@ -156,7 +156,7 @@ def test_a_wrong_result_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         mxpert, "fused_moe_from_logits", lambda *args, **kwargs: 1.1 * right(*args, **kwargs)
     )
     monkeypatch.setitem(compare.build_model.__globals__, "Ours", PlainOurs)
-    found = run(tmp_path / "x.json", "--activations", "a16")
+    found = run(tmp_path / "x.json", "--activations", "a16w4")
     assert found["rows"] == []
     assert all("relative L2" in each["error"] for each in found["meta"]["failures"])
     assert len(found["meta"]["failures"]) == 2 * len(cells.STAGES)
