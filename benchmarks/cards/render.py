@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -219,20 +220,19 @@ def decode_in_vllm(every: Mapping[str, Sequence[Result]], place: str) -> str:
 
 def serving(every: Mapping[str, Sequence[Result]], place: str, *, brief: bool = False) -> str:
     """gpt-oss in vLLM, on each card; brief: in its newest release, rows of mxpert alone."""
-    parts = []
-    for card, found in every.items():
-        for name in SERVING[:1] if brief else SERVING:
-            document = named(found, name)
-            if document is not None:
-                meta, link = document["meta"], f"{place}/{card}/{name.removesuffix('.json')}"
-                head = (
-                    f"vLLM {meta['versions']['vllm']}, gpt-oss with random weights on one "
-                    f"{meta['device']}: tokens/s, and in brackets the ratio to the best of vLLM's "
-                    "own kernels, for a16w4 of those with bfloat16 activations. [All formats and "
-                    "rounds, which kernels were measured, first token, memory, load time]"
-                    f"({link}.md); [JSON]({link}.json), [plot]({link}.png)."
-                )
-                parts.append(paragraphs(head, summary_table(document, ours_only=brief)))
+    parts, names = [], SERVING[:1] if brief else SERVING
+    for card, name in itertools.product(every, names):
+        document = named(every[card], name)
+        if document is not None:
+            meta, link = document["meta"], f"{place}/{card}/{name.removesuffix('.json')}"
+            head = (
+                f"vLLM {meta['versions']['vllm']}, gpt-oss with random weights on one "
+                f"{meta['device']}: tokens/s, and in brackets the ratio to the best of vLLM's own "
+                "kernels, for a16w4 of those with bfloat16 activations. [All formats and rounds, "
+                f"which kernels were measured, first token, memory, load time]({link}.md); "
+                f"[JSON]({link}.json), [plot]({link}.png)."
+            )
+            parts.append(paragraphs(head, summary_table(document, ours_only=brief)))
     return paragraphs(*parts) or "No card has measured it yet."
 
 

@@ -282,8 +282,10 @@ def decode_text(document: Mapping[str, Any]) -> str:
     if not decided:
         return ""
     spans = (f"in {form} {span(values, '.2f')}" for form, values in decided.items())
-    text = f"{' and '.join(spans)} times as fast as with the best of vLLM's own kernels"
-    text += " with activations as wide or wider"
+    text = (
+        f"{' and '.join(spans)} times as fast as with the best of vLLM's own kernels "
+        "with activations as wide or wider"
+    )
     for model, size in dict.fromkeys((each.model, each.concurrency) for each in others):
         mine = [each for each in others if (each.model, each.concurrency) == (model, size)]
         values = span([each.value for each in mine], ".2f")
