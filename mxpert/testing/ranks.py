@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import multiprocessing
 import signal
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -32,6 +34,7 @@ from ..errors import message, require
 from .timing import Call, _l2_sweep, _turns
 
 _Result = TypeVar("_Result")
+_Process = TypeVar("_Process")
 
 SPIN_CYCLES = 1_000_000
 """About half a millisecond: hides the host's part of a replay and of the all-reduce before it."""
@@ -131,18 +134,38 @@ def _first_report(folder: Path) -> str:
 def _interrupts_wait_in_ranks() -> Iterator[None]:
     """Inside, processes start with interrupts blocked; ranks unblock them once they handle them.
 
-    Python prints a traceback of an interrupt during its own start. Another thread of this process
-    receives the signal, and its handlers run as ever.
+    Python prints a traceback of an interrupt during its own start, and of start data that end too
+    early. Another thread of this process receives the signal, and its handlers run as ever, but
+    not while a process is being started.
     """
     resource_tracker.ensure_running()  # by starting it multiprocessing would unblock interrupts
     done = threading.Event()
     threading.Thread(target=done.wait, daemon=True).start()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    rank_type = multiprocessing.get_context("spawn").Process
+    start = rank_type.start
+    rank_type.start = lambda self: _uninterrupted(start, self)  # type: ignore[method-assign]
     try:
         yield
     finally:
+        rank_type.start = start  # type: ignore[method-assign]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         done.set()
+
+
+def _uninterrupted(start: Callable[[_Process], None], process: _Process) -> None:
+    """Start a process; an interrupt that arrives meanwhile is handled after that."""
+    if threading.current_thread() is not threading.main_thread():  # no handler runs here
+        start(process)
+        return
+    arrived: list[tuple[int, FrameType | None]] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
+    try:
+        start(process)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if arrived and callable(handler):
+        handler(*arrived[0])
 
 
 @contextlib.contextmanager

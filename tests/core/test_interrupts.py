@@ -96,12 +96,29 @@ if "--multiprocessing-fork" in sys.orig_argv:
     open("a rank starts", "w").close()
     time.sleep(1)
 """
-"""A sitecustomize.py: Python imports it before it runs anything of ours."""
+SLOW_LAUNCH = """
+import sys, time
+if "--multiprocessing-fork" in sys.orig_argv:
+    open("a rank starts", "w").close()
+else:
+    from multiprocessing import util
+    spawn = util.spawnv_passfds
+    def spawn_and_wait(*arguments):
+        pid = spawn(*arguments)
+        time.sleep(1)
+        return pid
+    util.spawnv_passfds = spawn_and_wait
+"""
+"""Two of sitecustomize.py, which Python imports before it runs anything of ours. In the second a
+rank waits for its start data."""
 
 
 @pytest.mark.timeout(120)
-def test_while_python_starts_in_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "sitecustomize.py").write_text(SLOW_START, encoding="utf-8")
+@pytest.mark.parametrize("customize", [SLOW_START, SLOW_LAUNCH], ids=["rank", "launcher"])
+def test_while_python_starts_in_ranks(
+    customize: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(customize, encoding="utf-8")
     path = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), path])))
 
