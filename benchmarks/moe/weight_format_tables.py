@@ -24,12 +24,11 @@ from benchmarks.harness.tables import (
     pivot,
     save_figure,
 )
-from benchmarks.moe.cells import WIDTHS
+from benchmarks.moe.cells import FORMATS, PEER_WIDTHS, WIDTHS
 from benchmarks.moe.figures import token_columns
 from mxpert.cli.plots import line_style, log_scale, styled
 
 WEIGHTS = ("mxfp4", "mxfp8_e4m3", "nvfp4", "int4_g32", "int4_g128")
-ACTIVATIONS = ("bf16", "mxfp8", "fp8_token")
 OURS = "mxpert"
 _REASON = 200
 """Characters of a peer's error in the tables; the JSON has more."""
@@ -135,8 +134,9 @@ def means_table(rows: Sequence[Row]) -> str:
         _, weights, tokens = place
         for activation, row in by_activation.items():
             width = WIDTHS[activation]
-            if width in peers.get(place, {}):
-                ratio = peers[place][width] / row["us"]
+            others = peers.get(place, {})
+            if PEER_WIDTHS[width] in others:
+                ratio = others[PEER_WIDTHS[width]] / row["us"]
                 found[f"{weights}, {width}", f"T = {tokens}"].append(ratio)
     cells = {key: f"{geometric_mean(values):.2f}" for key, values in found.items()}
     return pivot("best peer's time / ours", cells, token_columns(row["T"] for row in rows))
@@ -156,7 +156,7 @@ def full(document: Row) -> str:
     rows, meta = document["rows"], document["meta"]
     peers, parts = fastest_peers(rows), []
     columns = token_columns(row["T"] for row in rows)
-    for activation in ACTIVATIONS:
+    for activation in FORMATS:
         cells = {
             (f"{row['model']}, {row['weights']}", f"T = {row['T']}"): cell_text(
                 row, peers.get(place_of(row), {}), meta["ceilings"]["read_tbs"]
@@ -197,7 +197,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
     """Speed-up over the fastest peer of the format by T, a panel for each format."""
     drawing, panels = make_panels(1, len(WEIGHTS), (3.4 * len(WEIGHTS), 3.4))
     for axes, weights in zip(panels[0], WEIGHTS, strict=True):
-        for index, activation in enumerate(ACTIVATIONS):
+        for index, activation in enumerate(FORMATS):
             points = means(dict(document), weights, activation)
             if points:
                 style = line_style(index, size=4)
@@ -207,7 +207,7 @@ def plot(document: Mapping[str, Any], path: Path) -> None:
         log_scale(axes, x=2)
         axes.set_title(weights, fontsize="small")
         axes.grid()
-    save_figure(drawing, panels[0], document, path, columns=len(ACTIVATIONS))
+    save_figure(drawing, panels[0], document, path, columns=len(FORMATS))
 
 
 REPORT = Report(__doc__, SCHEMA, full, {"": plot})

@@ -30,7 +30,16 @@ from benchmarks.harness.run import Run, times_of
 from benchmarks.harness.script import Script, machine, parse_list, parse_tokens
 from benchmarks.harness.timing import measure_ceilings
 from benchmarks.moe import warm_up
-from benchmarks.moe.cells import Cell, Inputs, Model, mean_hit, named, random_inputs, tiny
+from benchmarks.moe.cells import (
+    Cell,
+    Inputs,
+    Model,
+    mean_hit,
+    named,
+    parse_activations,
+    random_inputs,
+    tiny,
+)
 from benchmarks.moe.ours import Ours, Truth, random_weights
 from benchmarks.moe.peers import Call, Marlin, Peer, Variants, add_to_path
 from benchmarks.moe.protocol import DATA, LEAST_REPEATS, WARMUP, idle_seconds
@@ -253,7 +262,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--models", default=",".join(MODELS), help="default: %(default)s")
     add("--tokens", default=",".join(map(str, TOKENS)))
     add("--formats", default=",".join(FORMATS), help="of the weights; default: %(default)s")
-    add("--activations", default=",".join(ACTIVATIONS), help="ours; default: %(default)s")
+    names = "ours: widths, or formats such as a8w4; default: %(default)s"
+    add("--activations", default=",".join(ACTIVATIONS), help=names)
     warm_up.add_option(parser)
 
 
@@ -272,9 +282,7 @@ def prepare(options: argparse.Namespace) -> tuple[FormatRun, list[tuple[Model, s
         ("model", "T", "weights", "impl", "activation"),
         ("cell", "weights", "impl", "activation"),
         folder=options.peers,
-        activations=parse_list(
-            options.activations, ("bf16", "mxfp8", "fp8_token"), "--activations"
-        ),
+        activations=parse_activations(options.activations),
     )
     groups = [(model, each) for model in models for each in formats]
     return run, [each for each in groups if not has_rows(run, *each, tokens)], tokens

@@ -147,3 +147,16 @@ def test_a_reason_is_told_once() -> None:
         for count in (1, 16)
     ]
     assert weight_format_tables.reasons(failures) == ["humming bf16, nvfp4 weights: `no`"]
+
+
+def test_every_name_of_an_activation_reaches_the_tables(tmp_path: Path) -> None:
+    path = tmp_path / "weight_formats.json"
+    assert run(path, "--formats", "nvfp4", "--tokens", "1", "--activations", "a4w4,a16") == 0
+    document = json.loads(path.read_text())
+    assert [row["activation"] for row in document["rows"]] == ["mxfp4", "bf16"]
+    ours = document["rows"][0]
+    document["rows"].append(ours | dict(impl="humming", activation="fp8_token", us=2 * ours["us"]))
+    document["meta"]["ceilings"] = dict(read_tbs=4.0, bf16_tflops=700.0, fp8_tflops=1400.0)
+    text = weight_format_tables.full(document)
+    assert "## mxfp4 activations" in text
+    assert "| nvfp4, a4 | 2.00 |" in text
