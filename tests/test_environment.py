@@ -104,9 +104,27 @@ def test_the_tests_have_the_emulator(
         monkeypatch.setattr(environment, name, lambda *_: None)
     monkeypatch.setattr(environment, "run", lambda step, command: run.append(command))
     environment.install(tmp_path, extra)
-    given = [each for command in run for each in command]
+    given = run[0]
     assert given.count("-e") == projects
     assert (given[-1] == str(ROOT / "gfx950-emulator")) is (extra == "test")
+
+
+def test_programs_of_lent_packages_are_installed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps: list[str] = []
+    for name in ("create", "provide_torch"):
+        monkeypatch.setattr(environment, name, lambda *_: None)
+    monkeypatch.setattr(environment, "run", lambda step, command: steps.append(step))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "mypy").touch()
+    environment.install(tmp_path, "plot")
+    environment.install(tmp_path, "test")
+    for name in environment.TOOLS:
+        (tmp_path / "bin" / name).touch()
+    environment.install(tmp_path, "test")
+    project = "install mxpert[test]"
+    assert steps == [*("install mxpert[plot]", project), *("install ruff, import-linter", project)]
 
 
 def test_a_lent_environment_sees_packages_after_its_own(tmp_path: Path) -> None:

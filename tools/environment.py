@@ -35,6 +35,9 @@ CONSTRAINTS = "constraints.txt"
 LENT = "torch-is-lent"
 """Marks an environment whose torch belongs to the Python that made it."""
 
+TOOLS = {"ruff": "ruff", "mypy": "mypy", "lint-imports": "import-linter"}
+"""Programs that the Makefile calls, and their packages. Packages are lent, programs are not."""
+
 LEND = "import site; site.addsitedir({folder!r})\n"
 """Line of a .pth file that gives an environment the packages of another one."""
 
@@ -225,6 +228,10 @@ def install(environment: Path, *extras: str) -> None:
         f"install mxpert[{','.join(extras)}]",
         pip(environment, "-c", environment / CONSTRAINTS, *projects),
     )
+    missing = [TOOLS[name] for name in TOOLS if not (environment / "bin" / name).exists()]
+    if "test" in extras and missing:
+        options = ("--ignore-installed", "--no-deps")
+        run(f"install {', '.join(missing)}", pip(environment, *options, *missing))
     print(f"{environment.name} has {gigabytes(environment):.1f} GB", flush=True)
 
 
