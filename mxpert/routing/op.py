@@ -227,7 +227,8 @@ def check_route_topk(
 
 
 def _is_one(value: object) -> bool:
-    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and value == 1
+    is_integer = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+    return is_integer and bool(value == 1)
 
 
 def _check_groups(
