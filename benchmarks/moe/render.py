@@ -79,6 +79,7 @@ CHART_PEERS = (
     ("flashinfer", "fp8_token", "mxfp8", "X"),
 )
 """Peer, its activations, ours of the same width, marker."""
+CHART_NAMES = {"bf16": "a16w4", "fp8_token": "a8w4", "fp8_group": "a8w4, groups of 128"}
 DETAIL: dict[str, Column] = {
     **{name: f"{{{name}}}" for name in ("stage", "routing", "T")},
     "hit": "{hit:.0f}",
@@ -301,15 +302,19 @@ def plot_layers(document: Mapping[str, Any], path: Path) -> None:
     ]
     times = {(row["model"], row["T"], row["impl"], row["activation"]): row["us"] for row in layers}
     models = [name for name in NAMED if any(row["model"] == name for row in layers)]
-    drawing, (panels,) = figure("", 1, len(CHART_TOKENS), size=(8, 3.8), dpi=200, share=True)
+    kinds = {(row["impl"], row["activation"]) for row in layers}
+    peers = [peer for peer in CHART_PEERS if peer[:2] in kinds]
+    size = 8, 2.4 + 0.4 * len(peers)
+    drawing, (panels,) = figure("", 1, len(CHART_TOKENS), size=size, dpi=200, share=True)
     for axes, tokens in zip(panels, CHART_TOKENS, strict=True):
-        for place, (impl, activation, ours, marker) in enumerate(CHART_PEERS):
+        for place, (impl, activation, ours, marker) in enumerate(peers):
+            below = (place - (len(peers) - 1) / 2) * 0.85 / len(peers)  # the middle of the line
             points = []
             for line, model in enumerate(models):
                 theirs = times.get((model, tokens, impl, activation))
                 mine = times.get((model, tokens, OURS, ours))
                 if theirs and mine:
-                    points.append((theirs / mine, line + 0.2 * (place - 1.5)))
+                    points.append((theirs / mine, line + below))
             if points:
                 axes.scatter(
                     *zip(*points, strict=True),
@@ -319,23 +324,24 @@ def plot_layers(document: Mapping[str, Any], path: Path) -> None:
                     facecolor=COLORS[STYLES[impl]] if activation == "bf16" else "none",
                     linewidths=1.3,
                     zorder=3,
-                    label=f"{impl} ({'a16w4' if activation == 'bf16' else 'a8w4'})",
+                    label=f"{impl} ({CHART_NAMES[activation]})",
                 )
         style_layers(axes, models, f"{tokens} token{'s' * (tokens > 1)}")
     panels[0].set_ylim(len(models) - 0.5, -0.5)
     panels[0].set_xlim(left=0.9)
     panels[len(panels) // 2].set_xlabel(
         "peer's time / mxpert's time, whole MoE layer (right of 1: mxpert is faster)\n"
-        "no mark: the peer does not run this model",
+        "no mark: the peer gave no time",
         fontsize=9,
     )
     legend_outside(
         drawing,
         panels,
-        columns=len(CHART_PEERS),
+        columns=min(4, len(peers)),
         loc="outside upper center",
         fontsize=9,
         handletextpad=0.1,
+        columnspacing=1,
         title=f"Speed-up of mxpert on {document['meta']['device']} over",
         title_fontsize=10,
     )

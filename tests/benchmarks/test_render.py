@@ -72,6 +72,27 @@ def test_everything_is_rendered_from_the_json_alone(tmp_path: Path) -> None:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("count", [1, 5, len(render.CHART_PEERS)])
+def test_marks_stay_on_the_line_of_their_model_and_labels_in_the_figure(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(render, "save", lambda drawing, path: drawn.append(drawing))
+    peers = render.CHART_PEERS[:count]
+    rows = [row(us=10, activation=name, tokens=128) for name in ("bf16", "mxfp8")]
+    rows += [row(impl, 20, activation=name, tokens=128) for impl, name, _, _ in peers]
+    render.plot_layers({"meta": META, "rows": rows}, tmp_path / "layers.png")
+    marks = [marks for axes in drawn[0].axes for marks in axes.collections]
+    places = [float(each.get_offsets()[0, 1]) for each in marks]
+    assert len(set(places)) == count
+    assert all(abs(place) < 0.5 for place in places)
+    drawn[0].draw_without_rendering()
+    (legend,) = drawn[0].legends
+    assert len(legend.get_texts()) == count
+    box, whole = legend.get_window_extent(), drawn[0].bbox
+    assert whole.x0 <= box.x0 < box.x1 <= whole.x1
+
+
 def markers(name: str, text: str = "old") -> str:
     return f"<!-- measured {name}: begin -->\n{text}\n<!-- measured {name}: end -->\n"
 
