@@ -103,8 +103,11 @@ def test_the_tests_have_the_emulator(
     for name in ("create", "provide_torch"):
         monkeypatch.setattr(environment, name, lambda *_: None)
     monkeypatch.setattr(environment, "run", lambda step, command: run.append(command))
+    (tmp_path / "bin").mkdir()
+    for name in environment.TOOLS:
+        (tmp_path / "bin" / name).touch()
     environment.install(tmp_path, extra)
-    given = run[0]
+    given = [each for command in run for each in command]
     assert given.count("-e") == projects
     assert (given[-1] == str(ROOT / "gfx950-emulator")) is (extra == "test")
 

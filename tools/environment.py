@@ -224,13 +224,11 @@ def install(environment: Path, *extras: str) -> None:
     projects = ["-e", f"{ROOT}[{','.join(extras)}]"]
     if "test" in extras:
         projects += ["-e", str(EMULATOR)]
-    run(
-        f"install mxpert[{','.join(extras)}]",
-        pip(environment, "-c", environment / CONSTRAINTS, *projects),
-    )
+    pinned = ("-c", environment / CONSTRAINTS)
+    run(f"install mxpert[{','.join(extras)}]", pip(environment, *pinned, *projects))
     missing = [TOOLS[name] for name in TOOLS if not (environment / "bin" / name).exists()]
     if "test" in extras and missing:
-        options = ("--ignore-installed", "--no-deps")
+        options = (*pinned, "--ignore-installed", "--no-deps")
         run(f"install {', '.join(missing)}", pip(environment, *options, *missing))
     print(f"{environment.name} has {gigabytes(environment):.1f} GB", flush=True)
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.harness.document import Row
 from benchmarks.harness.tables import (
@@ -51,7 +51,7 @@ from benchmarks.moe.figures import (
     token_columns,
 )
 from benchmarks.moe.goals import NOTES, goals
-from benchmarks.moe.layers import means_table, summary, write_page
+from benchmarks.moe.layers import NAMES, means_table, summary, write_page
 from benchmarks.moe.rows import SCHEMA
 from mxpert.cli.plots import (
     COLORS,
@@ -69,17 +69,32 @@ STYLES = {"mxpert": 3, "triton_kernels": 0, "marlin": 2, "humming": 4, "flashinf
 FORMATS = ("bf16", "fp8_token", "mxfp8", "mxfp4", "fp8_group")
 """Activation formats in the order of their dashes."""
 CHART_TOKENS = (1, 128, 8192)
+
+
+class ChartPeer(NamedTuple):
+    """A peer, its activations, ours of the same width, and its marker."""
+
+    impl: str
+    activation: str
+    ours: str
+    marker: str
+
+    @property
+    def label(self) -> str:
+        """Its name in the legend."""
+        groups = ", groups of 128" * (self.activation == "fp8_group")
+        return f"{self.impl} ({NAMES[self.ours]}{groups})"
+
+
 CHART_PEERS = (
-    ("triton_kernels", "bf16", "bf16", "o"),
-    ("marlin", "bf16", "bf16", "s"),
-    ("humming", "bf16", "bf16", "D"),
-    ("humming", "fp8_token", "mxfp8", "v"),
-    ("humming", "fp8_group", "mxfp8", "^"),
-    ("flashinfer", "bf16", "bf16", "P"),
-    ("flashinfer", "fp8_token", "mxfp8", "X"),
+    ChartPeer("triton_kernels", "bf16", "bf16", "o"),
+    ChartPeer("marlin", "bf16", "bf16", "s"),
+    ChartPeer("humming", "bf16", "bf16", "D"),
+    ChartPeer("humming", "fp8_token", "mxfp8", "v"),
+    ChartPeer("humming", "fp8_group", "mxfp8", "^"),
+    ChartPeer("flashinfer", "bf16", "bf16", "P"),
+    ChartPeer("flashinfer", "fp8_token", "mxfp8", "X"),
 )
-"""Peer, its activations, ours of the same width, marker."""
-CHART_NAMES = {"bf16": "a16w4", "fp8_token": "a8w4", "fp8_group": "a8w4, groups of 128"}
 DETAIL: dict[str, Column] = {
     **{name: f"{{{name}}}" for name in ("stage", "routing", "T")},
     "hit": "{hit:.0f}",
@@ -303,28 +318,29 @@ def plot_layers(document: Mapping[str, Any], path: Path) -> None:
     times = {(row["model"], row["T"], row["impl"], row["activation"]): row["us"] for row in layers}
     models = [name for name in NAMED if any(row["model"] == name for row in layers)]
     kinds = {(row["impl"], row["activation"]) for row in layers}
-    peers = [peer for peer in CHART_PEERS if peer[:2] in kinds]
+    peers = [each for each in CHART_PEERS if (each.impl, each.activation) in kinds]
     size = 8, 2.4 + 0.4 * len(peers)
     drawing, (panels,) = figure("", 1, len(CHART_TOKENS), size=size, dpi=200, share=True)
     for axes, tokens in zip(panels, CHART_TOKENS, strict=True):
-        for place, (impl, activation, ours, marker) in enumerate(peers):
+        for place, peer in enumerate(peers):
+            color = COLORS[STYLES[peer.impl]]
             below = (place - (len(peers) - 1) / 2) * 0.85 / len(peers)  # the middle of the line
             points = []
             for line, model in enumerate(models):
-                theirs = times.get((model, tokens, impl, activation))
-                mine = times.get((model, tokens, OURS, ours))
+                theirs = times.get((model, tokens, peer.impl, peer.activation))
+                mine = times.get((model, tokens, OURS, peer.ours))
                 if theirs and mine:
                     points.append((theirs / mine, line + below))
             if points:
                 axes.scatter(
                     *zip(*points, strict=True),
                     s=26,
-                    marker=marker,
-                    color=COLORS[STYLES[impl]],
-                    facecolor=COLORS[STYLES[impl]] if activation == "bf16" else "none",
+                    marker=peer.marker,
+                    color=color,
+                    facecolor=color if peer.activation == "bf16" else "none",
                     linewidths=1.3,
                     zorder=3,
-                    label=f"{impl} ({CHART_NAMES[activation]})",
+                    label=peer.label,
                 )
         style_layers(axes, models, f"{tokens} token{'s' * (tokens > 1)}")
     panels[0].set_ylim(len(models) - 0.5, -0.5)

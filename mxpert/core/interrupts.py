@@ -49,6 +49,22 @@ def raising() -> Iterator[None]:
             signal.signal(signal.SIGINT, end_at_once)
 
 
+@contextlib.contextmanager
+def deferred() -> Iterator[None]:
+    """An interrupt that arrives inside is handled after the block."""
+    if threading.current_thread() is not threading.main_thread():  # no handler runs here
+        yield
+        return
+    arrived: list[tuple[int, FrameType | None]] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if arrived and callable(handler):
+        handler(*arrived[0])
+
+
 if (
     threading.current_thread() is threading.main_thread()
     and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -22,19 +22,17 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import resource_tracker
 from pathlib import Path
-from types import FrameType
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..core.files import write_atomically
-from ..core.interrupts import EXIT_INTERRUPTED
+from ..core.interrupts import EXIT_INTERRUPTED, deferred
 from ..errors import message, require
 from .timing import Call, _l2_sweep, _turns
 
 _Result = TypeVar("_Result")
-_Process = TypeVar("_Process")
 
 SPIN_CYCLES = 1_000_000
 """About half a millisecond: hides the host's part of a replay and of the all-reduce before it."""
@@ -144,28 +142,13 @@ def _interrupts_wait_in_ranks() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     rank_type = multiprocessing.get_context("spawn").Process
     start = rank_type.start
-    rank_type.start = lambda self: _uninterrupted(start, self)  # type: ignore[method-assign]
+    rank_type.start = deferred()(start)  # type: ignore[method-assign]
     try:
         yield
     finally:
         rank_type.start = start  # type: ignore[method-assign]
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         done.set()
-
-
-def _uninterrupted(start: Callable[[_Process], None], process: _Process) -> None:
-    """Start a process; an interrupt that arrives meanwhile is handled after that."""
-    if threading.current_thread() is not threading.main_thread():  # no handler runs here
-        start(process)
-        return
-    arrived: list[tuple[int, FrameType | None]] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: arrived.append((number, frame)))
-    try:
-        start(process)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if arrived and callable(handler):
-        handler(*arrived[0])
 
 
 @contextlib.contextmanager

@@ -80,7 +80,7 @@ def test_marks_stay_on_the_line_of_their_model_and_labels_in_the_figure(
     monkeypatch.setattr(render, "save", lambda drawing, path: drawn.append(drawing))
     peers = render.CHART_PEERS[:count]
     rows = [row(us=10, activation=name, tokens=128) for name in ("bf16", "mxfp8")]
-    rows += [row(impl, 20, activation=name, tokens=128) for impl, name, _, _ in peers]
+    rows += [row(peer.impl, 20, activation=peer.activation, tokens=128) for peer in peers]
     render.plot_layers({"meta": META, "rows": rows}, tmp_path / "layers.png")
     marks = [marks for axes in drawn[0].axes for marks in axes.collections]
     places = [float(each.get_offsets()[0, 1]) for each in marks]

@@ -167,3 +167,19 @@ def test_raising_is_for_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
         signal.signal(signal.SIGINT, before)
     with interrupts.raising():
         assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_deferred_interrupt_comes_after_its_block() -> None:
+    done = []
+
+    @interrupts.deferred()
+    def work() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("all of it")
+
+    with interrupts.raising():
+        before = signal.getsignal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        assert signal.getsignal(signal.SIGINT) is before
+    assert done == ["all of it"]
