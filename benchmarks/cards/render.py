@@ -30,19 +30,18 @@ from benchmarks.moe.row_encoding import share_table
 from benchmarks.moe.weight_format_tables import means_table
 from benchmarks.serving.render import decode_text, summary_table
 
+SERVING = ("serving.json", "serving_vllm_0.26.json")
+"""What pages show, vLLM's newest release first."""
 REPORTS = {
     "moe.json": "moe.render",
     "grouped_gemm.json": "grouped.render",
     "models.json": "models.render",
-    "serving.json": "serving.render",
-    "serving_vllm_0.26.json": "serving.render",
+    **dict.fromkeys((*SERVING, "serving_again.json"), "serving.render"),
     "expert_parallel.json": "ranks.render",
     "weight_formats.json": "moe.weight_format_tables",
     "sustained.json": "moe.sustained",
 }
 """JSON → the script that renders it."""
-SERVING = tuple(name for name, script in REPORTS.items() if script == "serving.render")
-"""vLLM's newest release first."""
 RENDERERS = REPORTS | {
     "at_size.json": "moe.at_size",
     "hunts.json": "hunts.run",
