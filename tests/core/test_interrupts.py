@@ -177,9 +177,11 @@ def test_a_deferred_interrupt_comes_after_its_block() -> None:
         signal.raise_signal(signal.SIGINT)
         done.append("all of it")
 
-    with interrupts.raising():
-        before = signal.getsignal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
         with pytest.raises(KeyboardInterrupt):
             work()
-        assert signal.getsignal(signal.SIGINT) is before
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert done == ["all of it"]
